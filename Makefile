@@ -1,0 +1,49 @@
+# make demo | make test | make check | make install.  Needs Python >= 3.11, make and a C compiler.
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take the CPU build of torch where the default would be CUDA's.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+JOBS ?= 2
+
+.PHONY: install install-test browser demo test check format pair
+
+install: $(VENV)/installed
+install-test: $(VENV)/installed-test
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("draftsmith needs Python >= 3.11, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "installing the pinned set into $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+demo: install
+	@$(BIN)/draftsmith demo --out out/demo
+
+pair: install
+	@$(BIN)/draftsmith demo --rebuild_pair out/pair
+
+# Tests of the report open a browser when there is one. Under CI one is installed when that is possible.
+browser:
+	@if [ -n "$$CI" ] && ! command -v chromium >/dev/null 2>&1 && command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ]; then \
+	  echo "installing chromium"; (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 || echo "chromium could not be installed; its tests will skip"; fi
+
+# One thread a test process: tiny models gain nothing from more, and the processes do not fight for the cores.
+test: install-test browser
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q --durations=10 tests
+
+check: install-test
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install-test
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .

@@ -1,0 +1,135 @@
+"""A preallocated key/value cache that takes a block of tree cells, keeps the accepted path and
+drops the rest.
+
+Legend: L layers, B rows, H key/value heads, C capacity in cells, T cells of a block, E head size.
+
+Row b is stored from cell 0, so that cell number = position. All rows write a new block at one
+common column, behind the longest row: an append is one slice assignment a layer, and shorter rows
+have a gap that the attention mask hides. Keeping a path copies only its few cells to the end of the
+row's prefix, for all layers in one indexing call; the rest of the block is dropped by overwriting
+it at the next step. A chain in a batch of one moves nothing at all.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Store:
+    """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers."""
+
+    def __init__(self, layers: int, capacity: int, keys: Tensor, values: Tensor) -> None:
+        # Zeros, not empty: a masked cell has weight 0 in the attention, and 0 * NaN would be NaN.
+        self.keys = keys.new_zeros(layers, *keys.shape[:2], capacity, keys.shape[3])
+        self.values = values.new_zeros(layers, *values.shape[:2], capacity, values.shape[3])
+
+    def fits(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether a layer with these states can live here (some models vary heads by layer or span
+        devices).
+        """
+        return (
+            self.keys.device == keys.device
+            and (self.keys.shape[2], self.keys.shape[4]) == (keys.shape[1], keys.shape[3])
+            and (self.values.shape[2], self.values.shape[4]) == (values.shape[1], values.shape[3])
+        )
+
+
+class _TreeLayer(CacheLayerMixin):
+    """One layer's view of the store; transformers calls `update` with the states of the new cells."""
+
+    is_sliding = False  # The full history is kept; windows are expressed by the mask.
+
+    def __init__(self, owner: "TreeCache", index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.index = owner, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.owner.allocate(self, key_states, value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.owner.column
+        end = begin + key_states.shape[2]
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, begin:end] = key_states
+        self.values[:, :, begin:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.column + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.column
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class TreeCache(Cache):
+    """Key/value cache of one model for one batch; see the module docstring for its layout.
+
+    `column` is where the next forward writes; the caller sets it. `capacity` is in cells a row.
+    `bytes_moved` counts what `keep` and `select_rows` copied, so that a test can hold them to their
+    promise.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.column = 0
+        self.bytes_moved = 0
+        self._stores: list[tuple[_Store, list[tuple[_TreeLayer, int]]]] = []
+        super().__init__(layers=[_TreeLayer(self, index) for index in range(layers)])
+
+    def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
+        """Give a layer its place, on the device and in the dtype of the states it was called with."""
+        if self._stores and self._stores[0][0].fits(keys, values):
+            store, members = self._stores[0]
+            place = layer.index
+        else:
+            # The first store serves all layers; an odd layer gets a store of its own.
+            place = 0 if self._stores else layer.index
+            store = _Store(1 if self._stores else len(self.layers), self.capacity, keys, values)
+            members = []
+            self._stores.append((store, members))
+        members.append((layer, place))
+        layer.keys, layer.values = store.keys[place], store.values[place]
+
+    def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy cells inside rows: each move is (row, from, to), `from` counted from `column`, `to`
+        from cell 0.
+
+        All reads happen before all writes, so overlapping moves are safe. Moves onto themselves
+        cost nothing.
+        """
+        moves = [move for move in moves if column + move[1] != move[2]]
+        if not moves:
+            return
+        rows, sources, targets = zip(*moves, strict=True)
+        for store, _ in self._stores:
+            for block in (store.keys, store.values):
+                index = torch.tensor([rows, sources, targets], device=block.device)
+                row, source, target = index[0], index[1] + column, index[2]
+                moved = block[:, row, :, source]
+                block[:, row, :, target] = moved
+                self.bytes_moved += moved.numel() * moved.element_size()
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch. Copies what stays: call it seldom (the engine: when
+        half are done).
+        """
+        for store, members in self._stores:
+            index = torch.tensor(list(rows), device=store.keys.device)
+            store.keys, store.values = (
+                store.keys.index_select(1, index),
+                store.values.index_select(1, index),
+            )
+            self.bytes_moved += store.keys.numel() * store.keys.element_size()
+            self.bytes_moved += store.values.numel() * store.values.element_size()
+            for layer, place in members:
+                layer.keys, layer.values = store.keys[place], store.values[place]

@@ -1,0 +1,98 @@
+"""What a decoding run counts: integers that add; ratios are taken last (law 3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """Counts of one row, or of many rows added together. Tokens cut by EOS or `max_new_tokens` are
+    in no count.
+
+    target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed:
+    tree nodes drafted. accepted: drafted tokens in the output. depth_sum: sum over steps of the
+    tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
+    reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and a token at
+    depth d was on offer that could still have been emitted.
+    """
+
+    target_calls: int = 0
+    emitted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    depth_sum: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    reached_by_depth: tuple[int, ...] = ()
+
+    def __add__(self, other: "DecodeStats") -> "DecodeStats":
+        return DecodeStats(
+            target_calls=self.target_calls + other.target_calls,
+            emitted=self.emitted + other.emitted,
+            proposed=self.proposed + other.proposed,
+            accepted=self.accepted + other.accepted,
+            depth_sum=self.depth_sum + other.depth_sum,
+            accepted_by_depth=_add(self.accepted_by_depth, other.accepted_by_depth),
+            reached_by_depth=_add(self.reached_by_depth, other.reached_by_depth),
+        )
+
+    @property
+    def tau(self) -> float | None:
+        """Block efficiency: emitted tokens per target call; None before the first call."""
+        return _ratio(self.emitted, self.target_calls)
+
+    @property
+    def accept_at(self) -> tuple[float | None, ...]:
+        """P(depth d accepted | depth d-1 accepted), by depth; None where nothing was on offer."""
+        return tuple(_ratio(a, r) for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True))
+
+    @property
+    def alpha_mcsd(self) -> float | None:
+        """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None when nothing
+        was on offer.
+        """
+        return _ratio(self.accepted, self.depth_sum)
+
+
+class Counter:
+    """Collects the counts of one row, step by step; `stats` freezes them."""
+
+    def __init__(self, depth: int) -> None:
+        self.target_calls = self.emitted = self.proposed = self.accepted = self.depth_sum = 0
+        self.accepted_by_depth = [0] * depth
+        self.reached_by_depth = [0] * depth
+
+    def step(self, *, emitted: int, accepted: int, reached: int, proposed: int, depth: int) -> None:
+        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth
+        offered.
+        """
+        self.target_calls += 1
+        self.emitted += emitted
+        self.proposed += proposed
+        self.accepted += accepted
+        self.depth_sum += depth
+        for d in range(accepted):
+            self.accepted_by_depth[d] += 1
+        for d in range(reached):
+            self.reached_by_depth[d] += 1
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The counts so far."""
+        return DecodeStats(
+            target_calls=self.target_calls,
+            emitted=self.emitted,
+            proposed=self.proposed,
+            accepted=self.accepted,
+            depth_sum=self.depth_sum,
+            accepted_by_depth=tuple(self.accepted_by_depth),
+            reached_by_depth=tuple(self.reached_by_depth),
+        )
+
+
+def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
+def _ratio(count: int, total: int) -> float | None:
+    return count / total if total else None

@@ -1,0 +1,60 @@
+"""The options of `draftsmith distill`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from draftsmith.errors import InputError
+from draftsmith.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Let the target answer prompts, and keep its tokens as a distilled set."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    prompts: str
+    """Prompts: a .jsonl or .parquet file, or a hub dataset as owner/name[:split]."""
+    out: str
+    """The distilled set: a directory of part-*.parquet and manifest.json."""
+    engine: Literal["hf"] = "hf"
+    """Where the target runs: in this process, through transformers."""
+    num_samples: int = 1
+    """Answers per prompt; several samples of one prompt are worth more than one."""
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    """Sample as you will serve; 0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int = 0
+    batch_size: int = 32
+    """Rows that are generated together."""
+    part_rows: int = 1024
+    """Rows per Parquet file; a killed run loses at most the files in the making."""
+    max_prompts: int | None = None
+    """Use only the first rows of the prompts."""
+    prompt_tokens: int = 32
+    """For rows with `text`: how many of its first tokens make the prompt."""
+    domain: str = "default"
+    """The domain of rows that do not name their own."""
+    ignore_eos: bool = False
+    """Go on to max_new_tokens even when the target ends."""
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def sampling(self) -> Sampling:
+        """The law that answers are drawn from."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)

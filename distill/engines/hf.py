@@ -1,0 +1,39 @@
+"""The target in this process, on the decoder's own preallocated cache: ragged batches, one generator a row."""
+
+from collections.abc import Sequence
+
+from decode import SpeculativeDecoder
+from distill.config import DistillConfig
+from distill.engines.protocol import Request, Response
+from draftsmith.models import context_length, eos_ids, fingerprint, load_model
+from draftsmith.sampling import generator
+
+
+class HFEngine:
+    """A transformers model and the law its answers are drawn from."""
+
+    def __init__(self, config: DistillConfig) -> None:
+        model = load_model(
+            config.target,
+            device=config.device,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.fingerprint = fingerprint(model)
+        limit = context_length(model)
+        self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
+        self._decoder = SpeculativeDecoder(model)
+        self._sampling = config.sampling()
+        self._max_new_tokens = config.max_new_tokens
+        self._eos_ids = () if config.ignore_eos else eos_ids(model)
+
+    def generate(self, requests: Sequence[Request]) -> list[Response]:
+        """Answers in the order of the requests."""
+        batch = self._decoder.generate(
+            [request.prompt_ids for request in requests],
+            self._sampling,
+            self._max_new_tokens,
+            [generator(request.seed) for request in requests],
+            self._eos_ids,
+        )
+        return [Response(tuple(g.output_ids), g.finish_reason) for g in batch.generations]

@@ -1,0 +1,194 @@
+"""A distilled set from prompts: rows in a fixed order, cut into parts, each part written whole or not at all.
+
+The order of rows, the parts and the batches depend on the options alone, never on how many processes work or how often
+they were killed; so the files come out byte for byte the same.
+"""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distill.config import DistillConfig
+from distill.engines import ENGINES, Engine, Request
+from draftsmith.errors import InputError
+from draftsmith.io import (
+    atomic_file,
+    canonical_json,
+    hash_json,
+    read_json,
+    remove_leftovers,
+    sha256_file,
+    write_json_atomic,
+)
+from draftsmith.processes import join
+from draftsmith.progress import progress
+from draftsmith.records import Prompt, PromptSet, read_prompts
+from draftsmith.run import difference, provenance
+from draftsmith.sampling import row_seed
+from draftsmith.text import load_tokenizer
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string()),
+        pa.field("domain", pa.string()),
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("response_ids", pa.list_(pa.int32())),
+        pa.field("finish_reason", pa.string()),
+        pa.field("seed", pa.int64()),
+        pa.field("sample_index", pa.int32()),
+    ]
+)
+# Options that change where the work is done, not what comes of it.
+_NOT_IDENTITY = ("out", "device")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One answer to make: which prompt, which sample of it, and the seed that follows from both."""
+
+    id: str
+    prompt: Prompt
+    sample_index: int
+    seed: int
+
+
+def distill(config: DistillConfig, command: str) -> dict[str, Any]:
+    """Make the distilled set, continuing what a killed run left; returns its summary. Raises InputError."""
+    processes = join(config.device)
+    out = Path(config.out)
+    if out.is_file():
+        raise InputError(f"--out {out}: is a file; name a directory")
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    engine: Engine = ENGINES[config.engine](config)
+    if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
+        raise InputError(
+            f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context"
+        )
+    prompts = read_prompts(
+        config.prompts,
+        tokenizer,
+        domain=config.domain,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=engine.max_prompt_tokens,
+        limit=config.max_prompts,
+    )
+    rows = plan_rows(prompts, config)
+    parts = [rows[i : i + config.part_rows] for i in range(0, len(rows), config.part_rows)]
+    identity = {
+        "config": {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_IDENTITY},
+        "target_fingerprint": engine.fingerprint,
+        "prompts_digest": prompts.digest,
+    }
+    if processes.is_main_process:
+        _claim(out, identity)
+    processes.wait_for_everyone()
+    _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
+    processes.wait_for_everyone()
+    manifest = _manifest(out, parts, prompts, identity, command)
+    if processes.is_main_process:
+        write_json_atomic(out / "manifest.json", manifest)
+        (out / "run.json").unlink(missing_ok=True)
+    processes.wait_for_everyone()
+    return {"out": str(out), **manifest["counts"], "response_tokens": manifest["response_tokens"]}
+
+
+def plan_rows(prompts: PromptSet, config: DistillConfig) -> list[Row]:
+    """Every (prompt, sample) in the order in which they are written."""
+    rows = []
+    for prompt in prompts.prompts:
+        for index in range(config.num_samples):
+            content = canonical_json([prompt.id, list(prompt.ids), index])
+            row_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+            rows.append(Row(row_id, prompt, index, row_seed(config.seed, f"{prompt.id}/{index}")))
+    return rows
+
+
+def part_name(index: int) -> str:
+    """File name of a part."""
+    return f"part-{index:05d}.parquet"
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    """Make `out` this run's own, or make sure it is; InputError names what differs."""
+    out.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out)
+    # manifest.json of a finished set, run.json of one in the making.
+    for name in ("manifest.json", "run.json"):
+        if (out / name).exists():
+            there = read_json(out / name, "the record of a distilled set").get("identity", {})
+            differs = difference(there, identity)
+            if differs is not None:
+                raise InputError(
+                    f"--out {out}: holds another distilled set: its {differs}; "
+                    f"choose another --out or delete the directory"
+                )
+            return
+    if list(out.glob("part-*.parquet")):
+        raise InputError(f"--out {out}: holds part files without a record; choose another --out")
+    write_json_atomic(out / "run.json", {"identity": identity})
+
+
+def _write_parts(
+    out: Path, parts: list[list[Row]], engine: Engine, config: DistillConfig, process: int, processes: int
+) -> None:
+    mine = range(process, len(parts), processes)
+    finished = sum(len(parts[i]) for i in mine if (out / part_name(i)).exists())
+    with progress("distill", sum(len(parts[i]) for i in mine), finished) as advance:
+        for index in mine:
+            path = out / part_name(index)
+            if path.exists():
+                continue
+            columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+            for start in range(0, len(parts[index]), config.batch_size):
+                rows = parts[index][start : start + config.batch_size]
+                responses = engine.generate([Request(row.prompt.ids, row.seed) for row in rows])
+                for row, response in zip(rows, responses, strict=True):
+                    columns["id"].append(row.id)
+                    columns["domain"].append(row.prompt.domain)
+                    columns["prompt_ids"].append(row.prompt.ids)
+                    columns["response_ids"].append(response.response_ids)
+                    columns["finish_reason"].append(response.finish_reason)
+                    columns["seed"].append(row.seed)
+                    columns["sample_index"].append(row.sample_index)
+                advance(len(rows), "")
+            with atomic_file(path) as temporary:
+                pq.write_table(pa.table(columns, schema=SCHEMA), temporary)
+
+
+def _manifest(
+    out: Path, parts: list[list[Row]], prompts: PromptSet, identity: dict[str, Any], command: str
+) -> dict[str, Any]:
+    files = []
+    tokens = stopped = done = 0
+    for index in range(len(parts)):
+        path = out / part_name(index)
+        table = pq.read_table(path, columns=["response_ids", "finish_reason"])
+        part_tokens = sum(map(len, table["response_ids"].to_pylist()))
+        stopped += table["finish_reason"].to_pylist().count("stop")
+        tokens += part_tokens
+        done += len(table)
+        files.append({"file": path.name, "rows": len(table), "sha256": sha256_file(path)})
+    made = done // max(1, identity["config"]["num_samples"])
+    return {
+        "format": "draftsmith distilled set",
+        "version": 1,
+        "complete": True,
+        "parts": files,
+        "counts": {
+            "prompts_read": prompts.rows,
+            "prompts_done": made,
+            "prompts_skipped": len(prompts.skipped),
+            "prompts_failed": prompts.rows - made - len(prompts.skipped),
+            "rows": done,
+        },
+        "skipped": [dataclasses.asdict(skip) for skip in prompts.skipped],
+        "finish_reasons": {"stop": stopped, "length": done - stopped},
+        "response_tokens": tokens,
+        "digest": hash_json([file["sha256"] for file in files]),
+        "identity": identity,
+        **provenance(command, identity["config"]),
+    }

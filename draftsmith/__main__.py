@@ -1,0 +1,72 @@
+"""The door: `draftsmith COMMAND`, `python -m draftsmith COMMAND`, `accelerate launch -m draftsmith COMMAND`."""
+
+import sys
+from pathlib import Path
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+# `python -m` puts the current directory first, where a stranger's train.py would hide our package `train`.
+if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
+    del sys.path[0]
+
+import difflib  # noqa: E402
+import importlib  # noqa: E402
+import logging  # noqa: E402
+import warnings  # noqa: E402
+
+from draftsmith import __version__  # noqa: E402
+from draftsmith.errors import InputError, RunError  # noqa: E402
+
+# command: (module with `run(argv)`, what it does). Modules are imported when their command is called.
+COMMANDS = {
+    "demo": ("draftsmith.commands.demo", "the whole road on the shipped nano pair, offline, in minutes"),
+    "distill": ("draftsmith.commands.distill", "the target's own outputs for a set of prompts"),
+    "train": ("draftsmith.commands.train", "fit a draft to a distilled set"),
+    "decode": ("draftsmith.commands.decode", "generate with target and draft, losslessly"),
+    "eval": ("draftsmith.commands.eval", "what alignment bought, in distribution and out of it"),
+}
+
+
+def usage() -> str:
+    """The help of the door itself."""
+    lines = [f"  {name:<9}{what}" for name, (_, what) in COMMANDS.items()]
+    return (
+        f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
+        "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n\n"
+        + "\n".join(lines)
+        + "\n\n`draftsmith COMMAND --help` lists a command's options."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
+        print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        importlib.import_module(COMMANDS[name][0]).run(words[1:])
+        return 0
+    except InputError as error:
+        print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ndraftsmith {name}: interrupted; the same command continues where it was", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

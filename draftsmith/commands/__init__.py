@@ -1,0 +1,1 @@
+"""The thin edge: one module a command. Parse, call, print."""

@@ -1,0 +1,13 @@
+"""`draftsmith eval`."""
+
+from draftsmith.commands.output import finish
+from draftsmith.config import parse
+from eval.config import EvalConfig
+from eval.run import evaluate
+
+
+def run(argv: list[str]) -> None:
+    """Measure drafts in distribution and out of it."""
+    config, as_json = parse(EvalConfig, "eval", argv)
+    summary = evaluate(config)
+    finish(summary, [f"results: {summary['results']}", f"report:  {summary['report']}"], as_json)

@@ -1,0 +1,45 @@
+"""Text on the terminal as it is decoded: what the draft guessed stands out from what the target added."""
+
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.text import Tokenizer, decode_text
+
+DRAFT_STYLE = "bold green"
+
+
+class Stream:
+    """Writes tokens as text. On a terminal drafted tokens are coloured; elsewhere the text is plain."""
+
+    def __init__(self, tokenizer: Tokenizer, file: TextIO) -> None:
+        self._tokenizer = tokenizer
+        self._console = Console(file=file, highlight=False, soft_wrap=True)
+        self._ids: list[int] = []
+        self._shown = ""
+        self._drafted = False
+
+    def add(self, ids: list[int], from_draft: list[bool]) -> None:
+        """Show the tokens of one step."""
+        for token, drafted in zip(ids, from_draft, strict=True):
+            self._ids.append(token)
+            text = decode_text(self._tokenizer, self._ids)
+            # A character of several tokens is not whole yet; the next token brings it.
+            if text.endswith("\ufffd"):
+                continue
+            self._show(text, drafted)
+
+    def close(self) -> None:
+        """Show what was held back, end the line, and say what the colour means."""
+        self._show(decode_text(self._tokenizer, self._ids), False)
+        self._console.print()
+        if self._console.is_terminal:
+            legend = Text("drafted", style=DRAFT_STYLE)
+            legend.append(" / from the target itself", style="not bold default")
+            self._console.print(legend)
+
+    def _show(self, text: str, drafted: bool) -> None:
+        piece = text[len(self._shown) :]
+        self._shown = text
+        self._console.print(Text(piece, style=DRAFT_STYLE if drafted else ""), end="")

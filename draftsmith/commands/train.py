@@ -1,0 +1,20 @@
+"""`draftsmith train`."""
+
+from draftsmith.commands.output import command_line, finish
+from draftsmith.config import parse
+from draftsmith.processes import is_main
+from train.config import TrainConfig
+from train.run import train
+
+
+def run(argv: list[str]) -> None:
+    """Fit a draft; the checkpoint is the directory `out`."""
+    config, as_json = parse(TrainConfig, "train", argv)
+    summary = train(config, command_line("train", argv))
+    alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
+    lines = [
+        f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss {summary['heldout_loss']:.4f}"
+        f"{alpha} at step {summary['best_step']}"
+    ]
+    if is_main():
+        finish(summary, lines, as_json)

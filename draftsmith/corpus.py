@@ -1,0 +1,194 @@
+"""Real text that every Python carries, read at run time: three domains at growing distance from reference prose.
+
+- `prose`: the language reference behind `help()` (`pydoc_data.topics`) and the docstrings of the standard library;
+- `code`: the standard library's source with its docstrings taken out;
+- `unicode`: the names of characters (`unicodedata`), block by block: a list, not language.
+
+A document is a help topic, a module or a run of 128 code points. Documents are divided into training and held-out
+ones by a hash of their name, so that the division is the same on every machine and for every Python version, and a
+module's docstrings are on the same side as its source. Held-out documents that mostly repeat training text are
+dropped. Documents are cut at blank lines into passages; a passage is one row `{"id", "domain", "text"}`.
+"""
+
+import ast
+import hashlib
+import importlib
+import io
+import re
+import sysconfig
+import tokenize
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HELDOUT_PERCENT = 10
+PASSAGE_CHARACTERS = 1200
+# A held-out document is dropped when this share of its 8-word runs stands in training documents too.
+DUPLICATE_SHARE = 0.2
+SHINGLE_WORDS = 8
+
+_SKIPPED_PARTS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+# These names are computed from the code point by rule, by the ten thousand.
+_SYSTEMATIC_NAMES = re.compile(r"CJK |HANGUL SYLLABLE|TANGUT|NUSHU|KHITAN|VARIATION SELECTOR")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with the name that decides whether it is trained on or held out."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The two sides of a domain; `dropped` names held-out documents that repeated training text."""
+
+    train: tuple[Document, ...]
+    heldout: tuple[Document, ...]
+    dropped: tuple[str, ...]
+
+
+def _tidy(text: str) -> str:
+    lines = [line.rstrip() for line in text.expandtabs(8).splitlines()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+@cache
+def _modules() -> tuple[tuple[str, ast.Module, str], ...]:
+    """(dotted name, syntax tree, source) of every module of the standard library that parses."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if _SKIPPED_PARTS.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
+            continue
+        try:
+            with tokenize.open(path) as file:
+                source = file.read()
+            found.append((".".join(parts), ast.parse(source), source))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # lib2to3 and friends ship files that are wrong on purpose
+    return tuple(found)
+
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _documented(tree: ast.Module) -> Iterator[_Documented]:
+    for node in ast.walk(tree):
+        if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:
+            yield node
+
+
+def prose_documents() -> list[Document]:
+    """Help topics, and for every module its docstrings, each under the name of what it documents."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    documents = [Document(f"topic {name}", _tidy(text)) for name, text in sorted(topics.items())]
+    for name, tree, _ in _modules():
+        entries = []
+        for node in sorted(_documented(tree), key=lambda node: getattr(node, "lineno", 0)):
+            title = name if isinstance(node, ast.Module) else node.name
+            entries.append(f"{title}\n\n{_tidy(ast.get_docstring(node) or '')}")
+        if entries:
+            documents.append(Document(f"module {name}", "\n\n".join(entries)))
+    return documents
+
+
+def code_documents() -> list[Document]:
+    """Every module's source without its docstrings (those are prose)."""
+    documents = []
+    for name, tree, source in _modules():
+        lines = source.splitlines()
+        for node in _documented(tree):
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            for number in range(docstring.lineno - 1, docstring.end_lineno):
+                lines[number] = ""
+        documents.append(Document(f"module {name}", _tidy("\n".join(lines))))
+    return documents
+
+
+def unicode_documents() -> list[Document]:
+    """Runs of 128 code points, one line a character: its number and its name."""
+    documents = []
+    for start in range(0, 0x20000, 128):
+        lines = io.StringIO()
+        for point in range(start, start + 128):
+            name = unicodedata.name(chr(point), "")
+            if name and not _SYSTEMATIC_NAMES.match(name):
+                lines.write(f"U+{point:04X} {name}\n")
+                if point % 16 == 15:
+                    lines.write("\n")
+        if lines.tell():
+            documents.append(Document(f"block {start:05X}", lines.getvalue().strip()))
+    return documents
+
+
+DOMAINS: dict[str, Callable[[], list[Document]]] = {
+    "prose": prose_documents,
+    "code": code_documents,
+    "unicode": unicode_documents,
+}
+
+
+def is_heldout(name: str) -> bool:
+    """Which side a document is on, from its name alone."""
+    return hashlib.sha256(name.encode()).digest()[0] * 100 < 256 * HELDOUT_PERCENT
+
+
+def shingles(text: str) -> set[int]:
+    """Hashes of all runs of 8 words, letters and digits only: what two near-duplicates have in common."""
+    words = re.findall(r"\w+", text.lower())
+    runs = (" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1)))
+    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "big") for run in runs}
+
+
+@cache
+def _train_shingles() -> frozenset[int]:
+    seen: set[int] = set()
+    for documents in DOMAINS.values():
+        for document in documents():
+            if not is_heldout(document.name):
+                seen |= shingles(document.text)
+    return frozenset(seen)
+
+
+@cache
+def split(domain: str) -> Split:
+    """Training and held-out documents of a domain, near-duplicates of any training document left out."""
+    train, heldout, dropped = [], [], []
+    for document in DOMAINS[domain]():
+        if not is_heldout(document.name):
+            train.append(document)
+            continue
+        own = shingles(document.text)
+        if len(own & _train_shingles()) > DUPLICATE_SHARE * len(own):
+            dropped.append(document.name)
+        else:
+            heldout.append(document)
+    return Split(tuple(train), tuple(heldout), tuple(dropped))
+
+
+def passages(
+    domain: str, documents: tuple[Document, ...], characters: int = PASSAGE_CHARACTERS
+) -> list[dict[str, str]]:
+    """Rows of at least about `characters`, cut at blank lines, in an order that does not follow the documents'."""
+    rows = []
+    for document in documents:
+        pieces: list[str] = []
+        for paragraph in document.text.split("\n\n"):
+            if not pieces or len(pieces[-1]) >= characters:
+                pieces.append(paragraph)
+            else:
+                pieces[-1] += "\n\n" + paragraph
+        rows += [
+            {"id": f"{document.name} #{i}", "domain": domain, "text": piece.strip("\n")}
+            for i, piece in enumerate(pieces)
+            if piece.strip()
+        ]
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{domain} {row['id']}".encode()).digest())

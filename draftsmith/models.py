@@ -1,0 +1,107 @@
+"""Causal language models: load them, tell them apart, and check that a draft fits its target."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.errors import InputError
+from draftsmith.io import canonical_json
+from draftsmith.text import check_source, quiet
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FINGERPRINT_SAMPLES = 4096
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the first accelerator, else the CPU; anything else is a torch device string."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"--device {device}: not a device; use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--device {device}: this machine has no CUDA device; use auto or cpu")
+    return resolved
+
+
+def load_model(
+    name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal LM in eval mode from a local directory or the hub, safetensors only.
+
+    dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
+    accelerator. Raises InputError, one line, for a name that is not a loadable model.
+    """
+    place = resolve_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
+    wanted: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
+    quiet()
+    check_source(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except Exception as error:
+        # from_pretrained raises a dozen kinds of error for a missing, torn or foreign checkpoint.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{name}: no causal language model could be loaded from it ({reason})") from None
+    model.to(place)  # type: ignore[arg-type]
+    return cast(PreTrainedModel, model.eval())
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits that change with the architecture or the weights.
+
+    Hashes every parameter's name and shape and up to 4,096 of its values, evenly spaced, read as fp32: exact for
+    small models, and seconds instead of minutes for a 70B one.
+    """
+    digest = hashlib.sha256(canonical_json(model.config.model_type).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        stride = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(flat[::stride].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a generation: the generation config's, else the model config's. May be empty."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many tokens the model's positions reach, or None when its config does not say."""
+    for key in ("max_position_embeddings", "n_positions"):
+        value = getattr(model.config, key, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many logits the model gives per position."""
+    size = model.config.get_text_config().vocab_size
+    assert isinstance(size, int)
+    return size
+
+
+def check_same_vocabulary(target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]) -> None:
+    """InputError unless every draft scores exactly the target's vocabulary."""
+    size = vocabulary_size(target)
+    for name, draft in drafts:
+        if vocabulary_size(draft) != size:
+            raise InputError(
+                f"{name}: its vocabulary has {vocabulary_size(draft)} tokens and the target's has {size}; "
+                f"use a draft that was trained with the target's tokenizer"
+            )

@@ -1,0 +1,222 @@
+"""Prompts as every command reads them: JSONL, Parquet or a dataset on the hub, tokenised, each row accounted for."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import InputError
+from draftsmith.io import canonical_json
+from draftsmith.text import Tokenizer, encode_messages, encode_text
+
+KEYS = ("messages", "prompt", "text")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised. `id` is the row's own or a hash of its content."""
+
+    id: str
+    domain: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that was read and not used, and why."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """What a prompt source held: `len(prompts) + len(skipped) == rows`. `digest` is a hash of the prompts."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+    skipped: tuple[Skipped, ...]
+    rows: int
+
+    @property
+    def digest(self) -> str:
+        """sha256 over ids, domains and tokens: equal for equal prompts, however they were stored."""
+        text = canonical_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    domain: str = "default",
+    prompt_tokens: int = 32,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+) -> PromptSet:
+    """Read `source` (a .jsonl/.json/.parquet file, or `owner/name[:split]` on the hub) into prompts.
+
+    A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first
+    `prompt_tokens` tokens are the prompt); optional `id` and `domain`. Rows that are empty, too short for that or
+    longer than `max_tokens` are skipped with their reason. A row without an `id` gets a hash of its tokens, with
+    its count where the same prompt came before. `limit` stops after that many rows. Raises InputError that names
+    file, line and key for a row that cannot be understood.
+    """
+    prompts: list[Prompt] = []
+    skipped: list[Skipped] = []
+    named: dict[str, int] = {}
+    repeats: Counter[str] = Counter()
+    rows = 0
+    for number, row in iterate_rows(source):
+        if limit is not None and rows >= limit:
+            break
+        rows += 1
+        where = f"{source}:{number}"
+        ids, short = _encode(row, where, tokenizer, prompt_tokens)
+        key = _string(row, "id", where)
+        if key in named:
+            raise InputError(f"{where}: key 'id': {key!r} is row {named[key]}'s already; make ids unique")
+        if key:
+            named[key] = number
+        else:
+            content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
+            repeats[content] += 1
+            key = content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+        if short or not ids:
+            skipped.append(Skipped(number, short or "empty prompt"))
+        elif max_tokens is not None and len(ids) > max_tokens:
+            skipped.append(Skipped(number, f"{len(ids)} tokens, more than the {max_tokens} that fit"))
+        else:
+            prompts.append(Prompt(key, _string(row, "domain", where) or domain, tuple(ids)))
+    if not rows:
+        raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
+    if not prompts:
+        raise InputError(
+            f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})"
+        )
+    return PromptSet(source, tuple(prompts), tuple(skipped), rows)
+
+
+def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub."""
+    path = Path(source)
+    if path.is_dir():
+        raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
+    if path.is_file():
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix in (".jsonl", ".json", ".ndjson"):
+            yield from _jsonl_rows(path)
+        else:
+            raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+    elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet") or source.startswith((".", "/", "~")):
+        raise InputError(f"{source}: no such file")
+    else:
+        yield from _hub_rows(source)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise InputError(
+                        f"{path}:{number}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
+                    )
+                yield number, row
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{number}: not valid JSON ({error.msg}); write one object a line") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
+
+
+def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    import datasets
+
+    name, _, split = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+    except Exception as error:
+        # The hub client raises many kinds of error; all of them mean the same to the user.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
+            f"check the path, or write owner/name:split"
+        ) from None
+    for number, row in enumerate(rows, 1):
+        yield number, row
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str | int):
+        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
+    return str(value)
+
+
+def _encode(
+    row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int
+) -> tuple[list[int], str]:
+    """Tokens of a row, and the reason to skip it ('' when there is none)."""
+    present = [key for key in KEYS if row.get(key) is not None]
+    if not present:
+        found = ", ".join(map(repr, row)) or "nothing"
+        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; found {found}")
+    key = present[0]
+    value = row[key]
+    if key == "messages":
+        return encode_messages(tokenizer, check_messages(value, where)), ""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
+    if not value.strip():
+        return [], f"key {key!r} is empty"
+    if key == "prompt":
+        return encode_text(tokenizer, value), ""
+    # Tokenising a whole book for its first tokens is waste; a token is rarely longer than 16 characters.
+    ids = encode_text(tokenizer, value[: 64 + 16 * prompt_tokens])[:prompt_tokens]
+    short = f"text has only {len(ids)} of {prompt_tokens} tokens" if len(ids) < prompt_tokens else ""
+    return ids, short
+
+
+def check_messages(value: Any, where: str) -> list[dict[str, str]]:
+    """The messages that make the prompt (a final assistant turn dropped), or InputError naming the key."""
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects")
+    messages: list[dict[str, str]] = []
+    for index, message in enumerate(value):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
+        if not isinstance(message.get("content"), str):
+            raise InputError(f"{where}: key 'messages[{index}].content': expected text")
+        messages.append({"role": message["role"], "content": message["content"]})
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{where}: key 'messages': holds only an assistant turn; the prompt is missing")
+    return messages

@@ -1,0 +1,64 @@
+"""Text to tokens: chat templates where the rows are chats, special tokens as the tokenizer wants them."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from draftsmith.errors import InputError
+
+Tokenizer = PreTrainedTokenizerBase
+
+
+def quiet() -> None:
+    """Keep transformers from drawing bars and printing advice between our own lines; its errors still show."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def check_source(name: str) -> None:
+    """InputError for a name that can only be a local directory and is none; hub names are `owner/name` or `name`."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not Path(name).is_dir():
+        raise InputError(f"{name}: no such directory (a hub name is written owner/name)")
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer in a local directory or on the hub; InputError when there is none."""
+    quiet()
+    check_source(name)
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # transformers raises OSError, ValueError, KeyError or a JSON error for what is one mistake to the user.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{name}: no tokenizer could be loaded from it ({reason})") from None
+    return tokenizer
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a plain text, with the special tokens (such as BOS) that the tokenizer adds by itself."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    # Some tokenizers close every text with EOS; a prompt that is to be continued must not end so.
+    if ids and ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id is not None:
+        ids = ids[:-1]
+    return ids
+
+
+def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Tokens of a chat up to where the assistant speaks: the tokenizer's template, or plain text without one."""
+    if tokenizer.chat_template is None:
+        return encode_text(tokenizer, "\n\n".join(m["content"] for m in messages) + "\n\n")
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    ids: list[int] = list(encoded["input_ids"])
+    return ids
+
+
+def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Text of tokens, special tokens left out, spacing untouched."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,7 @@
+"""Measures what alignment bought: acceptance, tokens per target call and speed, at home (ID) and away
+(OOD)."""
+
+from eval.config import EvalConfig
+from eval.run import evaluate
+
+__all__ = ["EvalConfig", "evaluate"]

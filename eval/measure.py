@@ -1,0 +1,252 @@
+"""Decoding for real: the target alone, then every draft against it, counted per prompt and timed.
+
+What a function here returns is plain JSON, because it is kept on disk as one cell of the evaluation.
+Every list is in the order of the prompts.
+"""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from transformers import PreTrainedModel
+
+from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.progress import track
+from draftsmith.records import Prompt
+from draftsmith.sampling import Sampling, generator, row_seed
+from eval.config import Method
+from eval.estimate import Continuation
+
+WARM_UP_TOKENS = 8
+
+
+class BaselineCell(TypedDict):
+    """The target's own continuations, shared by all drafts so that everything is paired by prompt."""
+
+    output_ids: list[list[int]]
+    finish_reason: list[str]
+
+
+class Identical(TypedDict):
+    """How many greedy outputs equal the target's own, and how near a tie the others were.
+
+    `largest_gap`: over the outputs that differ, the largest difference of the target's two logits at
+    the first token that differs (None when none differ). A rounding tie is of the size of the dtype's
+    resolution.
+    """
+
+    same: int
+    of: int
+    largest_gap: float | None
+
+
+class DecodingCell(TypedDict):
+    """Counts of speculative decoding, per prompt."""
+
+    target_calls: list[int]
+    emitted: list[int]
+    proposed: list[int]
+    accepted: list[int]
+    depth_sum: list[int]
+    accepted_by_depth: list[list[int]]
+    reached_by_depth: list[list[int]]
+    identical: Identical | None
+
+
+class SpeedRun(TypedDict):
+    """Batch-1 clock times of one way of decoding; `draft` None is the autoregressive baseline."""
+
+    draft: str | None
+    tree: str | None
+    verifier: str | None
+    emitted: list[int]
+    prefill_s: list[float]
+    decode_s: list[float]
+
+
+class SpeedCell(TypedDict):
+    """Interleaved runs over the same prompts in one process."""
+
+    prompt_ids: list[str]
+    runs: list[SpeedRun]
+
+
+def _generators(prompts: Sequence[Prompt], seed: int, stream: str) -> list[torch.Generator]:
+    return [generator(row_seed(seed, f"{prompt.id}/{stream}")) for prompt in prompts]
+
+
+def _stream(sampling: Sampling, method: Method | None) -> str:
+    """The name of a row's random stream: all drafts share one, so that they are compared on equal luck."""
+    plain = f"{sampling.temperature}"
+    return plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
+
+
+def decoder_of(target: PreTrainedModel, draft: PreTrainedModel, method: Method) -> SpeculativeDecoder:
+    """The decoder of one (draft, tree, verifier). ValueError, one line, when they do not fit."""
+    return SpeculativeDecoder(target, DraftModelProposer(draft), method.tree, method.verifier)
+
+
+def baseline(
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    eos: Sequence[int],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    description: str,
+) -> BaselineCell:
+    """Continue every prompt with the target alone."""
+    decoder = SpeculativeDecoder(target, None)
+    cell = BaselineCell(output_ids=[], finish_reason=[])
+    starts = range(0, len(prompts), batch_size)
+    for start in track(starts, description, len(starts)):
+        rows = prompts[start : start + batch_size]
+        batch = decoder.generate(
+            [row.ids for row in rows],
+            sampling,
+            max_new_tokens,
+            _generators(rows, seed, _stream(sampling, None)),
+            eos,
+        )
+        cell["output_ids"] += [row.output_ids for row in batch.generations]
+        cell["finish_reason"] += [row.finish_reason for row in batch.generations]
+    return cell
+
+
+def continuations(prompts: Sequence[Prompt], cell: BaselineCell) -> list[Continuation]:
+    """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
+    return [
+        Continuation(prompt.id, prompt.ids, output)
+        for prompt, output in zip(prompts, cell["output_ids"], strict=True)
+    ]
+
+
+@torch.inference_mode()
+def _gap(target: PreTrainedModel, prompt: Sequence[int], ours: list[int], theirs: list[int]) -> float:
+    """|logit - logit| of the first two tokens that differ, in the target's logits there."""
+    # Outputs end at the same end tokens and the same length, so that one cannot be the beginning of
+    # the other.
+    shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    ids_1T = torch.tensor([[*prompt, *ours[:shared]]], device=target.device)
+    logits_V = target(input_ids=ids_1T).logits[0, -1].double()
+    return float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs())
+
+
+def _compare(
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    outputs: list[list[int]],
+    expected: list[list[int]],
+) -> Identical:
+    gaps = [
+        _gap(target, prompt.ids, ours, theirs)
+        for prompt, ours, theirs in zip(prompts, outputs, expected, strict=True)
+        if ours != theirs
+    ]
+    return Identical(same=len(prompts) - len(gaps), of=len(prompts), largest_gap=max(gaps, default=None))
+
+
+def decoding(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    method: Method,
+    prompts: Sequence[Prompt],
+    expected: BaselineCell,
+    sampling: Sampling,
+    eos: Sequence[int],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    description: str,
+) -> DecodingCell:
+    """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
+    decoder = decoder_of(target, draft, method)
+    outputs: list[list[int]] = []
+    cell = DecodingCell(
+        target_calls=[],
+        emitted=[],
+        proposed=[],
+        accepted=[],
+        depth_sum=[],
+        accepted_by_depth=[],
+        reached_by_depth=[],
+        identical=None,
+    )
+    starts = range(0, len(prompts), batch_size)
+    for start in track(starts, description, len(starts)):
+        rows = prompts[start : start + batch_size]
+        batch = decoder.generate(
+            [row.ids for row in rows],
+            sampling,
+            max_new_tokens,
+            _generators(rows, seed, _stream(sampling, method)),
+            eos,
+        )
+        for generation in batch.generations:
+            stats = generation.stats
+            outputs.append(generation.output_ids)
+            cell["target_calls"].append(stats.target_calls)
+            cell["emitted"].append(stats.emitted)
+            cell["proposed"].append(stats.proposed)
+            cell["accepted"].append(stats.accepted)
+            cell["depth_sum"].append(stats.depth_sum)
+            cell["accepted_by_depth"].append(list(stats.accepted_by_depth))
+            cell["reached_by_depth"].append(list(stats.reached_by_depth))
+    if sampling.greedy:
+        cell["identical"] = _compare(target, prompts, outputs, expected["output_ids"])
+    return cell
+
+
+def speed(
+    target: PreTrainedModel,
+    drafts: dict[str, PreTrainedModel],
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    eos: Sequence[int],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    description: str,
+) -> SpeedCell:
+    """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order.
+
+    Interleaving spreads a slow minute of the machine over all of them, rotation spreads the warm
+    cache. Each is warmed up once before the clock counts.
+    """
+    runs: list[SpeedRun] = []
+    ways: list[tuple[SpeculativeDecoder, str, SpeedRun]] = []
+
+    def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None) -> None:
+        run = SpeedRun(
+            draft=draft,
+            tree=method.tree if method else None,
+            verifier=method.verifier if method else None,
+            emitted=[],
+            prefill_s=[],
+            decode_s=[],
+        )
+        runs.append(run)
+        ways.append((decoder, _stream(sampling, method), run))
+
+    add(SpeculativeDecoder(target, None), None, None)
+    for name, draft in drafts.items():
+        for method in methods:
+            add(decoder_of(target, draft, method), name, method)
+    for decoder, stream, _ in ways:
+        row = prompts[0]
+        warm_up = min(WARM_UP_TOKENS, max_new_tokens)
+        decoder.generate([row.ids], sampling, warm_up, _generators([row], seed, stream), eos)
+    for index, prompt in enumerate(track(prompts, description, len(prompts))):
+        turn = index % len(ways)
+        for decoder, stream, run in ways[turn:] + ways[:turn]:
+            batch = decoder.generate(
+                [prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos
+            )
+            run["emitted"].append(len(batch.generations[0].output_ids))
+            run["prefill_s"].append(batch.prefill_s)
+            run["decode_s"].append(batch.decode_s)
+    return SpeedCell(prompt_ids=[prompt.id for prompt in prompts], runs=runs)

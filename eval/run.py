@@ -1,0 +1,309 @@
+"""One evaluation from its configuration to results.json, report.html and plots/."""
+
+import platform
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.errors import InputError
+from draftsmith.io import read_json, write_json_atomic
+from draftsmith.models import (
+    check_same_vocabulary,
+    context_length,
+    eos_ids,
+    fingerprint,
+    load_model,
+    vocabulary_size,
+)
+from draftsmith.run import provenance
+from draftsmith.sampling import Sampling
+from draftsmith.text import load_tokenizer
+from eval import measure, results
+from eval.cells import CellStore
+from eval.config import EvalConfig, Request, check
+from eval.estimate import alpha_sums
+from eval.report import write_report
+from eval.schema import SCHEMA_VERSION, ModelRow
+from eval.suites import Suite, fit, load_suites
+from eval.summary import summary
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """Measure every draft on every suite and write the results; returns the `--json` summary.
+
+    Everything that can be wrong with the input is found before the first measurement. A run that was killed
+    continues: finished measurements are in OUT/cells. Raises InputError (input) or RunError (while running).
+    """
+    started = time.time()
+    request = check(config)
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be made a directory ({error.strerror})") from None
+    suites, target, drafts = _load(config, request)
+    cells = CellStore(out / "cells")
+    models = {"target": _model_row(config.target, target)}
+    models |= {name: _model_row(request.drafts[name], draft) for name, draft in drafts.items()}
+    measured = _measure(config, request, suites, target, drafts, models, cells)
+    setting = results.Setting(
+        suites=suites,
+        drafts=list(drafts),
+        base=request.base,
+        temperatures=config.temperature,
+        methods=request.methods,
+        bootstrap=config.bootstrap,
+        seed=config.seed,
+    )
+    document = results.assemble(
+        setting,
+        measured,
+        config=asdict(config),
+        models=models,
+        provenance=provenance(command(config), asdict(config)),
+        clock=_clock(started, cells, machine(target)),
+    )
+    write_json_atomic(out / "results.json", document)
+    write_report(document, out)
+    return summary(document, out)
+
+
+def render(directory: str) -> Path:
+    """Draw the report again from DIR/results.json. Raises InputError when there is none of this schema."""
+    out = Path(directory)
+    document = read_json(out / "results.json", "the results of `draftsmith eval`")
+    if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(
+            f"{out / 'results.json'}: not results of schema version {SCHEMA_VERSION}; run eval again"
+        )
+    return write_report(document, out)  # type: ignore[arg-type]
+
+
+def _load(
+    config: EvalConfig, request: Request
+) -> tuple[list[Suite], PreTrainedModel, dict[str, PreTrainedModel]]:
+    """Prompts first, because they are cheap to find wrong; then all models; then whether they fit
+    together."""
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    suites = load_suites(
+        request.id_sets,
+        request.ood_sets,
+        tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        limit=config.max_prompts,
+    )
+
+    def load(name: str) -> PreTrainedModel:
+        return load_model(
+            name,
+            device=config.device,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    target = load(config.target)
+    drafts = {name: load(source) for name, source in request.drafts.items()}
+    check_same_vocabulary(target, list(drafts.items()))
+    for method in request.methods:
+        for name, draft in drafts.items():
+            try:
+                measure.decoder_of(target, draft, method)
+            except ValueError as error:
+                raise InputError(f"--draft {name}: {error}") from None
+    contexts = {"the target": context_length(target)}
+    contexts |= {f"draft {name}": context_length(draft) for name, draft in drafts.items()}
+    return fit(suites, config.max_new_tokens, contexts), target, drafts
+
+
+def _measure(
+    config: EvalConfig,
+    request: Request,
+    suites: Sequence[Suite],
+    target: PreTrainedModel,
+    drafts: dict[str, PreTrainedModel],
+    models: dict[str, ModelRow],
+    cells: CellStore,
+) -> results.Measured:
+    """Every cell, from disk where it is there. The clock comes last, when all else is warm and known."""
+    measured = results.Measured({}, {}, {}, {})
+    eos = eos_ids(target)
+    pairs = [(suite, sampling) for suite in suites for sampling in request.samplings]
+    limits = {"max_new_tokens": config.max_new_tokens, "seed": config.seed}
+    for suite, sampling in pairs:
+        where = f"{suite.name}, T={sampling.temperature:g}"
+        common = {
+            "suite": suite.digest,
+            "sampling": asdict(sampling),
+            "eos": list(eos),
+            "target": _identity(models["target"]),
+            "batch_size": config.batch_size,
+            **limits,
+        }
+        continued = cells.get(
+            {"what": "baseline", **common},
+            partial(
+                measure.baseline,
+                target,
+                suite.prompts,
+                sampling,
+                eos,
+                batch_size=config.batch_size,
+                description=f"{config.target}: {where}",
+                **limits,
+            ),
+        )
+        measured.baselines[suite.name, sampling.temperature] = continued
+        rows = measure.continuations(suite.prompts, continued)
+        for name, draft in drafts.items():
+            own = {**common, "draft": _identity(models[name])}
+            measured.alphas[suite.name, sampling.temperature, name] = cells.get(
+                {"what": "alpha", **own},
+                partial(
+                    alpha_sums,
+                    target,
+                    draft,
+                    rows,
+                    sampling,
+                    batch_size=config.batch_size,
+                    description=f"alpha of {name}: {where}",
+                ),
+            )
+            for method in request.methods:
+                measured.decodings[suite.name, sampling.temperature, name, method] = cells.get(
+                    {"what": "decoding", **own, "tree": method.tree, "verifier": method.verifier},
+                    partial(
+                        measure.decoding,
+                        target,
+                        draft,
+                        method,
+                        suite.prompts,
+                        continued,
+                        sampling,
+                        eos,
+                        batch_size=config.batch_size,
+                        description=f"{name}, {method.tree}, {method.verifier}: {where}",
+                        **limits,
+                    ),
+                )
+    if config.speed_prompts:
+        for suite, sampling in pairs:
+            measured.speeds[suite.name, sampling.temperature] = _timed(
+                config, request, suite, sampling, eos, target, drafts, models, cells
+            )
+    return measured
+
+
+def _timed(
+    config: EvalConfig,
+    request: Request,
+    suite: Suite,
+    sampling: Sampling,
+    eos: Sequence[int],
+    target: PreTrainedModel,
+    drafts: dict[str, PreTrainedModel],
+    models: dict[str, ModelRow],
+    cells: CellStore,
+) -> measure.SpeedCell:
+    where = f"{suite.name}, T={sampling.temperature:g}"
+    asked = {
+        "what": "speed",
+        "suite": suite.digest,
+        "prompts": config.speed_prompts,
+        "sampling": asdict(sampling),
+        "eos": list(eos),
+        "target": _identity(models["target"]),
+        "drafts": {name: _identity(models[name]) for name in drafts},
+        "methods": [[method.tree, method.verifier] for method in request.methods],
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "machine": machine(target),
+    }
+    return cells.get(
+        asked,
+        partial(
+            measure.speed,
+            target,
+            drafts,
+            request.methods,
+            suite.prompts[: config.speed_prompts],
+            sampling,
+            eos,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            description=f"timing: {where}",
+        ),
+    )
+
+
+def _model_row(name: str, model: PreTrainedModel) -> ModelRow:
+    return ModelRow(
+        name=name,
+        fingerprint=fingerprint(model),
+        model_type=str(model.config.model_type),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=vocabulary_size(model),
+        context=context_length(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+    )
+
+
+def _identity(model: ModelRow) -> list[str]:
+    """What makes two models give the same numbers: weights, arithmetic, and where it is done."""
+    return [model["fingerprint"], model["dtype"], model["device"]]
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """Where the clock ran."""
+    on_gpu = model.device.type == "cuda"
+    return {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
+        "system": platform.system(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def command(config: EvalConfig) -> str:
+    """The command line that asks for this evaluation; options left at their defaults are left out."""
+    words = ["draftsmith", "eval"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if value == default:
+            continue
+        words.append(f"--{field.name}")
+        words += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+def _clock(started: float, cells: CellStore, place: dict[str, Any]) -> dict[str, Any]:
+    finished = time.time()
+    return {
+        "started": _utc(started),
+        "finished": _utc(finished),
+        "seconds": round(finished - started, 3),
+        "cells_reused": cells.reused,
+        "cells_measured": cells.measured,
+        "machine": place,
+    }
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

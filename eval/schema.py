@@ -1,0 +1,195 @@
+"""What results.json holds: the types of every row, and what every word in it means."""
+
+from typing import Any, Literal, TypedDict
+
+from eval.bootstrap import Difference, Estimate
+from eval.measure import Identical
+from eval.suites import Kind
+
+SCHEMA_VERSION: Literal[1] = 1
+
+DEFINITIONS: dict[str, str] = {
+    "alpha": (
+        "Expected acceptance of one draft token: the mean over the positions of the target's own "
+        "continuations "
+        "(up to and including the end token) of sum_x min(p(x), q(x)), where p and q are what target "
+        "and draft "
+        "would sample from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how "
+        "often the two most probable tokens agree. Pooled over positions."
+    ),
+    "accept@d": (
+        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was "
+        "accepted "
+        "and a token at depth d was on offer and could still be emitted."
+    ),
+    "tau": (
+        "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token "
+        "included; 1 for the target alone. Tokens after the end token or past the length limit do not count."
+    ),
+    "alpha_mcsd": (
+        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance "
+        "rate. "
+        "It falls as trees deepen even with an unchanged draft; compare it only between equal trees."
+    ),
+    "speedup": (
+        "Tokens per second over those of the target alone, on the same engine, in the same process, at "
+        "batch 1, "
+        "on the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not "
+        "included."
+    ),
+    "gain": "A draft's figure minus the base draft's on the same prompts, paired by prompt.",
+    "transfer": (
+        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). "
+        "Undefined "
+        "unless the interval of the gain in distribution lies above zero."
+    ),
+    "interval": (
+        "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is "
+        "computed "
+        "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. "
+        "Several sets are each resampled on their own. None when a set has a single prompt."
+    ),
+    "identical_outputs": (
+        "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
+    ),
+    "lossless": "The verifier leaves the target's output law unchanged.",
+}
+
+
+class AlphaRow(TypedDict):
+    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain`
+    None)."""
+
+    draft: str
+    domain: str | None
+    kind: Kind
+    temperature: float
+    alpha: Estimate
+    gain: Difference | None
+    per_prompt: dict[str, list[Any]] | None
+
+
+class DecodingRow(TypedDict):
+    """Measured decoding of one draft with one tree and verifier. `counts` are totals over prompts."""
+
+    draft: str
+    domain: str | None
+    kind: Kind
+    temperature: float
+    tree: str
+    verifier: str
+    lossless: bool
+    tau: Estimate
+    tau_gain: Difference | None
+    alpha_mcsd: Estimate
+    accept_at: list[Estimate]
+    identical_outputs: Identical | None
+    counts: dict[str, int]
+    per_prompt: dict[str, list[Any]] | None
+
+
+class SpeedRow(TypedDict):
+    """Clock times of one way of decoding at batch 1; `draft` None is the target alone."""
+
+    draft: str | None
+    domain: str | None
+    kind: Kind
+    temperature: float
+    tree: str | None
+    verifier: str | None
+    tokens_per_s: float | None
+    speedup: Estimate | None
+    tokens: int
+    prefill_s: float
+    decode_s: float
+    per_prompt: dict[str, list[Any]] | None
+
+
+class TransferRow(TypedDict):
+    """The share of a draft's gain that survives on one OOD suite, or on all of them pooled (`domain`
+    None)."""
+
+    draft: str
+    domain: str | None
+    temperature: float
+    value: float | None
+    low: float | None
+    high: float | None
+    undefined: str | None
+    gain_id: Difference
+    gain_ood: Difference
+
+
+class SuiteRow(TypedDict):
+    """One prompt set; done + skipped + failed == read."""
+
+    name: str
+    kind: Kind
+    source: str
+    read: int
+    done: int
+    skipped: int
+    failed: int
+    skipped_rows: list[dict[str, str]]
+    prompt_ids: list[str]
+    prompt_tokens: list[int]
+    digest: str
+
+
+class BaselineRow(TypedDict):
+    """The target's own continuations of one suite."""
+
+    domain: str
+    kind: Kind
+    temperature: float
+    tokens: int
+    stopped: int
+    cut: int
+    output_tokens: list[int]
+
+
+class ModelRow(TypedDict):
+    """What a model is, beyond its name."""
+
+    name: str
+    fingerprint: str
+    model_type: str
+    parameters: int
+    vocabulary: int
+    context: int | None
+    dtype: str
+    device: str
+
+
+class Speed(TypedDict):
+    """Everything that is clock time: two runs of one configuration differ here and in `clock` alone."""
+
+    domains: list[SpeedRow]
+    overall: list[SpeedRow]
+
+
+class Results(TypedDict):
+    """results.json."""
+
+    schema_version: Literal[1]
+    definitions: dict[str, str]
+    config: dict[str, Any]
+    base: str
+    drafts: list[str]
+    temperatures: list[float]
+    methods: list[dict[str, Any]]
+    models: dict[str, ModelRow]
+    suites: list[SuiteRow]
+    baselines: list[BaselineRow]
+    alpha: list[AlphaRow]
+    decoding: list[DecodingRow]
+    overall_alpha: list[AlphaRow]
+    overall_decoding: list[DecodingRow]
+    transfer: list[TransferRow]
+    provenance: dict[str, Any]
+    speed: Speed
+    clock: dict[str, Any]
+
+
+# Keys whose values are clock time; all others are the same in a run that was killed and one that was not.
+CLOCK_KEYS = ("speed", "clock")

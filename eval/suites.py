@@ -1,0 +1,80 @@
+"""The prompt sets an evaluation runs on, every row of them accounted for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from draftsmith.errors import InputError
+from draftsmith.io import hash_json
+from draftsmith.records import Prompt, read_prompts
+from draftsmith.text import Tokenizer
+
+Kind = Literal["id", "ood"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (which row or prompt, why)."""
+
+    name: str
+    kind: Kind
+    source: str
+    prompts: tuple[Prompt, ...]
+    skipped: tuple[tuple[str, str], ...]
+    rows: int
+
+    @property
+    def digest(self) -> str:
+        """Hash of prompt ids and tokens: what a kept measurement is valid for."""
+        return hash_json([[prompt.id, list(prompt.ids)] for prompt in self.prompts])
+
+
+def load_suites(
+    id_sets: dict[str, str],
+    ood_sets: dict[str, str],
+    tokenizer: Tokenizer,
+    *,
+    prompt_tokens: int,
+    limit: int,
+) -> list[Suite]:
+    """Read every set, ID ones first. Raises InputError with file and line for what cannot be read."""
+    kinds: list[tuple[Kind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
+    suites = []
+    for kind, sets in kinds:
+        for name, source in sets.items():
+            read = read_prompts(source, tokenizer, domain=name, prompt_tokens=prompt_tokens, limit=limit)
+            skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
+            suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows))
+    return suites
+
+
+def fit(suites: Sequence[Suite], max_new_tokens: int, contexts: dict[str, int | None]) -> list[Suite]:
+    """Skip the prompts that leave some model no room for `max_new_tokens`, saying which model and why.
+
+    `contexts` maps a model's name to the tokens its positions reach (None: no limit known). A prompt
+    that does not fit one draft is skipped for all, because drafts are compared on the same prompts.
+    """
+    limits = {name: length for name, length in contexts.items() if length is not None}
+    if not limits:
+        return list(suites)
+    tightest = min(limits, key=lambda name: limits[name])
+    room = limits[tightest] - max_new_tokens
+    fitted = []
+    for suite in suites:
+        kept = tuple(prompt for prompt in suite.prompts if len(prompt.ids) <= room)
+        if not kept:
+            raise InputError(
+                f"{suite.source}: no prompt leaves {max_new_tokens} new tokens within the "
+                f"{limits[tightest]} of {tightest}; lower --max_new_tokens or use shorter prompts"
+            )
+        long = tuple(
+            (
+                f"prompt {prompt.id}",
+                f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed the {limits[tightest]} "
+                f"of {tightest}",
+            )
+            for prompt in suite.prompts
+            if len(prompt.ids) > room
+        )
+        fitted.append(replace(suite, prompts=kept, skipped=suite.skipped + long))
+    return fitted

@@ -1,0 +1,390 @@
+"""The engine's laws: rows are independent, blocks are cut and counted right, cached forwards equal
+plain ones.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+from decode import DraftModelProposer, Drawing, Generation, Proposal, SpeculativeDecoder, Tree
+from decode.forward import Block, Runner
+from decode.tree import TreeBatch
+from draftsmith.sampling import Sampling, generator
+
+VOCAB = 17
+GREEDY = Sampling(temperature=0.0)
+WARM = Sampling(temperature=0.9, top_p=0.95)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [7, 2], [2, 7, 1, 8], [5, 5, 5], [1, 16, 2, 3, 4]]
+SHAPES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def widen(model: PreTrainedModel, std: float = 0.35) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std)
+    model.float().eval()
+    return model
+
+
+@cache
+def model_of(kind: str, seed: int, vocab: int = VOCAB, limit: int = 64) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    shapes = {**SHAPES, "vocab_size": vocab, "max_position_embeddings": limit}
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "llama":
+        config = LlamaConfig(**shapes, **small, intermediate_size=16, num_key_value_heads=1)
+        return widen(LlamaForCausalLM(config))
+    if kind == "opt":
+        opt = OPTConfig(**shapes, **small, ffn_dim=16, word_embed_proj_dim=16)
+        return widen(OPTForCausalLM(opt))
+    gemma = Gemma2Config(
+        **shapes,
+        **small,
+        intermediate_size=16,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
+    )
+    return widen(Gemma2ForCausalLM(gemma))
+
+
+def near(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with noise on its weights: an aligned but imperfect draft."""
+    noisy = AutoModelForCausalLM.from_config(model.config).float().eval()
+    noisy.load_state_dict(model.state_dict())
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(0.08 * torch.randn(parameter.shape, generator=noise))
+    return cast(PreTrainedModel, noisy)
+
+
+def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:
+    target = model_of(kind, 1)
+    return SpeculativeDecoder(target, DraftModelProposer(near(target)), tree, verifier)
+
+
+def run(
+    decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12
+) -> list[Generation]:
+    prompts = [PROMPTS[row] for row in rows]
+    generators = [generator(100 + row) for row in rows]
+    batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
+    return batch.generations
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("kind", "tree", "verifier"),
+    [
+        ("llama", "chain:3", "speculative"),
+        ("llama", "kary:3,2", "mcsd"),
+        ("gemma2", "kary:2,2", "mcsd"),
+        ("opt", "kary:2,1,2", "exact"),
+        ("llama", "none", "exact"),
+    ],
+)
+def test_a_row_does_not_depend_on_its_mates(kind: str, tree: str, verifier: str, sampling: Sampling) -> None:
+    if tree == "none":
+        decoder = SpeculativeDecoder(model_of(kind, 1))
+    else:
+        decoder = decoder_of(kind, tree, verifier)
+    alone = [run(decoder, [row], sampling)[0] for row in range(5)]
+    assert len({len(g.output_ids) for g in alone}) > 1 or sampling.greedy
+    assert run(decoder, range(5), sampling) == alone
+    order = [4, 1, 3, 0, 2]
+    assert run(decoder, order, sampling) == [alone[row] for row in order]
+    assert run(decoder, [2, 2, 0], sampling) == [alone[2], alone[2], alone[0]]
+
+
+def test_the_same_seed_repeats_and_another_does_not() -> None:
+    decoder = decoder_of("llama", "kary:2,2", "mcsd")
+    a, b, c = (
+        decoder.generate([PROMPTS[0]], Sampling(), 20, [generator(seed)]).generations[0] for seed in (1, 1, 2)
+    )
+    assert a == b and a.output_ids != c.output_ids
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
+def test_step_by_step_forwards_equal_teacher_forced_ones(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling
+) -> None:
+    """Law 5: target and draft, every cell of every tree, along its path from the first prompt
+    token.
+    """
+    decoder = decoder_of(kind, "kary:3,1,2", "mcsd")
+    assert isinstance(decoder.proposer, DraftModelProposer)
+    calls: list[tuple[Runner, Block, list[int], list[int], Tensor, Tensor]] = []
+    plain = Runner.forward
+
+    def spy(
+        self: Runner, tokens: Tensor, block: Block, keep_logits: int = 0, **rest: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits, hidden = plain(self, tokens, block, 0, **rest)
+        lead = list(self._lead) if self._lead else [0] * len(self.lengths)
+        calls.append((self, block, list(self.lengths), lead, tokens.clone(), logits.clone()))
+        return logits[:, -keep_logits:], hidden
+
+    monkeypatch.setattr(Runner, "forward", spy)
+    rows = [0, 2, 4]
+    prompts = [PROMPTS[row] for row in rows]
+    generators = [generator(row) for row in rows]
+    # No EOS, so that rows end together and batch places stay rows.
+    batch = decoder.generate(prompts, sampling, 10, generators)
+    texts = [p + g.output_ids for p, g in zip(prompts, batch.generations, strict=True)]
+    cells: dict[int, Tensor] = {}
+    checked = {"target": 0, "draft": 0, "two pending": 0}
+    for runner, block, lengths, leads, tokens, logits in calls:
+        if len(lengths) < len(rows):
+            break
+        total, queries = block.offsets_RT.shape[1], block.queries
+        before = cells.get(id(runner), tokens[:, :0])[:, : total - queries]
+        cells[id(runner)] = so_far = torch.cat([before, tokens], dim=1)
+        for row, (length, lead) in enumerate(zip(lengths, leads, strict=True)):
+            for query in range(queries):
+                cell = total - queries + query
+                if length == 0 or cell < lead:
+                    continue
+                seen = [i for i in range(lead, total) if bool(block.sees_RqT[0, query, i])]
+                text = texts[row][:length] + [int(so_far[row, i]) for i in seen]
+                with torch.inference_mode():
+                    forced = runner.model(input_ids=torch.tensor([text])).logits[0, -1]
+                torch.testing.assert_close(logits[row, query], forced, atol=1e-4, rtol=1e-4)
+                is_target = runner.model is decoder.target
+                checked["target" if is_target else "draft"] += 1
+                checked["two pending"] += not is_target and lead == 0 and int(seen == [0, 1])
+    assert all(count > 3 for count in checked.values()), checked
+
+
+def test_counts_of_a_hand_computed_run() -> None:
+    """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a
+    cut 2.
+    """
+    target = model_of("llama", 1)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(target), "chain:3", "speculative")
+    g = decoder.generate([PROMPTS[0]], GREEDY, 10, [generator(0)]).generations[0]
+    assert g.from_draft == [True, True, True, False] * 2 + [True, True]
+    s = g.stats
+    assert (s.target_calls, s.emitted, s.proposed, s.accepted, s.depth_sum) == (3, 10, 9, 8, 9)
+    assert s.accepted_by_depth == (3, 3, 2)
+    # In the last block depth 3 was on offer but beyond max_new_tokens: not reached.
+    assert s.reached_by_depth == (3, 3, 2)
+    assert s.tau == 10 / 3 and s.alpha_mcsd == 8 / 9 and s.accept_at == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_eos_inside_an_accepted_block_ends_and_cuts_the_counts(place: int) -> None:
+    target = model_of("llama", 1)
+    full = SpeculativeDecoder(target).generate([PROMPTS[2]], GREEDY, 8, [generator(0)])
+    ids = full.generations[0].output_ids
+    eos = ids[place]
+    first = ids.index(eos)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(target), "chain:3", "speculative")
+    streamed: list[tuple[int, list[int], list[bool]]] = []
+    g = decoder.generate(
+        [PROMPTS[2]],
+        GREEDY,
+        8,
+        [generator(0)],
+        eos_ids=(eos,),
+        on_tokens=lambda row, tokens, drafted: streamed.append((row, tokens, drafted)),
+    ).generations[0]
+    assert g.output_ids == ids[: first + 1] and g.finish_reason == "stop"
+    blocks, rest = divmod(first + 1, 4)
+    steps = blocks + (rest > 0)
+    assert (g.stats.target_calls, g.stats.emitted) == (steps, first + 1)
+    assert g.stats.accepted == sum(g.from_draft) == 3 * blocks + rest
+    by_depth = tuple(blocks + (rest >= depth) for depth in (1, 2, 3))
+    assert g.stats.accepted_by_depth == g.stats.reached_by_depth == by_depth
+    assert [token for _, tokens, _ in streamed for token in tokens] == g.output_ids
+    assert [flag for _, _, flags in streamed for flag in flags] == g.from_draft
+    assert len(streamed) == steps and {row for row, _, _ in streamed} == {0}
+
+
+def test_a_refused_draft_counts_as_reached_but_not_accepted() -> None:
+    target, draft = model_of("llama", 1), model_of("llama", 2)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:2,2", "exact")
+    g = decoder.generate([PROMPTS[0]], WARM, 40, [generator(3)]).generations[0]
+    s = g.stats
+    assert s.reached_by_depth[0] in (s.target_calls, s.target_calls - 1)
+    assert s.accepted_by_depth[0] - 1 <= s.reached_by_depth[1] <= s.accepted_by_depth[0]
+    assert 0 < s.accepted < s.target_calls * 2
+    assert s.accepted == sum(s.accepted_by_depth) == sum(g.from_draft)
+    assert s.emitted == len(g.output_ids) == 40
+    assert s.emitted in (s.accepted + s.target_calls, s.accepted + s.target_calls - 1)
+    assert s.proposed == 6 * s.target_calls and s.depth_sum == 2 * s.target_calls
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_the_context_may_be_filled_to_the_last_token(kind: str) -> None:
+    """Trees reach beyond the last position that can be emitted; learned positions must not
+    overflow.
+    """
+    target, draft = model_of(kind, 1, limit=20), model_of(kind, 2, limit=20)
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2]]
+    plain = SpeculativeDecoder(target).generate(prompts, GREEDY, 14, [generator(0)] * 2)
+    for source in (draft, target):
+        decoder = SpeculativeDecoder(target, DraftModelProposer(source), "chain:4", "exact")
+        batch = decoder.generate(prompts, GREEDY, 14, [generator(0)] * 2)
+        assert [g.output_ids for g in batch.generations] == [g.output_ids for g in plain.generations]
+
+
+def test_context_limits_are_checked_before_anything_runs() -> None:
+    long, short = model_of("llama", 1), model_of("llama", 1, limit=20)
+    with pytest.raises(ValueError, match="prompt of 7 tokens .* 14 .*target's context of 20"):
+        SpeculativeDecoder(short).generate([PROMPTS[0]], GREEDY, 14, [generator(0)])
+    with pytest.raises(ValueError, match="draft's context of 20 tokens; .* to 13"):
+        SpeculativeDecoder(long, DraftModelProposer(short)).generate([PROMPTS[0]], GREEDY, 14, [generator(0)])
+
+
+def test_invalid_combinations_are_refused() -> None:
+    target = model_of("llama", 1)
+    proposer = DraftModelProposer(model_of("llama", 2))
+    with pytest.raises(ValueError, match="chains only.*use verifier mcsd or exact"):
+        SpeculativeDecoder(target, proposer, "kary:4,2", "speculative")
+    with pytest.raises(ValueError, match="unknown; use one of exact, mcsd, speculative"):
+        SpeculativeDecoder(target, proposer, "chain:2", "medusa")
+    with pytest.raises(ValueError, match="draft vocabulary 11 != target vocabulary 17"):
+        SpeculativeDecoder(target, DraftModelProposer(model_of("llama", 3, vocab=11)))
+    with pytest.raises(ValueError, match="no nodes"):
+        SpeculativeDecoder(target, proposer, Tree(()))
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        SpeculativeDecoder(LlamaForCausalLM(cast(LlamaConfig, target.config)).train())
+    decoder = SpeculativeDecoder(target, proposer, "kary:1,1", "speculative")
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        decoder.generate([[1], []], GREEDY, 4, [generator(0)] * 2)
+    with pytest.raises(ValueError, match="2 prompts but 1 generators"):
+        decoder.generate([[1], [2]], GREEDY, 4, [generator(0)])
+    with pytest.raises(ValueError, match="max_new_tokens: 0"):
+        decoder.generate([[1]], GREEDY, 0, [generator(0)])
+    assert decoder.generate([], GREEDY, 4, []).generations == []
+
+
+class TwoShapes:
+    """A proposer for the protocol's promises: a tree per row, and the target's hidden states.
+
+    Even rows get the chain a-b-c, odd rows the siblings a, b with c under b; the tokens are fixed.
+    """
+
+    hidden_layers = (1, -1)
+    trees = (Tree((-1, 0, 1)), Tree((-1, -1, 1)))
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.states: list[list[Tensor]] = []
+
+    def drawing(self, sampling: Sampling | None) -> Drawing:
+        return "deterministic"
+
+    def check(self, target: PreTrainedModel, tree: Tree) -> None:
+        return
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        return
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tree: Tree,
+        sampling: Sampling,
+        max_new_tokens: int,
+        hidden_BTH: Sequence[Tensor],
+        device: torch.device,
+    ) -> "TwoShapes":
+        self.texts = [list(prompt) for prompt in prompts]
+        self.states = [
+            [layer[row, : len(prompt) - 1] for layer in hidden_BTH] for row, prompt in enumerate(prompts)
+        ]
+        self.live = list(range(len(prompts)))
+        return self
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        shapes = [self.trees[row % 2].on(torch.device("cpu")) for row in self.live]
+        width = max(shape.children_RMK.shape[2] for shape in shapes)
+
+        def stack(name: str) -> Tensor:
+            parts = [getattr(shape, name) for shape in shapes]
+            if name == "children_RMK":
+                parts = [torch.nn.functional.pad(x, (0, width - x.shape[2])) for x in parts]
+            return torch.cat(parts)
+
+        tree = TreeBatch(
+            parents_RN=stack("parents_RN"),
+            depths_RN=stack("depths_RN"),
+            children_RMK=stack("children_RMK"),
+            slots_RM=stack("slots_RM"),
+            sees_RMM=stack("sees_RMM"),
+            widths=(2, 1, 1),
+        )
+        guesses = [[-1, *(self.texts[row] * 2)[1:4]] for row in self.live]
+        return Proposal(tree, torch.tensor(guesses), None, "deterministic")
+
+    def commit(
+        self,
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        hidden: Sequence[Sequence[Tensor]],
+    ) -> None:
+        for row, block, states in zip(self.live, tokens, hidden, strict=True):
+            if block:
+                self.texts[row] += block
+                self.states[row] = [
+                    torch.cat([old, new]) for old, new in zip(self.states[row], states, strict=True)
+                ]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.live = [self.live[row] for row in rows]
+
+
+@pytest.mark.parametrize("verifier", ["exact", "mcsd"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_protocol_carries_trees_by_row_and_hidden_states(kind: str, verifier: str) -> None:
+    target = model_of(kind, 1)
+    plain = SpeculativeDecoder(target)
+    proposer = TwoShapes()
+    decoder = SpeculativeDecoder(target, proposer, Tree((-1, 0, 1)), verifier)
+    for rows in ([0, 1, 2, 3], [0]):
+        prompts = [PROMPTS[row] for row in rows]
+        batch = decoder.generate(prompts, GREEDY, 16, [generator(0)] * len(rows), eos_ids=(6,))
+        expected = plain.generate(prompts, GREEDY, 16, [generator(0)] * len(rows), eos_ids=(6,))
+        assert [g.output_ids for g in batch.generations] == [g.output_ids for g in expected.generations]
+        for text, states in zip(proposer.texts, proposer.states, strict=True):
+            with torch.inference_mode():
+                output = target(input_ids=torch.tensor([text[:-1]]), output_hidden_states=True)
+            for layer, state in zip(proposer.hidden_layers, states, strict=True):
+                torch.testing.assert_close(state, output.hidden_states[layer][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind: str) -> None:
+    """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add up."""
+    target = near(model_of(kind, 1)).to(torch.bfloat16)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")
+    batch = decoder.generate(PROMPTS[:2], WARM, 12, [generator(0), generator(1)])
+    for g in batch.generations:
+        assert len(g.output_ids) == 12 == g.stats.emitted
+        assert g.stats.accepted == sum(g.from_draft) > 0
+    assert batch.prefill_s > 0 and batch.decode_s > 0

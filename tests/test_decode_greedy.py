@@ -1,0 +1,179 @@
+"""Law 1 at temperature 0: token for token what the target's own greedy decoding gives, in fp32."""
+
+import copy
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from decode import VERIFIERS, DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
+from draftsmith.sampling import Sampling, generator
+
+GREEDY = Sampling(temperature=0.0)
+VOCAB = 17
+MODERN: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", MODERN),
+    "llama-eager": ("llama", {**MODERN, "attn_implementation": "eager"}),
+    "mistral-window": ("mistral", {**MODERN, "head_dim": 8, "sliding_window": 6}),
+    "qwen2": ("qwen2", MODERN),
+    "qwen2-mixed": (
+        "qwen2",
+        {**MODERN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {**MODERN, "head_dim": 8}),
+    "gemma2-mixed": (
+        "gemma2",
+        # Untied: with random tied embeddings the most probable next token is the token itself, for
+        # ever.
+        {
+            **MODERN,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt": (
+        "opt",
+        {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 32,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {**MODERN, "num_key_value_heads": None}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "phi": ("phi", MODERN),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
+NEW_TOKENS = 12
+
+
+def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> PreTrainedModel:
+    options = {k: v for k, v in options.items() if v is not None}
+    attention = options.pop("attn_implementation", None)
+    special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config = cast(Any, CONFIG_MAPPING[kind])(vocab_size=vocab, **special, **options)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        # Wide weights, so that greedy outputs vary instead of repeating one token.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4)
+    model.float().eval()
+    return cast(PreTrainedModel, model)
+
+
+@cache
+def target_of(name: str) -> PreTrainedModel:
+    kind, options = ARCHITECTURES[name]
+    return tiny(kind, options, seed=1)
+
+
+@cache
+def draft_of(name: str, relation: str) -> PreTrainedModel:
+    target = target_of(name)
+    if relation == "itself":
+        return target
+    if relation == "other":
+        kind, options = ARCHITECTURES[name]
+        return tiny(kind, options, seed=2)
+    near = copy.deepcopy(target)
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+    return near
+
+
+@cache
+def huggingface_greedy(name: str, row: int, eos: int | None) -> list[int]:
+    model = cast(Any, target_of(name))
+    prompt = torch.tensor([PROMPTS[row]])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, prompt.shape[1] :]]
+
+
+def some_eos(name: str) -> int:
+    """A token that greedy decoding emits in the middle of row 0."""
+    return huggingface_greedy(name, 0, None)[NEW_TOKENS // 2]
+
+
+def decode(decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = ()) -> list[Generation]:
+    prompts = [PROMPTS[row] for row in rows]
+    generators = [generator(row) for row in rows]
+    return decoder.generate(prompts, GREEDY, NEW_TOKENS, generators, eos_ids=eos).generations
+
+
+PAIRS = [
+    ("speculative", "chain:1"),
+    ("speculative", "chain:4"),
+    *[
+        (verifier, tree)
+        for verifier in ("exact", "mcsd")
+        for tree in ("chain:1", "chain:4", "kary:3,2", "kary:2,2,2")
+    ],
+]
+
+
+def test_every_verifier_is_covered() -> None:
+    assert {verifier for verifier, _ in PAIRS} == {n for n, v in VERIFIERS.items() if v.lossless}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_autoregressive_equals_huggingface(name: str) -> None:
+    decoder = SpeculativeDecoder(target_of(name))
+    outputs = [huggingface_greedy(name, row, None) for row in range(3)]
+    assert len({tuple(output) for output in outputs}) == 3
+    for rows in ([0], [1], [2], [0, 1, 2]):
+        generations = decode(decoder, rows)
+        assert [g.output_ids for g in generations] == [outputs[row] for row in rows]
+        assert all(g.stats.tau == 1.0 and g.stats.alpha_mcsd is None for g in generations)
+
+
+@pytest.mark.parametrize("relation", ["other", "near", "itself"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_speculation_equals_huggingface(name: str, relation: str) -> None:
+    proposer = DraftModelProposer(draft_of(name, relation))
+    eos = some_eos(name)
+    total = DecodeStats()
+    for index, (verifier, tree) in enumerate(PAIRS):
+        alone, together = (None, eos) if index % 2 else (eos, None)
+        decoder = SpeculativeDecoder(target_of(name), proposer, tree=tree, verifier=verifier)
+        for rows, stop in (([0], alone), ([2, 0, 1], together)):
+            generations = decode(decoder, rows, () if stop is None else (stop,))
+            expected = [huggingface_greedy(name, row, stop) for row in rows]
+            assert [g.output_ids for g in generations] == expected, (verifier, tree, stop)
+            for g in generations:
+                ended = stop is not None and g.output_ids[-1] == stop
+                assert g.finish_reason == ("stop" if ended else "length")
+                total = total + g.stats
+            if relation == "itself" and stop is None:
+                # All is accepted, so only every (depth + 1)-th token is the target's own.
+                own = NEW_TOKENS // (decoder.tree.depth + 1)
+                assert [g.stats.accepted for g in generations] == [NEW_TOKENS - own] * len(rows)
+    assert total.accepted > 0
+    if relation != "itself":
+        assert total.accept_at[0] is not None and 0 < total.accept_at[0] < 1

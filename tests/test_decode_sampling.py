@@ -1,0 +1,232 @@
+"""Law 1 above temperature 0: the output law is the target's, by a chi-square test against the
+enumerated law.
+
+The same test must reject verifiers that are wrong in the ways that are known to happen.
+"""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from decode import VERIFIERS, DraftModelProposer, Proposal, SpeculativeDecoder, Tree
+from decode.verify import Verifier
+from decode.verify.rule import residual
+from draftsmith.sampling import Sampling, draw_without_replacement, generator, probs
+
+VOCAB = 5
+LENGTH = 3
+DRAWS = 8_000
+PROMPT = [1, 3]
+SAMPLINGS = {
+    "T=1": Sampling(temperature=1.0),
+    "T=0.6": Sampling(temperature=0.6),
+    "top_k=3": Sampling(temperature=1.0, top_k=3),
+    "top_p=0.7": Sampling(temperature=1.3, top_p=0.7),
+}
+PAIRS = [
+    ("speculative", "chain:1"),
+    ("speculative", "chain:3"),
+    ("exact", "chain:3"),
+    ("exact", "kary:3,2"),
+    ("mcsd", "chain:2"),
+    ("mcsd", "kary:4,1"),
+    ("mcsd", "kary:2,2,2"),
+]
+
+
+@cache
+def tiny_llama(seed: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=16,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.45)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def exact_law(model: PreTrainedModel, sampling: Sampling) -> Tensor:
+    """Probability of every continuation of PROMPT, `[V ** LENGTH]`, from teacher-forced forwards."""
+    sequences = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
+    inputs = torch.cat([torch.tensor(PROMPT).expand(len(sequences), -1), sequences], dim=1)
+    logits = model(input_ids=inputs).logits[:, len(PROMPT) - 1 : -1]
+    law = probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1)
+    return law.double().prod(1)
+
+
+def statistic(counts: Tensor, law: Tensor) -> tuple[float, float]:
+    """Chi-square over its 1e-4 critical value, and the number of impossible outcomes seen.
+
+    Cells that expect fewer than 8 draws are pooled.
+    """
+    counts, total = counts.double(), float(counts.sum())
+    impossible = float(counts[law == 0].sum())
+    expected = law / law.sum() * total
+    large = expected >= 8
+    seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
+    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
+    used = wanted > 0
+    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
+    return value / float(chi2.ppf(1 - 1e-4, int(used.sum()) - 1)), impossible
+
+
+def sample(verifier: str, tree: str, sampling: Sampling, draws: int = DRAWS) -> tuple[float, float]:
+    """Decode `draws` rows with the real engine and compare with the exact law of the target."""
+    target, draft = tiny_llama(2), tiny_llama(7)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree=tree, verifier=verifier)
+    generators = [generator(1000 + row) for row in range(draws)]
+    batch = decoder.generate([PROMPT] * draws, sampling, LENGTH, generators)
+    ids = torch.tensor([g.output_ids for g in batch.generations])
+    code = (ids * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
+    return statistic(torch.bincount(code, minlength=VOCAB**LENGTH), exact_law(target, sampling))
+
+
+def test_the_laws_differ_enough_to_tell() -> None:
+    """Guards the tests below: the draft is useful but far from the target, and no law is
+    degenerate.
+    """
+    for sampling in SAMPLINGS.values():
+        p, q = exact_law(tiny_llama(2), sampling), exact_law(tiny_llama(7), sampling)
+        overlap = float(torch.minimum(p, q).sum())
+        assert 0.1 < overlap < 0.8
+        assert int((p * DRAWS > 8).sum()) >= 6
+        assert abs(float(p.sum()) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("law", SAMPLINGS)
+@pytest.mark.parametrize(("verifier", "tree"), PAIRS)
+def test_output_law_is_the_targets(verifier: str, tree: str, law: str) -> None:
+    value, impossible = sample(verifier, tree, SAMPLINGS[law])
+    assert value < 1
+    assert impossible == 0
+
+
+@pytest.mark.parametrize(("verifier", "tree"), [("speculative", "chain:3"), ("mcsd", "kary:3,2")])
+def test_output_law_is_the_targets_in_a_large_sample(verifier: str, tree: str) -> None:
+    value, impossible = sample(verifier, tree, SAMPLINGS["T=1"], draws=40_000)
+    assert value < 1
+    assert impossible == 0
+
+
+def test_every_lossless_verifier_is_tested() -> None:
+    assert {verifier for verifier, _ in PAIRS} == {n for n, v in VERIFIERS.items() if v.lossless}
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree", "broken", "replacement"),
+    [
+        # After a refusal, draw from p instead of (p - q)+.
+        ("speculative", "chain:3", "decode.verify.speculative.residual", lambda p, q: p),
+        ("mcsd", "kary:2,2,2", "decode.verify.mcsd.residual", lambda p, q: p),
+        # Siblings tested against the q of the first draw, as if drawn with replacement.
+        ("mcsd", "kary:4,1", "decode.verify.mcsd.without", lambda q, x: q),
+        # Draft greedily while the verifier believes it was sampled (transformers issue 32867).
+        (
+            "speculative",
+            "chain:3",
+            "decode.propose.draft_model.draw",
+            lambda q, u: q.argmax(-1),
+        ),
+        # Last token from the raw distribution: temperature left out.
+        (
+            "exact",
+            "kary:3,2",
+            "decode.engine.probs",
+            lambda logits, sampling: probs(1.5 * logits, sampling),
+        ),
+    ],
+    ids=["residual-chain", "residual-tree", "q-not-renormalised", "greedy-draft", "temperature"],
+)
+def test_broken_verifiers_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+    verifier: str,
+    tree: str,
+    broken: str,
+    replacement: object,
+) -> None:
+    monkeypatch.setattr(broken, replacement)
+    value, _ = sample(verifier, tree, SAMPLINGS["T=1"], draws=20_000)
+    assert value > 3
+
+
+# One node at a time, with laws chosen by hand.
+P = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.3])
+NODE_LAWS = {
+    "full support": torch.tensor([0.3, 0.1, 0.2, 0.25, 0.15]),
+    "support 2": torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0]),
+    "support 1": torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]),
+    "disjoint": torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]),
+    "equal to p": P,
+}
+
+
+def node_outcome(verifier: Verifier, q: Tensor | None, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """First emitted token and whether it was accepted, over rows of drafted siblings `[B, k]`."""
+    rows = tokens.shape[0]
+    tree = Tree((-1,) * k).on(torch.device("cpu"))
+    proposal = Proposal(
+        tree=tree,
+        tokens_BM=torch.cat([torch.full((rows, 1), -1), tokens], dim=1),
+        q_BEV=None if q is None else q.expand(rows, 1, -1),
+        drawing="deterministic" if q is None else "without_replacement",
+    )
+    u_BU = torch.rand(rows, verifier.uniforms(tree), generator=generator(7), dtype=torch.float64)
+    # Leaf laws are NaN: nothing may leak from a node that the walk does not stand on.
+    p_BMV = torch.full((rows, k + 1, VOCAB), torch.nan)
+    p_BMV[:, 0] = P
+    p_BMV[:, 1:] = P.flip(0)
+    verdict = verifier.run(proposal, p_BMV, u_BU)
+    return verdict.tokens_BD1[:, 0], verdict.accepted_B
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("law", NODE_LAWS)
+def test_mcsd_node_is_exact_when_support_is_smaller_than_k(law: str, k: int) -> None:
+    q, rows = NODE_LAWS[law], 40_000
+    u = torch.rand(rows, k, generator=generator(3), dtype=torch.float64)
+    drawn = draw_without_replacement(q.expand(rows, -1), u)
+    assert int((drawn >= 0).sum()) == rows * min(k, int((q > 0).sum()))
+    emitted, accepted = node_outcome(VERIFIERS["mcsd"], q, drawn, k)
+    value, impossible = statistic(torch.bincount(emitted, minlength=VOCAB), P.double())
+    assert value < 1 and impossible == 0
+    if k == 1:
+        assert abs(float(accepted.double().mean()) - float(torch.minimum(P, q).sum())) < 0.01
+        plain, _ = node_outcome(VERIFIERS["speculative"], q, drawn, k)
+        assert torch.equal(plain, emitted)
+    if law == "equal to p":
+        assert int(accepted.sum()) == rows
+
+
+@pytest.mark.parametrize("name", ["mcsd", "exact"])
+def test_deterministic_children_are_exact_and_reach_their_mass(name: str) -> None:
+    rows = 40_000
+    tokens = torch.tensor([[4, 2, 3]]).expand(rows, -1)
+    emitted, accepted = node_outcome(VERIFIERS[name], None, tokens, 3)
+    value, impossible = statistic(torch.bincount(emitted, minlength=VOCAB), P.double())
+    assert value < 1 and impossible == 0
+    assert abs(float(accepted.double().mean()) - float(P[[4, 2, 3]].sum())) < 0.01
+
+
+def test_residual_without_mass_falls_back_to_p() -> None:
+    """p and q that differ by rounding only leave nothing; the answer is p, never NaN."""
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]])
+    q = torch.tensor([[0.5, 0.5000001, 0.0], [0.4, 0.6, 0.0]])
+    assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]))

@@ -1,0 +1,86 @@
+"""What an evaluation refuses, in one line, before any model is loaded."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import InputError
+from draftsmith.records import Prompt
+from eval.config import EvalConfig, Method, check
+from eval.run import command
+from eval.suites import Suite, fit
+
+GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["home=h.jsonl"], ood=["away=a.jsonl"], out="o")
+
+
+def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
+    request = check(replace(GOOD, tree=["chain:4", "kary:2,2"]))
+    assert request.methods == [Method("chain:4", "speculative"), Method("kary:2,2", "mcsd")]
+    assert all(method.lossless for method in request.methods)
+    assert request.base == "base" and request.drafts == {"base": "b", "mine": "m"}
+    assert [sampling.temperature for sampling in request.samplings] == [0.0, 1.0]
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert check(replace(GOOD, draft=["base=runs/lr=1"])).drafts == {"base": "runs/lr=1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft": []}, "--draft: name at least one draft"),
+        ({"draft": ["runs/a"]}, "--draft runs/a: expected NAME=VALUE"),
+        ({"draft": ["a="]}, "--draft a=: expected NAME=VALUE"),
+        ({"draft": ["a=x", "a=y"]}, "the name 'a' is used twice"),
+        ({"draft": ["<script>=x"]}, "'<script>' is not a name"),
+        ({"draft": ["../a=x"]}, "'../a' is not a name"),
+        ({"draft": ["target=x"]}, "the name 'target' is the target's"),
+        ({"id": []}, "--id: name at least one prompt set"),
+        ({"ood": ["home=x"]}, "the name is taken by --id home"),
+        ({"base": "bsae"}, "did you mean base?"),
+        ({"tree": ["chain"]}, "--tree: tree 'chain'"),
+        ({"tree": []}, "--tree: name at least one"),
+        ({"tree": ["bush:3"]}, "unknown kind 'bush'"),
+        ({"tree": ["chain:2", "chain:2"]}, "names one value twice"),
+        ({"verifier": ["speculativ"]}, "did you mean speculative?"),
+        ({"tree": ["kary:2,2"], "verifier": ["speculative"]}, "valid on chains only"),
+        ({"temperature": []}, "--temperature: name at least one"),
+        ({"temperature": [-1.0]}, "--temperature: -1.0"),
+        ({"top_p": 0.0}, "--top_p: 0.0"),
+        ({"max_prompts": 0}, "--max_prompts 0: must be at least 1"),
+        ({"bootstrap": 5}, "--bootstrap 5: must be at least 100"),
+        ({"out": ""}, "--out: name the directory"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(replace(GOOD, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_command_line_repeats_what_was_asked() -> None:
+    assert command(replace(GOOD, temperature=[1.0])) == (
+        "draftsmith eval --target t --draft base=b mine=m --id home=h.jsonl --ood away=a.jsonl --out o "
+        "--temperature 1.0"
+    )
+
+
+def _suite(*lengths: int) -> Suite:
+    prompts = tuple(Prompt(f"p{i}", "d", (1,) * length) for i, length in enumerate(lengths))
+    return Suite("d", "id", "d.jsonl", prompts, (("row 9", "empty"),), len(lengths) + 1)
+
+
+def test_prompts_too_long_for_a_model_are_skipped_with_a_reason_and_counted() -> None:
+    (fitted,) = fit([_suite(4, 30, 20)], 12, {"the target": 64, "draft a": 32, "draft b": None})
+    assert [prompt.id for prompt in fitted.prompts] == ["p0", "p2"]
+    assert fitted.skipped == (
+        ("row 9", "empty"),
+        ("prompt p1", "30 tokens and 12 new ones exceed the 32 of draft a"),
+    )
+    assert len(fitted.prompts) + len(fitted.skipped) == fitted.rows == 4
+
+
+def test_a_suite_with_no_prompt_left_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"d\.jsonl: no prompt leaves 12 new tokens within the 16 of draft a"):
+        fit([_suite(9)], 12, {"draft a": 16})

@@ -1,0 +1,143 @@
+"""alpha: against a computation by hand, against itself in chunks, and against what decoding measures."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.errors import RunError
+from draftsmith.records import Prompt
+from draftsmith.sampling import Sampling, acceptance, generator, probs
+from eval import measure
+from eval.estimate import Continuation, alpha_sums
+
+VOCAB = 17
+LAWS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5, top_p=0.9),
+]
+
+
+def _model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.6,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
+    other = _model(seed)
+    other.load_state_dict(model.state_dict())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return other
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    target = _model(0)
+    return target, _near(target, 0.25, 5)
+
+
+def _rows(count: int, seed: int) -> list[Continuation]:
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        sizes = torch.randint(1, 9, (2,), generator=g).tolist()
+        tokens = torch.randint(3, VOCAB, (sum(sizes),), generator=g).tolist()
+        rows.append(Continuation(f"p{index}", tokens[: sizes[0]], tokens[sizes[0] :]))
+    return rows
+
+
+def _by_hand(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuation, sampling: Sampling
+) -> float:
+    total = 0.0
+    with torch.inference_mode():
+        for done in range(len(row.output_ids)):
+            ids = torch.tensor([[*row.prompt_ids, *row.output_ids[:done]]])
+            p, q = (probs(model(input_ids=ids).logits[0, -1], sampling) for model in (target, draft))
+            total += float(acceptance(p, q))
+    return total
+
+
+@pytest.mark.parametrize("sampling", LAWS)
+def test_equals_a_computation_by_hand(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling
+) -> None:
+    rows = _rows(5, 1)
+    cell = alpha_sums(*pair, rows, sampling, batch_size=3)
+    assert cell["count"] == [len(row.output_ids) for row in rows]
+    assert cell["sum"] == pytest.approx([_by_hand(*pair, row, sampling) for row in rows], abs=1e-4)
+
+
+def test_at_temperature_zero_it_is_argmax_agreement(pair: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
+    row = _rows(1, 3)[0]
+    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:-1]])
+    with torch.inference_mode():
+        best = [model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 :].argmax(-1) for model in pair]
+    agree = float((best[0] == best[1]).sum())
+    assert alpha_sums(*pair, [row], Sampling(temperature=0.0), batch_size=1)["sum"] == [agree]
+
+
+@pytest.mark.parametrize("sampling", LAWS)
+def test_a_draft_equal_to_its_target_is_always_accepted(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling
+) -> None:
+    cell = alpha_sums(pair[0], pair[0], _rows(4, 2), sampling, batch_size=4)
+    assert cell["sum"] == pytest.approx(cell["count"], rel=1e-5)
+
+
+@pytest.mark.parametrize("max_logits", [1, 3 * VOCAB * 2, 10**9])
+def test_chunks_of_positions_change_nothing(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], max_logits: int
+) -> None:
+    rows, law = _rows(6, 4), Sampling(temperature=1.0)
+    whole = alpha_sums(*pair, rows, law, batch_size=6)
+    parts = alpha_sums(*pair, rows, law, batch_size=3, max_logits=max_logits)
+    assert parts["sum"] == pytest.approx(whole["sum"], abs=1e-4) and parts["count"] == whole["count"]
+
+
+def test_probabilities_that_are_not_finite_stop_the_run(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
+) -> None:
+    broken = _near(pair[0], 0.0, 9)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(RunError, match="not finite on prompt p0"):
+        alpha_sums(pair[0], broken, _rows(2, 5), Sampling(temperature=1.0), batch_size=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_alpha_predicts_what_a_chain_measures(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], temperature: float
+) -> None:
+    """alpha needs no decoding loop; accept@1 of a chain of one is the same thing, counted."""
+    sampling = Sampling(temperature=temperature)
+    prompts = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13)) for i in range(128)]
+    ours = measure.baseline(
+        pair[0], prompts, sampling, (), max_new_tokens=16, batch_size=64, seed=1, description="t"
+    )
+    cell = alpha_sums(*pair, measure.continuations(prompts, ours), sampling, batch_size=64)
+    alpha = sum(cell["sum"]) / sum(cell["count"])
+    decoder = SpeculativeDecoder(pair[0], DraftModelProposer(pair[1]), "chain:1", "speculative")
+    batch = decoder.generate(
+        [prompt.ids for prompt in prompts], sampling, 16, [generator(i) for i in range(len(prompts))]
+    )
+    reached = sum(g.stats.reached_by_depth[0] for g in batch.generations)
+    accepted = sum(g.stats.accepted_by_depth[0] for g in batch.generations)
+    assert reached > 800 and 0.1 < alpha < 0.95
+    # Greedy positions are visited every second step only where accepted, so the two are close, not equal.
+    assert accepted / reached == pytest.approx(alpha, abs=0.06)

@@ -1,0 +1,1 @@
+"""Fits draft models to data: objectives, the loop, exact checkpoints."""
