@@ -75,9 +75,7 @@ class SpeculativeDecoder:
         self._limit = context_length(target)
         if proposer is not None:
             if self.tree.size == 0:
-                raise ValueError(
-                    "tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None"
-                )
+                raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
             proposer.check(target, self.tree)
             self.verifier.check(self.tree, proposer.drawing(None))
         self._blocks: dict[TreeBatch, Block] = {}
@@ -130,9 +128,7 @@ class SpeculativeDecoder:
         generators: Sequence[torch.Generator],
     ) -> None:
         if len(generators) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(generators)} generators: pass one generator a prompt"
-            )
+            raise ValueError(f"{len(prompts)} prompts but {len(generators)} generators: pass one generator a prompt")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is below 1; ask for at least one token")
         if not prompts:
@@ -212,9 +208,7 @@ class _Run:
         self.live = len(self.rows)
         self.hidden_layers = proposer.hidden_layers if proposer else ()
         self.runner = Runner(decoder.target, decoder._windows, decoder._limit)
-        hidden = self.runner.prefill(
-            [p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers
-        )
+        hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
         self.session: Session = (
             proposer.start(prompts, tree, sampling, max_new_tokens, hidden, device)
@@ -259,26 +253,19 @@ class _Run:
                 paths.append([])
                 blocks.append([])
                 continue
-            tokens = self._emit(
-                index, rest[depth : depth + accepted + 1], accepted, bool(is_open), drafted, depth
-            )
+            tokens = self._emit(index, rest[depth : depth + accepted + 1], accepted, bool(is_open), drafted, depth)
             ended = bool(row.finish_reason)
             paths.append([] if ended else rest[:accepted])
             blocks.append([] if ended else tokens)
         self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [
-            [layer[place, [0, *path]] for layer in hidden] if hidden else []
-            for place, path in enumerate(paths)
-        ]
+        states = [[layer[place, [0, *path]] for layer in hidden] if hidden else [] for place, path in enumerate(paths)]
         self.session.commit(paths, blocks, states)
         for place, block in enumerate(blocks):
             if not block:
                 self.runner.finish(place)
         self._compact()
 
-    def _emit(
-        self, index: int, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int
-    ) -> list[int]:
+    def _emit(self, index: int, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
         row = self.rows[index]
         room = self.max_new_tokens - len(row.ids)

@@ -37,18 +37,13 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     config = text_config(model)
     name = type(model).__name__
     if model.training:
-        raise ValueError(
-            f"{name} is in training mode; call model.eval() first, dropout would change its outputs"
-        )
+        raise ValueError(f"{name} is in training mode; call model.eval() first, dropout would change its outputs")
     if "position_ids" not in signature(model.forward).parameters or getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} does not take position_ids (ALiBi?); a token tree needs them, use another model"
-        )
+        raise ValueError(f"{name} does not take position_ids (ALiBi?); a token tree needs them, use another model")
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("eager", "sdpa"):
         raise ValueError(
-            f"{name} uses attention '{attention}', which takes no tree mask; "
-            "load it with attn_implementation='sdpa'"
+            f"{name} uses attention '{attention}', which takes no tree mask; load it with attn_implementation='sdpa'"
         )
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -57,9 +52,7 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         return {"full_attention": None} if window is None else {"sliding_attention": window}
     for kind in kinds:
         if kind not in _FULL + _SLIDING:
-            raise ValueError(
-                f"{name} has layers of type '{kind}'; only full and sliding attention can verify a tree"
-            )
+            raise ValueError(f"{name} has layers of type '{kind}'; only full and sliding attention can verify a tree")
     return {kind: window if kind in _SLIDING else None for kind in sorted(set(kinds))}
 
 
@@ -109,9 +102,7 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where allowed, else the most negative finite value: eager attention adds its mask, a bool
     would be wrong.
     """
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 class Runner:
@@ -145,8 +136,7 @@ class Runner:
         if longest == 0:
             size = int(text_config(self.model).hidden_size)  # type: ignore[attr-defined]
             return tuple(
-                torch.zeros(len(prompts), 0, size, dtype=self.dtype, device=self.device)
-                for _ in hidden_layers
+                torch.zeros(len(prompts), 0, size, dtype=self.dtype, device=self.device) for _ in hidden_layers
             )
         padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)

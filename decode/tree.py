@@ -29,13 +29,9 @@ class Tree:
 
     def __post_init__(self) -> None:
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError(
-                "tree: a parent must be listed before its children; -1 is the root, e.g. (-1, -1, 0)"
-            )
+            raise ValueError("tree: a parent must be listed before its children; -1 is the root, e.g. (-1, -1, 0)")
         if any(a > b for a, b in zip(self.parents, self.parents[1:], strict=False)):
-            raise ValueError(
-                "tree: nodes must be in breadth-first order, siblings side by side, e.g. (-1, -1, 0, 1)"
-            )
+            raise ValueError("tree: nodes must be in breadth-first order, siblings side by side, e.g. (-1, -1, 0, 1)")
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -180,9 +176,7 @@ def parse_tree(spec: str) -> Tree:
     pattern = r"\d+" if kind == "chain" else r"\d+(,\d+)*"
     example = "chain:4" if kind == "chain" else "kary:4,2,2"
     if not re.fullmatch(pattern, numbers, flags=re.ASCII):
-        raise ValueError(
-            f"tree '{spec}': '{numbers}' is not what follows '{kind}:'; write for example {example}"
-        )
+        raise ValueError(f"tree '{spec}': '{numbers}' is not what follows '{kind}:'; write for example {example}")
     counts = tuple(int(number) for number in numbers.split(","))
     if min(counts) < 1:
         raise ValueError(f"tree '{spec}': every number must be at least 1; write for example {example}")
@@ -194,7 +188,5 @@ def parse_tree(spec: str) -> Tree:
         if nodes > MAX_NODES:
             break
     if nodes > MAX_NODES:
-        raise ValueError(
-            f"tree '{spec}': more than {MAX_NODES} nodes; use smaller numbers, for example {example}"
-        )
+        raise ValueError(f"tree '{spec}': more than {MAX_NODES} nodes; use smaller numbers, for example {example}")
     return kary((1,) * counts[0] if kind == "chain" else counts)

@@ -19,6 +19,7 @@ from draftsmith.io import (
     atomic_file,
     canonical_json,
     hash_json,
+    make_dir,
     read_json,
     remove_leftovers,
     sha256_file,
@@ -65,9 +66,7 @@ def distill(config: DistillConfig, command: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     engine: Engine = ENGINES[config.engine](config)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
-        raise InputError(
-            f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context"
-        )
+        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     prompts = read_prompts(
         config.prompts,
         tokenizer,
@@ -114,7 +113,7 @@ def part_name(index: int) -> str:
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` this run's own, or make sure it is; InputError names what differs."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_dir(out, "--out")
     remove_leftovers(out)
     # manifest.json of a finished set, run.json of one in the making.
     for name in ("manifest.json", "run.json"):

@@ -43,11 +43,11 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     description = (cls.__doc__ or "").strip().splitlines()[0]
     parser = ArgumentParser(prog=f"draftsmith {command}", description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
-    parser.add_argument(
-        "--json", action="store_true", help="end standard output with one JSON object, the summary"
-    )
-    parser.add_class_arguments(cls)
     words, given = _normalise(argv, types)
+    if "help" in given:
+        # Only for the help: it belongs to a call, and --print_config must print what --config takes.
+        parser.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
+    parser.add_class_arguments(cls)
     places = _check_files(given.get("config", []), types)
     _check_complete(cls, given, places)
     try:
@@ -56,8 +56,12 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     except ArgumentError as error:
         raise InputError(_one_line(str(error), places)) from None
     fields = {field.name: instance[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key, said in given.items():
+        # YAML reads a word such as '# a heading' as nothing at all; what was typed is meant.
+        if types.get(key) == str | None and fields[key] is None and said[-1] not in ("null", "~"):
+            fields[key] = said[-1]
     try:
-        return cls(**fields), bool(values["json"])
+        return cls(**fields), "json" in given and given["json"][-1:] != ["false"]
     except InputError as error:
         key = str(error).partition(":")[0]
         where = f"{places[key]}: " if key in places and key not in given else ""
@@ -95,7 +99,7 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
         if not values and not switch:
             raise InputError(f"--{key}: needs a value")
         given.setdefault(key, []).extend(values)
-        if not many:
+        if not many and key != "json":
             words.append(f"--{key}={values[0]}" if values else (f"--{key}=true" if key in types else f"--{key}"))
     for key, values in given.items():
         if key in types and _is_list(types[key]):
@@ -132,6 +136,8 @@ def _check_files(files: list[str], types: dict[str, Any]) -> dict[str, str]:
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise InputError(f"{name}:{line}: not valid YAML ({error.problem})") from None
+        except yaml.YAMLError as error:
+            raise InputError(f"{name}: not valid YAML ({str(error).splitlines()[0]})") from None
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise InputError(f"--config {name}: cannot be read ({reason})") from None
@@ -176,6 +182,6 @@ def _one_line(message: str, places: dict[str, str]) -> str:
     where = f"{places[key]}: {key}" if key in places else f"--{key}"
     if key and expected:
         kind = re.sub(r"<class '(\w+)'>", r"\1", expected[0]).rstrip(" :")
-        kind = re.sub(r"typing\.", "", kind)
+        kind = re.sub(r"typing\.", "", kind).replace(" a int", " an int")
         return f"{where}: {kind[0].lower()}{kind[1:]}" + (f", got {got.group(1).strip()}" if got else "")
     return " ".join(message.split())

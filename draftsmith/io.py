@@ -88,6 +88,14 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def make_dir(path: Path, option: str) -> None:
+    """Make a directory for results; InputError names the option when that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option}: {path} cannot be made a directory ({error.strerror})") from None
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with atomic_file(path) as temporary:

@@ -25,6 +25,10 @@ def resolve_device(device: str) -> torch.device:
         raise InputError(f"--device {device}: not a device; use auto, cpu, cuda or cuda:N") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device {device}: this machine has no CUDA device; use auto or cpu")
+    try:
+        torch.zeros(1, device=resolved).item()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        raise InputError(f"--device {device}: this machine has no such device; use auto or cpu") from None
     return resolved
 
 

@@ -38,7 +38,13 @@ def join(device: str) -> PartialState:
 
 def check(found: int) -> None:
     """RunError unless as many processes found each other as were launched."""
+    # For several processes on CPUs `accelerate launch` sets their address, and then starts one process alone.
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise RunError(
+            "accelerate was asked for several processes and started only one, as it does on CPUs; "
+            "launch with --multi_gpu (it means several, and works on CPUs too)"
+        )
     if found != launched():
         raise RunError(
-            f"{launched()} processes were launched but only {found} found each other; check the accelerate configuration"
+            f"{launched()} processes were launched but only {found} found each other; check the accelerate config"
         )

@@ -18,6 +18,7 @@ from rich.progress import (
 
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
+Tick = Callable[[int], None]
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -34,10 +35,15 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
+            transient=True,
         )
         with bar:
             task = bar.add_task(what, total=total, completed=done, note="")
-            yield lambda count, note="": bar.update(task, advance=count, note=note)
+
+            def update(count: int, note: str = "") -> None:
+                bar.update(task, advance=count, note=note)
+
+            yield update
         return
     started = last = time.monotonic()
     now_done = done
@@ -56,6 +62,10 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
             sys.stderr.flush()
 
     yield advance
+
+
+def no_tick(count: int) -> None:
+    """For work whose progress nobody watches."""
 
 
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -94,9 +94,7 @@ def read_prompts(
     if not rows:
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
-        raise InputError(
-            f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})"
-        )
+        raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
     return PromptSet(source, tuple(prompts), tuple(skipped), rows)
 
 
@@ -130,6 +128,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         f"{path}:{number}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
                     )
                 yield number, row
+    except RecursionError:
+        raise InputError(f"{path}:{number}: nested too deeply to be a row") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{number}: not valid JSON ({error.msg}); write one object a line") from None
     except UnicodeDecodeError as error:
@@ -167,8 +167,7 @@ def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
             f"check the path, or write owner/name:split"
         ) from None
-    for number, row in enumerate(rows, 1):
-        yield number, row
+    yield from enumerate(rows, 1)
 
 
 def _string(row: dict[str, Any], key: str, where: str) -> str:
@@ -177,12 +176,21 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
         return ""
     if not isinstance(value, str | int):
         raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
-    return str(value)
+    return whole(str(value), key, where)
 
 
-def _encode(
-    row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int
-) -> tuple[list[int], str]:
+def whole(text: str, key: str, where: str) -> str:
+    """`text`, or InputError where JSON smuggled in half a character (a lone surrogate such as \\ud83d)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: key {key!r}: character {error.start + 1} is half of a surrogate pair; write it whole"
+        ) from None
+    return text
+
+
+def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:
     """Tokens of a row, and the reason to skip it ('' when there is none)."""
     present = [key for key in KEYS if row.get(key) is not None]
     if not present:
@@ -191,15 +199,19 @@ def _encode(
     key = present[0]
     value = row[key]
     if key == "messages":
-        return encode_messages(tokenizer, check_messages(value, where)), ""
+        return encode_messages(tokenizer, check_messages(value, where), where), ""
     if not isinstance(value, str):
         raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
+    whole(value, key, where)
     if not value.strip():
         return [], f"key {key!r} is empty"
     if key == "prompt":
         return encode_text(tokenizer, value), ""
     # Tokenising a whole book for its first tokens is waste; a token is rarely longer than 16 characters.
-    ids = encode_text(tokenizer, value[: 64 + 16 * prompt_tokens])[:prompt_tokens]
+    start = value[: 64 + 16 * prompt_tokens]
+    ids = encode_text(tokenizer, start)[:prompt_tokens]
+    if len(ids) < prompt_tokens and len(start) < len(value):
+        ids = encode_text(tokenizer, value)[:prompt_tokens]
     short = f"text has only {len(ids)} of {prompt_tokens} tokens" if len(ids) < prompt_tokens else ""
     return ids, short
 
@@ -214,6 +226,7 @@ def check_messages(value: Any, where: str) -> list[dict[str, str]]:
             raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
         if not isinstance(message.get("content"), str):
             raise InputError(f"{where}: key 'messages[{index}].content': expected text")
+        whole(message["content"], f"messages[{index}].content", where)
         messages.append({"role": message["role"], "content": message["content"]})
     if messages[-1]["role"] == "assistant":
         messages.pop()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -26,6 +28,9 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: {self.temperature} is not a finite number >= 0")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            # Logits divided by less would leave the range of fp32, and the law would be NaN.
+            raise ValueError(f"temperature: {self.temperature} is below {MIN_TEMPERATURE}; use 0 for greedy")
         if self.top_k < 0:
             raise ValueError(f"top_k: {self.top_k} is negative; use 0 to keep the whole vocabulary")
         if not 0 < self.top_p <= 1:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -46,13 +47,19 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Tokens of a chat up to where the assistant speaks: the tokenizer's template, or plain text without one."""
+def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], where: str) -> list[int]:
+    """Tokens of a chat up to where the assistant speaks: the tokenizer's template, or plain text without one.
+
+    Raises InputError, beginning with `where`, for a chat that the template refuses.
+    """
     if tokenizer.chat_template is None:
         return encode_text(tokenizer, "\n\n".join(m["content"] for m in messages) + "\n\n")
-    encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True
-    )
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
     ids: list[int] = list(encoded["input_ids"])
     return ids
 

@@ -131,9 +131,7 @@ def check(config: EvalConfig) -> Request:
     if not config.draft:
         raise InputError("--draft: name at least one draft, such as --draft base=PATH")
     if not config.id:
-        raise InputError(
-            "--id: name at least one prompt set in distribution, such as --id home=prompts.jsonl"
-        )
+        raise InputError("--id: name at least one prompt set in distribution, such as --id home=prompts.jsonl")
     if not config.out:
         raise InputError("--out: name the directory to write to")
     drafts = parse_named("--draft", config.draft)
@@ -170,9 +168,7 @@ def check(config: EvalConfig) -> Request:
     if not config.tree:
         raise InputError("--tree: name at least one, such as --tree chain:4")
     try:
-        samplings = [
-            Sampling(temperature=t, top_k=config.top_k, top_p=config.top_p) for t in config.temperature
-        ]
+        samplings = [Sampling(temperature=t, top_k=config.top_k, top_p=config.top_p) for t in config.temperature]
     except ValueError as error:
         raise InputError(f"--{error}") from None
     return Request(drafts, base, id_sets, ood_sets, samplings, _methods(config.tree, config.verifier))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import RunError
 from draftsmith.models import vocabulary_size
-from draftsmith.progress import track
+from draftsmith.progress import Tick, no_tick
 from draftsmith.sampling import Sampling, acceptance, probs
 
 # Logits held at once, as a number of elements (256 MiB in fp32). A chunk of columns is cut to fit.
@@ -101,7 +101,8 @@ def _batch_sums(
         if stop <= first:
             continue
         accepted_BC = acceptance(probs(target_BCV, sampling), probs(draft_BCV, sampling))
-        accepted_BC = accepted_BC.double().cpu()
+        # A sum of fp32 probabilities may exceed 1 by its rounding; a chance may not.
+        accepted_BC = accepted_BC.double().clamp(max=1.0).cpu()
         sums_B += accepted_BC.masked_fill(~wanted_BT[:, start:stop], 0.0).sum(-1)
     return [float(total) for total in sums_B]
 
@@ -113,8 +114,8 @@ def alpha_sums(
     sampling: Sampling,
     *,
     batch_size: int,
-    description: str = "alpha",
     max_logits: int = MAX_LOGITS,
+    tick: Tick = no_tick,
 ) -> AlphaCell:
     """Per row: the sum over response positions of sum_x min(p, q), in fp64, and the number of those
     positions.
@@ -124,13 +125,11 @@ def alpha_sums(
     a model are held at once. Raises RunError when a model's probabilities are not finite.
     """
     sums: list[float] = []
-    starts = range(0, len(rows), batch_size)
-    for start in track(starts, description, len(starts)):
+    for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         sums += _batch_sums(target, draft, batch, sampling, max_logits)
+        tick(len(batch))
     for row, total in zip(rows, sums, strict=True):
         if total != total:
-            raise RunError(
-                f"{description}: probabilities are not finite on prompt {row.id}; try --dtype float32"
-            )
+            raise RunError(f"alpha: probabilities are not finite on prompt {row.id}; try --dtype float32")
     return AlphaCell(sum=sums, count=[len(row.output_ids) for row in rows])

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode import DraftModelProposer, SpeculativeDecoder
-from draftsmith.progress import track
+from draftsmith.progress import Tick, no_tick
 from draftsmith.records import Prompt
 from draftsmith.sampling import Sampling, generator, row_seed
 from eval.config import Method
@@ -95,13 +95,12 @@ def baseline(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
-    description: str,
+    tick: Tick = no_tick,
 ) -> BaselineCell:
-    """Continue every prompt with the target alone."""
+    """Continue every prompt with the target alone. `tick(n)` is told of every n prompts done."""
     decoder = SpeculativeDecoder(target, None)
     cell = BaselineCell(output_ids=[], finish_reason=[])
-    starts = range(0, len(prompts), batch_size)
-    for start in track(starts, description, len(starts)):
+    for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
             [row.ids for row in rows],
@@ -112,14 +111,14 @@ def baseline(
         )
         cell["output_ids"] += [row.output_ids for row in batch.generations]
         cell["finish_reason"] += [row.finish_reason for row in batch.generations]
+        tick(len(rows))
     return cell
 
 
 def continuations(prompts: Sequence[Prompt], cell: BaselineCell) -> list[Continuation]:
     """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
     return [
-        Continuation(prompt.id, prompt.ids, output)
-        for prompt, output in zip(prompts, cell["output_ids"], strict=True)
+        Continuation(prompt.id, prompt.ids, output) for prompt, output in zip(prompts, cell["output_ids"], strict=True)
     ]
 
 
@@ -160,7 +159,7 @@ def decoding(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
-    description: str,
+    tick: Tick = no_tick,
 ) -> DecodingCell:
     """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
     decoder = decoder_of(target, draft, method)
@@ -175,8 +174,7 @@ def decoding(
         reached_by_depth=[],
         identical=None,
     )
-    starts = range(0, len(prompts), batch_size)
-    for start in track(starts, description, len(starts)):
+    for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
             [row.ids for row in rows],
@@ -195,6 +193,7 @@ def decoding(
             cell["depth_sum"].append(stats.depth_sum)
             cell["accepted_by_depth"].append(list(stats.accepted_by_depth))
             cell["reached_by_depth"].append(list(stats.reached_by_depth))
+        tick(len(rows))
     if sampling.greedy:
         cell["identical"] = _compare(target, prompts, outputs, expected["output_ids"])
     return cell
@@ -210,7 +209,7 @@ def speed(
     *,
     max_new_tokens: int,
     seed: int,
-    description: str,
+    tick: Tick = no_tick,
 ) -> SpeedCell:
     """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order.
 
@@ -240,13 +239,12 @@ def speed(
         row = prompts[0]
         warm_up = min(WARM_UP_TOKENS, max_new_tokens)
         decoder.generate([row.ids], sampling, warm_up, _generators([row], seed, stream), eos)
-    for index, prompt in enumerate(track(prompts, description, len(prompts))):
+    for index, prompt in enumerate(prompts):
         turn = index % len(ways)
         for decoder, stream, run in ways[turn:] + ways[:turn]:
-            batch = decoder.generate(
-                [prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos
-            )
+            batch = decoder.generate([prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos)
             run["emitted"].append(len(batch.generations[0].output_ids))
             run["prefill_s"].append(batch.prefill_s)
             run["decode_s"].append(batch.decode_s)
+            tick(1)
     return SpeedCell(prompt_ids=[prompt.id for prompt in prompts], runs=runs)

@@ -39,9 +39,7 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
     """alpha of every draft on every suite, ID first; a vertical line carries the base draft through
     each suite."""
     temperature = headline_temperature(results)
-    cells = {
-        (row["domain"], row["draft"]): row for row in results["alpha"] if row["temperature"] == temperature
-    }
+    cells = {(row["domain"], row["draft"]): row for row in results["alpha"] if row["temperature"] == temperature}
     layout = Rows()
     spans: list[tuple[float, float, AlphaRow]] = []
     for kind in ("id", "ood"):
@@ -60,8 +58,8 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
     with drawing(look):
         right = 96.0 if look.size is not NARROW else 42.0
         figure, ax = row_axes(look, layout, right)
-        low, high = limits([row["alpha"] for row in rows], (0.0, 1.0))
-        ax.set_xlim(low, high)
+        low, high = limits([row["alpha"] for row in rows], (-0.008, 1.008))
+        ax.set_xlim(min(low, high - 0.1), high)
         ax.set_xlabel(f"expected acceptance α, T = {temperature:g}")
         for top, bottom, base in spans:
             if base["alpha"]["value"] is not None:
@@ -121,11 +119,7 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
     panels: dict[str, list[DecodingRow]] = {suite["name"]: [] for suite in results["suites"]}
     for row in results["decoding"]:
         ours = row["temperature"] == temperature and row["tree"] == method["tree"]
-        if (
-            ours
-            and row["verifier"] == method["verifier"]
-            and any(e["value"] is not None for e in row["accept_at"])
-        ):
+        if ours and row["verifier"] == method["verifier"] and any(e["value"] is not None for e in row["accept_at"]):
             panels[str(row["domain"])].append(row)
     panels = {name: rows for name, rows in panels.items() if rows}
     if not panels:
@@ -207,9 +201,7 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
     temperature = headline_temperature(results)
     taus = [row for row in results["overall_decoding"] if row["temperature"] == temperature]
     speeds = [
-        row
-        for row in results["speed"]["overall"]
-        if row["temperature"] == temperature and row["speedup"] is not None
+        row for row in results["speed"]["overall"] if row["temperature"] == temperature and row["speedup"] is not None
     ]
     panels: list[tuple[str, list[tuple[DecodingRow | SpeedRow, Estimate]]]] = [
         ("tokens per target call, τ", [(row, row["tau"]) for row in taus])
@@ -217,7 +209,7 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
     if speeds:
         timed = [(row, row["speedup"]) for row in speeds if row["speedup"] is not None]
         panels.append(("speed, the target alone = 1", list(timed)))
-    layout = Rows()
+    layout = Rows(clear=True)
     for method in results["methods"]:
         layout.title(f"{method['tree']} · {method['verifier']}")
         for draft in results["drafts"]:
@@ -251,7 +243,7 @@ def _tau_panel(
 ) -> None:
     ax.set_ylim(layout.y, 0)
     ax.set_yticks([])
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     ax.set_xlim(*limits([e for _, e in values], (0.0, 1e9), include=1.0))
     ax.axvline(1, color=look.colours["soft"], lw=1)
     if labelled:

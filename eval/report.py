@@ -64,8 +64,7 @@ FIGURES: list[tuple[str, str, str, Draw]] = [
     (
         "accept",
         "Acceptance by depth, measured while decoding",
-        "Of the steps that got as far as depth d, the share in which depth d was accepted too, with 95 "
-        "% intervals.",
+        "Of the steps that got as far as depth d, the share in which depth d was accepted too, with 95 % intervals.",
         plots.accept_figure,
     ),
     (
@@ -122,8 +121,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         light=LIGHT,
         dark=DARK,
         prompts={
-            kind: sum(suite["done"] for suite in results["suites"] if suite["kind"] == kind)
-            for kind in ("id", "ood")
+            kind: sum(suite["done"] for suite in results["suites"] if suite["kind"] == kind) for kind in ("id", "ood")
         },
     )
 

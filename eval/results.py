@@ -155,9 +155,7 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
                         alpha=estimate(sums, picks),
                         gain=None if draft == setting.base else difference(sums, base, picks),
                         per_prompt=(
-                            _per_prompt(measured.alphas[domain, temperature, draft])
-                            if domain is not None
-                            else None
+                            _per_prompt(measured.alphas[domain, temperature, draft]) if domain is not None else None
                         ),
                     )
                 )
@@ -209,9 +207,7 @@ def _at_depth(cells: Sequence[DecodingCell], depth: int) -> Sums:
     def column(rows: list[list[int]]) -> list[float]:
         return [row[depth - 1] if len(row) >= depth else 0 for row in rows]
 
-    return pool_sums(
-        [Sums.of(column(cell["accepted_by_depth"]), column(cell["reached_by_depth"])) for cell in cells]
-    )
+    return pool_sums([Sums.of(column(cell["accepted_by_depth"]), column(cell["reached_by_depth"])) for cell in cells])
 
 
 def _identical(cells: Sequence[DecodingCell]) -> Identical | None:
@@ -254,15 +250,11 @@ def decoding_rows(setting: Setting, measured: Measured) -> list[DecodingRow]:
                             tau=estimate(tau, picks),
                             tau_gain=None if draft == setting.base else difference(tau, base_tau, picks),
                             alpha_mcsd=estimate(_ratio(own, "accepted", "depth_sum"), picks),
-                            accept_at=[
-                                estimate(_at_depth(own, depth), picks) for depth in range(1, depths + 1)
-                            ],
+                            accept_at=[estimate(_at_depth(own, depth), picks) for depth in range(1, depths + 1)],
                             identical_outputs=_identical(own),
                             counts={key: sum(sum(cell[key]) for cell in untyped) for key in COUNTS},
                             per_prompt=(
-                                {key: untyped[0][key] for key in COUNTS + DEPTH_COUNTS}
-                                if domain is not None
-                                else None
+                                {key: untyped[0][key] for key in COUNTS + DEPTH_COUNTS} if domain is not None else None
                             ),
                         )
                     )
@@ -331,9 +323,7 @@ def assemble(
         base=setting.base,
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
-        methods=[
-            {"tree": way.tree, "verifier": way.verifier, "lossless": way.lossless} for way in setting.methods
-        ],
+        methods=[{"tree": way.tree, "verifier": way.verifier, "lossless": way.lossless} for way in setting.methods],
         models=models,
         suites=suite_rows(setting.suites),
         baselines=baseline_rows(setting, measured),

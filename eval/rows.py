@@ -32,13 +32,17 @@ class Line:
 
 @dataclass
 class Rows:
-    """Lays headings and rows out from the top down; `payload` holds what each row shows."""
+    """Lays headings and rows out from the top down; `payload` holds what each row shows.
+
+    `clear` keeps headings out of the drawing too, where marks stand at their height.
+    """
 
     y: float = 4.0
     sections: list[Line] = field(default_factory=list)
     titles: list[Line] = field(default_factory=list)
     rows: list[Line] = field(default_factory=list)
     payload: list[Any] = field(default_factory=list)
+    clear: bool = False
 
     def _line(self, height: float, text: str, draft: str | None) -> Line:
         self.y += height
@@ -62,7 +66,10 @@ class Rows:
 def names_width(look: Look, layout: Rows) -> float:
     """Points that the longest row name takes; headings may run over the drawing, rows may not."""
     longest = max(len(look.short(line.text)) for line in layout.rows)
-    return max(64.0, 18 + longest * look.size.text * 0.62)
+    width = max(64.0, 18 + longest * look.size.text * 0.62)
+    if layout.clear:
+        width = max(width, 10 + max(len(line.text) for line in layout.titles) * look.size.text * 0.68)
+    return min(width, 0.5 * look.size.width)
 
 
 def row_axes(look: Look, layout: Rows, right: float) -> tuple[Figure, Axes]:
@@ -73,7 +80,7 @@ def row_axes(look: Look, layout: Rows, right: float) -> tuple[Figure, Axes]:
     ax = place(figure, left, top, look.size.width - left - right, layout.y)
     ax.set_ylim(layout.y, 0)
     ax.set_yticks([])
-    ax.xaxis.set_major_locator(MaxNLocator(4 if look.size is NARROW else 7))
+    ax.xaxis.set_major_locator(MaxNLocator(4 if look.size is NARROW else 7, steps=[1, 2, 5, 10]))
     names(ax, look, layout)
     return figure, ax
 

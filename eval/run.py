@@ -3,17 +3,17 @@
 import platform
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from draftsmith.errors import InputError
-from draftsmith.io import read_json, write_json_atomic
+from draftsmith.io import read_json, remove_leftovers, write_json_atomic
 from draftsmith.models import (
     check_same_vocabulary,
     context_length,
@@ -22,6 +22,7 @@ from draftsmith.models import (
     load_model,
     vocabulary_size,
 )
+from draftsmith.progress import Advance, Tick, progress
 from draftsmith.run import provenance
 from draftsmith.sampling import Sampling
 from draftsmith.text import load_tokenizer
@@ -33,6 +34,8 @@ from eval.report import write_report
 from eval.schema import SCHEMA_VERSION, ModelRow
 from eval.suites import Suite, fit, load_suites
 from eval.summary import summary
+
+T = TypeVar("T", bound=Mapping[str, Any])
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
@@ -48,6 +51,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be made a directory ({error.strerror})") from None
+    for directory in (out, out / "plots"):
+        remove_leftovers(directory)
     suites, target, drafts = _load(config, request)
     cells = CellStore(out / "cells")
     models = {"target": _model_row(config.target, target)}
@@ -80,15 +85,11 @@ def render(directory: str) -> Path:
     out = Path(directory)
     document = read_json(out / "results.json", "the results of `draftsmith eval`")
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(
-            f"{out / 'results.json'}: not results of schema version {SCHEMA_VERSION}; run eval again"
-        )
+        raise InputError(f"{out / 'results.json'}: not results of schema version {SCHEMA_VERSION}; run eval again")
     return write_report(document, out)  # type: ignore[arg-type]
 
 
-def _load(
-    config: EvalConfig, request: Request
-) -> tuple[list[Suite], PreTrainedModel, dict[str, PreTrainedModel]]:
+def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrainedModel, dict[str, PreTrainedModel]]:
     """Prompts first, because they are cheap to find wrong; then all models; then whether they fit
     together."""
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
@@ -131,115 +132,115 @@ def _measure(
     models: dict[str, ModelRow],
     cells: CellStore,
 ) -> results.Measured:
-    """Every cell, from disk where it is there. The clock comes last, when all else is warm and known."""
-    measured = results.Measured({}, {}, {}, {})
-    eos = eos_ids(target)
+    """Every cell, from disk where it is there."""
     pairs = [(suite, sampling) for suite in suites for sampling in request.samplings]
-    limits = {"max_new_tokens": config.max_new_tokens, "seed": config.seed}
-    for suite, sampling in pairs:
-        where = f"{suite.name}, T={sampling.temperature:g}"
-        common = {
-            "suite": suite.digest,
-            "sampling": asdict(sampling),
-            "eos": list(eos),
-            "target": _identity(models["target"]),
-            "batch_size": config.batch_size,
-            **limits,
-        }
-        continued = cells.get(
-            {"what": "baseline", **common},
-            partial(
-                measure.baseline,
-                target,
-                suite.prompts,
-                sampling,
-                eos,
-                batch_size=config.batch_size,
-                description=f"{config.target}: {where}",
-                **limits,
-            ),
-        )
-        measured.baselines[suite.name, sampling.temperature] = continued
-        rows = measure.continuations(suite.prompts, continued)
-        for name, draft in drafts.items():
-            own = {**common, "draft": _identity(models[name])}
-            measured.alphas[suite.name, sampling.temperature, name] = cells.get(
-                {"what": "alpha", **own},
-                partial(
-                    alpha_sums,
-                    target,
-                    draft,
-                    rows,
-                    sampling,
-                    batch_size=config.batch_size,
-                    description=f"alpha of {name}: {where}",
-                ),
-            )
-            for method in request.methods:
-                measured.decodings[suite.name, sampling.temperature, name, method] = cells.get(
-                    {"what": "decoding", **own, "tree": method.tree, "verifier": method.verifier},
-                    partial(
-                        measure.decoding,
-                        target,
-                        draft,
-                        method,
-                        suite.prompts,
-                        continued,
-                        sampling,
-                        eos,
-                        batch_size=config.batch_size,
-                        description=f"{name}, {method.tree}, {method.verifier}: {where}",
-                        **limits,
-                    ),
-                )
-    if config.speed_prompts:
+    per_prompt = 1 + len(drafts) * (1 + len(request.methods))
+    timed = [min(config.speed_prompts, len(suite.prompts)) for suite, _ in pairs]
+    ways = 1 + len(drafts) * len(request.methods)
+    total = sum(len(suite.prompts) for suite, _ in pairs) * per_prompt + sum(timed) * ways
+    measured = results.Measured({}, {}, {}, {})
+    with progress("eval", total) as advance:
+        bench = Bench(config, request, target, drafts, models, cells, advance)
         for suite, sampling in pairs:
-            measured.speeds[suite.name, sampling.temperature] = _timed(
-                config, request, suite, sampling, eos, target, drafts, models, cells
-            )
+            _count(bench, suite, sampling, measured)
+        if config.speed_prompts:
+            for suite, sampling in pairs:
+                measured.speeds[suite.name, sampling.temperature] = _timed(bench, suite, sampling)
     return measured
 
 
-def _timed(
-    config: EvalConfig,
-    request: Request,
-    suite: Suite,
-    sampling: Sampling,
-    eos: Sequence[int],
-    target: PreTrainedModel,
-    drafts: dict[str, PreTrainedModel],
-    models: dict[str, ModelRow],
-    cells: CellStore,
-) -> measure.SpeedCell:
+@dataclass(frozen=True)
+class Bench:
+    """What every measurement of a run has in common."""
+
+    config: EvalConfig
+    request: Request
+    target: PreTrainedModel
+    drafts: dict[str, PreTrainedModel]
+    models: dict[str, ModelRow]
+    cells: CellStore
+    advance: Advance
+
+    def cell(self, asked: dict[str, Any], units: int, note: str, run: Callable[[Tick], T]) -> T:
+        """The outcome of one measurement of `units` steps of progress, kept or made now."""
+        reused = self.cells.reused
+        outcome = self.cells.get(asked, lambda: run(lambda count: self.advance(count, note)))
+        if self.cells.reused > reused:
+            self.advance(units, note)
+        return outcome
+
+    def common(self, suite: Suite, sampling: Sampling) -> dict[str, Any]:
+        """What decides the outcome of every measurement on a suite under a sampling law."""
+        return {
+            "suite": suite.digest,
+            "sampling": asdict(sampling),
+            "eos": list(eos_ids(self.target)),
+            "target": _identity(self.models["target"]),
+            "max_new_tokens": self.config.max_new_tokens,
+            "seed": self.config.seed,
+        }
+
+
+def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: results.Measured) -> None:
+    """The target's continuations, and every draft's alpha and decoding counts on them."""
+    config, eos, prompts = bench.config, eos_ids(bench.target), suite.prompts
     where = f"{suite.name}, T={sampling.temperature:g}"
+    common = {**bench.common(suite, sampling), "batch_size": config.batch_size}
+    batch_size = config.batch_size
+    limits = {"max_new_tokens": config.max_new_tokens, "batch_size": batch_size, "seed": config.seed}
+    continued = bench.cell(
+        {"what": "baseline", **common},
+        len(prompts),
+        f"target alone: {where}",
+        lambda tick: measure.baseline(bench.target, prompts, sampling, eos, tick=tick, **limits),
+    )
+    measured.baselines[suite.name, sampling.temperature] = continued
+    rows = measure.continuations(prompts, continued)
+    for name, draft in bench.drafts.items():
+        own = {**common, "draft": _identity(bench.models[name])}
+        estimate = partial(alpha_sums, bench.target, draft, rows, sampling, batch_size=batch_size)
+        measured.alphas[suite.name, sampling.temperature, name] = bench.cell(
+            {"what": "alpha", **own}, len(prompts), f"alpha of {name}: {where}", _ticking(estimate)
+        )
+        for method in bench.request.methods:
+            decode = partial(measure.decoding, bench.target, draft, method, prompts, continued, sampling, eos, **limits)
+            measured.decodings[suite.name, sampling.temperature, name, method] = bench.cell(
+                {"what": "decoding", **own, "tree": method.tree, "verifier": method.verifier},
+                len(prompts),
+                f"{name}, {method.tree}: {where}",
+                _ticking(decode),
+            )
+
+
+def _timed(bench: Bench, suite: Suite, sampling: Sampling) -> measure.SpeedCell:
+    """The clock comes last, when all else is warm and known."""
+    config, methods = bench.config, bench.request.methods
+    prompts = suite.prompts[: config.speed_prompts]
     asked = {
         "what": "speed",
-        "suite": suite.digest,
         "prompts": config.speed_prompts,
-        "sampling": asdict(sampling),
-        "eos": list(eos),
-        "target": _identity(models["target"]),
-        "drafts": {name: _identity(models[name]) for name in drafts},
-        "methods": [[method.tree, method.verifier] for method in request.methods],
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "machine": machine(target),
+        "drafts": {name: _identity(bench.models[name]) for name in bench.drafts},
+        "methods": [[method.tree, method.verifier] for method in methods],
+        "machine": machine(bench.target),
+        **bench.common(suite, sampling),
     }
-    return cells.get(
-        asked,
-        partial(
-            measure.speed,
-            target,
-            drafts,
-            request.methods,
-            suite.prompts[: config.speed_prompts],
-            sampling,
-            eos,
-            max_new_tokens=config.max_new_tokens,
-            seed=config.seed,
-            description=f"timing: {where}",
-        ),
+    run = partial(
+        measure.speed,
+        bench.target,
+        bench.drafts,
+        methods,
+        prompts,
+        sampling,
+        eos_ids(bench.target),
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
     )
+    units = len(prompts) * (1 + len(bench.drafts) * len(methods))
+    return bench.cell(asked, units, f"timing: {suite.name}, T={sampling.temperature:g}", _ticking(run))
+
+
+def _ticking(measurement: Callable[..., T]) -> Callable[[Tick], T]:
+    return lambda tick: measurement(tick=tick)
 
 
 def _model_row(name: str, model: PreTrainedModel) -> ModelRow:

@@ -70,8 +70,7 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, contexts: dict[str, int | 
         long = tuple(
             (
                 f"prompt {prompt.id}",
-                f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed the {limits[tightest]} "
-                f"of {tightest}",
+                f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed the {limits[tightest]} of {tightest}",
             )
             for prompt in suite.prompts
             if len(prompt.ids) > room

@@ -59,8 +59,7 @@ def _alpha(results: Results) -> Table:
     pooled = [row for row in results["overall_alpha"] if row["kind"] in several]
     return Table(
         "Expected acceptance α",
-        "Pooled over positions, then the mean of per-prompt means. Gains are over the base draft, "
-        "paired by prompt.",
+        "Pooled over positions, then the mean of per-prompt means. Gains are over the base draft, paired by prompt.",
         2,
         ["domain", "draft", "T", "α [95 %]", "per prompt", "gain [95 %]", "prompts", "positions"],
         [

@@ -260,9 +260,7 @@ def _lossless(results: Results) -> str:
         return " ".join(parts)
     same, total = sum(check["same"] for check in found), sum(check["of"] for check in found)
     if same == total:
-        parts.append(
-            f"Lossless: at temperature 0 all {total} outputs equal the target's own, token for token."
-        )
+        parts.append(f"Lossless: at temperature 0, {same} of {total} outputs equal the target's own, token for token.")
         return " ".join(parts)
     gap = max(check["largest_gap"] or 0.0 for check in found)
     dtype = results["models"]["target"]["dtype"]

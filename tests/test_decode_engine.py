@@ -86,9 +86,7 @@ def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:
     return SpeculativeDecoder(target, DraftModelProposer(near(target)), tree, verifier)
 
 
-def run(
-    decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12
-) -> list[Generation]:
+def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12) -> list[Generation]:
     prompts = [PROMPTS[row] for row in rows]
     generators = [generator(100 + row) for row in rows]
     batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
@@ -121,9 +119,7 @@ def test_a_row_does_not_depend_on_its_mates(kind: str, tree: str, verifier: str,
 
 def test_the_same_seed_repeats_and_another_does_not() -> None:
     decoder = decoder_of("llama", "kary:2,2", "mcsd")
-    a, b, c = (
-        decoder.generate([PROMPTS[0]], Sampling(), 20, [generator(seed)]).generations[0] for seed in (1, 1, 2)
-    )
+    a, b, c = (decoder.generate([PROMPTS[0]], Sampling(), 20, [generator(seed)]).generations[0] for seed in (1, 1, 2))
     assert a == b and a.output_ids != c.output_ids
 
 
@@ -315,9 +311,7 @@ class TwoShapes:
         device: torch.device,
     ) -> "TwoShapes":
         self.texts = [list(prompt) for prompt in prompts]
-        self.states = [
-            [layer[row, : len(prompt) - 1] for layer in hidden_BTH] for row, prompt in enumerate(prompts)
-        ]
+        self.states = [[layer[row, : len(prompt) - 1] for layer in hidden_BTH] for row, prompt in enumerate(prompts)]
         self.live = list(range(len(prompts)))
         return self
 
@@ -351,9 +345,7 @@ class TwoShapes:
         for row, block, states in zip(self.live, tokens, hidden, strict=True):
             if block:
                 self.texts[row] += block
-                self.states[row] = [
-                    torch.cat([old, new]) for old, new in zip(self.states[row], states, strict=True)
-                ]
+                self.states[row] = [torch.cat([old, new]) for old, new in zip(self.states[row], states, strict=True)]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.live = [self.live[row] for row in rows]
@@ -381,7 +373,7 @@ def test_the_protocol_carries_trees_by_row_and_hidden_states(kind: str, verifier
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind: str) -> None:
     """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add up."""
-    target = near(model_of(kind, 1)).to(torch.bfloat16)
+    target = cast(Any, near(model_of(kind, 1))).to(torch.bfloat16)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")
     batch = decoder.generate(PROMPTS[:2], WARM, 12, [generator(0), generator(1)])
     for g in batch.generations:

@@ -130,11 +130,7 @@ def decode(decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = 
 PAIRS = [
     ("speculative", "chain:1"),
     ("speculative", "chain:4"),
-    *[
-        (verifier, tree)
-        for verifier in ("exact", "mcsd")
-        for tree in ("chain:1", "chain:4", "kary:3,2", "kary:2,2,2")
-    ],
+    *[(verifier, tree) for verifier in ("exact", "mcsd") for tree in ("chain:1", "chain:4", "kary:3,2", "kary:2,2,2")],
 ]
 
 

@@ -102,7 +102,7 @@ def _gain(gain: float, seed: int) -> tuple[Sums, Sums, Resamples]:
 def test_transfer_is_the_ratio_of_gains_with_its_sign(away: float, expected: float) -> None:
     found = transfer(*_gain(0.2, 1), *_gain(away, 2))
     assert found["value"] == pytest.approx(expected, abs=0.03) and found["undefined"] is None
-    assert found["low"] is not None and found["high"] is not None
+    assert found["value"] is not None and found["low"] is not None and found["high"] is not None
     assert found["low"] < found["value"] < found["high"]
 
 

@@ -32,7 +32,8 @@ def _model(seed: int) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 def _near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
@@ -41,7 +42,7 @@ def _near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter += noise * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
     return other
 
 
@@ -61,9 +62,7 @@ def _rows(count: int, seed: int) -> list[Continuation]:
     return rows
 
 
-def _by_hand(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuation, sampling: Sampling
-) -> float:
+def _by_hand(target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuation, sampling: Sampling) -> float:
     total = 0.0
     with torch.inference_mode():
         for done in range(len(row.output_ids)):
@@ -74,9 +73,7 @@ def _by_hand(
 
 
 @pytest.mark.parametrize("sampling", LAWS)
-def test_equals_a_computation_by_hand(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling
-) -> None:
+def test_equals_a_computation_by_hand(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling) -> None:
     rows = _rows(5, 1)
     cell = alpha_sums(*pair, rows, sampling, batch_size=3)
     assert cell["count"] == [len(row.output_ids) for row in rows]
@@ -101,9 +98,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(
 
 
 @pytest.mark.parametrize("max_logits", [1, 3 * VOCAB * 2, 10**9])
-def test_chunks_of_positions_change_nothing(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], max_logits: int
-) -> None:
+def test_chunks_of_positions_change_nothing(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], max_logits: int) -> None:
     rows, law = _rows(6, 4), Sampling(temperature=1.0)
     whole = alpha_sums(*pair, rows, law, batch_size=6)
     parts = alpha_sums(*pair, rows, law, batch_size=3, max_logits=max_logits)
@@ -127,9 +122,7 @@ def test_alpha_predicts_what_a_chain_measures(
     """alpha needs no decoding loop; accept@1 of a chain of one is the same thing, counted."""
     sampling = Sampling(temperature=temperature)
     prompts = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13)) for i in range(128)]
-    ours = measure.baseline(
-        pair[0], prompts, sampling, (), max_new_tokens=16, batch_size=64, seed=1, description="t"
-    )
+    ours = measure.baseline(pair[0], prompts, sampling, (), max_new_tokens=16, batch_size=64, seed=1)
     cell = alpha_sums(*pair, measure.continuations(prompts, ours), sampling, batch_size=64)
     alpha = sum(cell["sum"]) / sum(cell["count"])
     decoder = SpeculativeDecoder(pair[0], DraftModelProposer(pair[1]), "chain:1", "speculative")

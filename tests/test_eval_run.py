@@ -55,7 +55,7 @@ def _save(path: Path, base: LlamaForCausalLM | None, seed: int, noise: float, **
         eos_token_id=2,
         **shape,
     )
-    model = LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     if base is not None:
         with torch.no_grad():
             for own, other in zip(model.parameters(), base.parameters(), strict=True):
@@ -79,7 +79,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
     ).save_pretrained(root / "target")
     for name, shift in (("home", 0), ("away", 5)):
         rows = [
-            {"id": f"{name}{i}", "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3))}
+            {
+                "id": f"{name}{i}",
+                "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3)),
+            }
             for i in range(6)
         ]
         rows += [{"id": "empty", "prompt": " "}, {"id": "long", "prompt": "w3 " * 60}]
@@ -125,11 +128,11 @@ def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
         ratio = sum(row["per_prompt"]["sum"]) / sum(row["per_prompt"]["count"])
         assert row["alpha"]["value"] == pytest.approx(ratio)
         assert row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"]
-        assert (row["gain"] is None) == (row["draft"] == results["base"] == "poor" or row["draft"] == "poor")
+        assert (row["gain"] is None) == (row["draft"] == results["base"] == "poor")
     for row in results["decoding"]:
         counts, each = row["counts"], row["per_prompt"]
         assert all(sum(each[key]) == counts[key] for key in counts)
-        # Every call of the target adds exactly one token of its own, unless the output was cut on a draft token.
+        # A call of the target adds one token of its own, unless the output was cut on a draft token.
         assert counts["accepted"] <= counts["emitted"] <= counts["accepted"] + counts["target_calls"]
         assert row["tau"]["value"] == pytest.approx(counts["emitted"] / counts["target_calls"])
         by_depth = [sum(column) for column in zip(*each["accepted_by_depth"], strict=True)]
@@ -154,8 +157,13 @@ def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, 
 def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
-    assert sorted(p.name for p in (out / "plots").iterdir()) == ["accept.png", "alpha.png", "gain.png", "tau.png"]
-    assert "poor" in render(str(out)).read_text()
+    assert sorted(p.name for p in (out / "plots").iterdir()) == [
+        "accept.png",
+        "alpha.png",
+        "gain.png",
+        "tau.png",
+    ]
+    assert "Alignment raised acceptance at home from" in Path(summary["report"]).read_text()
 
 
 def _without_clocks(config: EvalConfig) -> dict[str, Any]:
@@ -164,6 +172,13 @@ def _without_clocks(config: EvalConfig) -> dict[str, Any]:
     return results
 
 
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than measuring these models, and is tested elsewhere."""
+    monkeypatch.setattr("eval.run.write_report", lambda results, out: out)
+
+
+@pytest.mark.usefixtures("no_report")
 def test_killed_and_started_again_equals_never_killed(world: EvalConfig, tmp_path: Path) -> None:
     whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
     killed = replace(whole, out=str(tmp_path / "killed"))
@@ -180,6 +195,7 @@ def test_killed_and_started_again_equals_never_killed(world: EvalConfig, tmp_pat
     assert _without_clocks(killed) == _without_clocks(whole)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalConfig, tmp_path: Path) -> None:
     first = replace(world, out=str(tmp_path), speed_prompts=0, temperature=[0.0], tree=["chain:3"], ood=[])
     evaluate(first)
@@ -195,9 +211,7 @@ def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalCon
 
 
 @pytest.mark.parametrize("change", ["missing draft", "missing prompts", "vocabulary"])
-def test_what_cannot_be_loaded_is_refused_before_anything_runs(
-    world: EvalConfig, tmp_path: Path, change: str
-) -> None:
+def test_what_cannot_be_loaded_is_refused_before_anything_runs(world: EvalConfig, tmp_path: Path, change: str) -> None:
     config = replace(world, out=str(tmp_path / "out"))
     if change == "missing draft":
         config = replace(config, draft=[*config.draft, "gone=./no/such/model"])

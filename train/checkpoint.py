@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import InputError
-from draftsmith.io import atomic_dir, read_json, remove_leftovers, write_json_atomic
+from draftsmith.io import atomic_dir, make_dir, read_json, remove_leftovers, write_json_atomic
 from draftsmith.run import difference
 from draftsmith.text import Tokenizer
 
@@ -115,7 +115,9 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     """Make `run_dir` this run's own, or make sure it is; InputError names what differs from the run that is there."""
     record = run_dir / "run.json"
     if not record.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if (run_dir.parent / "config.json").exists():
+            raise InputError(f"{run_dir.parent}: holds a model that this run did not make; choose another `out`")
+        make_dir(run_dir, "out")
         write_json_atomic(record, identity)
         return
     there = read_json(record, "the record of a training run")

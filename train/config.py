@@ -1,5 +1,6 @@
-"""The options of `draftsmith train`. One frozen dataclass; every key may stand in the YAML file or on the command line."""
+"""The options of `draftsmith train`. Every key may stand in the YAML file or on the command line."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,11 +88,22 @@ class TrainConfig:
             raise InputError("target: objective fkl needs the target as its teacher")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
-        if self.epochs <= 0:
+        if not 0 < self.epochs < math.inf:
             raise InputError(f"epochs: {self.epochs} must be above 0")
         if not 0 < self.heldout_fraction < 1:
             raise InputError(f"heldout_fraction: {self.heldout_fraction} must be between 0 and 1")
-        if self.optim.lr <= 0:
-            raise InputError(f"optim.lr: {self.optim.lr} must be above 0")
-        if self.optim.warmup_steps < 0 or self.patience < 0:
-            raise InputError("optim.warmup_steps and patience must not be negative")
+        optim = self.optim
+        if not 0 < optim.lr < math.inf:
+            raise InputError(f"optim.lr: {optim.lr} must be above 0")
+        for key, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
+            if not 0 <= value < 1:
+                raise InputError(f"optim.{key}: {value} must be at least 0 and below 1")
+        for key, value in (
+            ("optim.weight_decay", optim.weight_decay),
+            ("optim.warmup_steps", optim.warmup_steps),
+            ("optim.final_lr_fraction", optim.final_lr_fraction),
+            ("optim.clip_norm", optim.clip_norm),
+            ("patience", self.patience),
+        ):
+            if not 0 <= value < math.inf:
+                raise InputError(f"{key}: {value} must not be negative")

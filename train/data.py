@@ -19,16 +19,14 @@ from torch import Tensor
 
 from draftsmith.errors import InputError
 from draftsmith.io import hash_json, read_json
-from draftsmith.records import check_messages, iterate_rows
+from draftsmith.records import check_messages, iterate_rows, whole
 from draftsmith.text import Tokenizer, encode_messages, encode_text
 
 # Its bars would draw over our own progress.
 datasets.disable_progress_bars()
 
 IGNORE = -100
-_FEATURES = datasets.Features(
-    {name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")}
-)
+_FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,7 @@ def _distilled(directory: Path) -> tuple[datasets.Dataset, str]:
     for part in parts:
         if not Path(part).is_file():
             raise InputError(f"{part}: is in the manifest but not on disk; copy the whole directory")
-    table = datasets.load_dataset(
-        "parquet", data_files=parts, split="train", columns=["prompt_ids", "response_ids"]
-    )
+    table = datasets.load_dataset("parquet", data_files=parts, split="train", columns=["prompt_ids", "response_ids"])
     assert isinstance(table, datasets.Dataset)
     return table.cast(_FEATURES), hash_json(manifest["parts"])
 
@@ -125,9 +121,11 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
             prompts.append(prompt)
             responses.append(response)
         elif isinstance(row.get("text"), str):
-            stream += _closed(encode_text(tokenizer, row["text"]), tokenizer)
+            stream += _closed(encode_text(tokenizer, whole(row["text"], "text", where)), tokenizer)
         else:
             raise InputError(f"{where}: needs `text`, or `messages` that end with the assistant's answer")
+    if not prompts and not stream:
+        raise InputError(f"{source}: holds no rows; a row has `text`, or `messages` that end with an answer")
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     table = datasets.Dataset.from_dict(
         {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks},
@@ -140,7 +138,7 @@ def _answered(value: Any, where: str, tokenizer: Tokenizer) -> tuple[list[int], 
     messages = check_messages(value, where)
     if len(messages) == len(value):
         raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
-    prompt = encode_messages(tokenizer, messages)
+    prompt = encode_messages(tokenizer, messages, where)
     answer = value[-1]["content"]
     response: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return prompt, _closed(response, tokenizer)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import RunError
+from draftsmith.io import write_text_atomic
 from draftsmith.progress import progress
 from draftsmith.sampling import Sampling, acceptance, probs
 from train import checkpoint
@@ -209,7 +210,8 @@ class Metrics:
                 lines = path.read_text().splitlines() if path.exists() else []
                 # The last line may be torn; it is then of a step after the checkpoint.
                 kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            path.write_text("".join(line + "\n" for line in kept))
+            # Whole or not at all: a kill in here must not lose lines that no further step writes again.
+            write_text_atomic(path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
         """Append figures; the tracker also gets what the clock says."""

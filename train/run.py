@@ -12,7 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from draftsmith.errors import InputError
 from draftsmith.io import read_json
-from draftsmith.models import check_same_vocabulary, context_length, fingerprint, load_model, resolve_device, vocabulary_size
+from draftsmith.models import (
+    check_same_vocabulary,
+    context_length,
+    fingerprint,
+    load_model,
+    resolve_device,
+    vocabulary_size,
+)
 from draftsmith.processes import check, process_group_options
 from draftsmith.run import provenance
 from draftsmith.text import Tokenizer, load_tokenizer
@@ -63,7 +70,7 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
         return _summary(out, read_json(out / "draftsmith.json", "the record of a draft checkpoint"))
     if config.tracker == "wandb":
         _start_wandb(accelerator, config, identity, run_dir)
-    model.to(accelerator.device)  # type: ignore[arg-type]
+    model.to(accelerator.device)
     job = Job(config, accelerator, model, target, training, heldout, steps, run_dir)
     position, figures = fit(job)
     record = {
@@ -118,9 +125,7 @@ def build_draft(config: TrainConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
         return model
-    model = load_model(
-        config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code
-    )
+    model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
     if shape is not None:
         for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
             there, wanted = getattr(model.config, key, None), getattr(shape, key, None)
@@ -176,9 +181,7 @@ def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Example
     return divide(everything, config.heldout_fraction)
 
 
-def _start_wandb(
-    accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path
-) -> None:
+def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
     try:
         import wandb  # noqa: F401
     except ImportError:

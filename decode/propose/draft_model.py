@@ -44,8 +44,7 @@ class DraftModelProposer:
         ours, theirs = vocabulary_size(self.model), vocabulary_size(target)
         if ours != theirs:
             raise ValueError(
-                f"draft vocabulary {ours} != target vocabulary {theirs}: "
-                "use a draft with the target's tokenizer"
+                f"draft vocabulary {ours} != target vocabulary {theirs}: use a draft with the target's tokenizer"
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -71,9 +70,7 @@ class DraftModelProposer:
         return DraftModelSession(runner, plan, sampling, [[prompt[-1]] for prompt in prompts])
 
 
-def check_context(
-    name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> None:
+def check_context(name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """ValueError when the longest prompt and `max_new_tokens` do not fit `limit` positions of the
     model `name`.
     """
@@ -120,18 +117,13 @@ class Plan:
             parents = [m for m, below in enumerate(tree.children) if below and depth_of[m] == depth]
             kids = [m for m, d in enumerate(depth_of) if d == depth + 1]
             most = max(len(tree.children[m]) for m in parents)
-            uniform = [
-                [tree.children[m][min(k, len(tree.children[m]) - 1)] - 1 for k in range(most)]
-                for m in parents
-            ]
+            uniform = [[tree.children[m][min(k, len(tree.children[m]) - 1)] - 1 for k in range(most)] for m in parents]
             expanded = [i for i, m in enumerate(kids) if tree.children[m]]
             levels.append(
                 Level(
                     draws=most,
                     uniform_EK=torch.tensor(uniform),
-                    slot_c=torch.tensor(
-                        [parents.index(tree.parents[m - 1] + 1) for m in kids], device=device
-                    ),
+                    slot_c=torch.tensor([parents.index(tree.parents[m - 1] + 1) for m in kids], device=device),
                     rank_c=torch.tensor([tree.ranks[m - 1] for m in kids], device=device),
                     expanded_c=None if len(expanded) == len(kids) else torch.tensor(expanded, device=device),
                     count=len(expanded),
@@ -188,9 +180,7 @@ class DraftModelSession:
         for depth, (level, block) in enumerate(zip(plan.levels, plan.blocks[self._width], strict=True)):
             logits_BeV, _ = runner.forward(inputs_Bq, block, keep_logits=1 if depth == 0 else 0)
             draws_BeK = self._draw(logits_BeV, level, u_BN, laws)
-            tokens_Bc = (
-                draws_BeK[:, level.slot_c, level.rank_c] if level.slot_c.numel() > 1 else draws_BeK[:, 0]
-            )
+            tokens_Bc = draws_BeK[:, level.slot_c, level.rank_c] if level.slot_c.numel() > 1 else draws_BeK[:, 0]
             if previous_Be is not None and plan.batch.widths[depth - 1] > 1:
                 # A node that does not exist has no children. Only siblings can be missing, so a
                 # chain skips this.

@@ -51,9 +51,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
             assert now_BV is not None
             # u q < p rather than u < p / q: no division, and a token of target probability 0 is
             # never accepted.
-            taken_B = asked_B & (
-                u_BU[:, used + k] * now_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0]
-            )
+            taken_B = asked_B & (u_BU[:, used + k] * now_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0])
             next_B = torch.where(taken_B, kids_BK[:, k], next_B)
             refused_B1 = (asked_B & ~taken_B).unsqueeze(1)
             p_BV = torch.where(refused_B1, residual(p_BV, now_BV), p_BV)

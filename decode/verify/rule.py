@@ -61,9 +61,7 @@ class Verifier:
             )
 
 
-def finish(
-    proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, final_B: Tensor
-) -> Verdict:
+def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, final_B: Tensor) -> Verdict:
     """Assemble a verdict from the nodes accepted at each depth (0 once the walk has ended)."""
     rows = final_B.shape[0]
     nodes_BD = torch.stack(nodes, dim=1) if nodes else final_B.new_zeros(rows, 0)

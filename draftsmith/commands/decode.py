@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
+from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder, parse_tree
 from draftsmith.commands.output import finish
 from draftsmith.commands.stream import Stream
 from draftsmith.config import parse
 from draftsmith.errors import InputError
-from draftsmith.io import canonical_json, hash_json
+from draftsmith.io import canonical_json, hash_json, make_dir
 from draftsmith.models import (
     check_same_vocabulary,
     context_length,
@@ -75,6 +75,8 @@ class DecodeConfig:
         for key in ("num_samples", "max_new_tokens", "batch_size", "prompt_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
         if (self.prompt is None) == (self.prompts is None):
             raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
         if len(self.draft) > 1:
@@ -135,11 +137,10 @@ def run(argv: list[str]) -> None:
     finish(summary, _lines(config, summary, rows, show), as_json)
 
 
-def _decoder(
-    config: DecodeConfig, target: PreTrainedModel, draft: PreTrainedModel | None
-) -> SpeculativeDecoder:
+def _decoder(config: DecodeConfig, target: PreTrainedModel, draft: PreTrainedModel | None) -> SpeculativeDecoder:
     verifier = config.verifier or ("speculative" if config.tree.startswith("chain") else "mcsd")
     try:
+        parse_tree(config.tree)  # a misspelt tree is an error even where nothing drafts
         proposer = None if draft is None else DraftModelProposer(draft)
         return SpeculativeDecoder(target, proposer, config.tree, verifier)
     except ValueError as error:
@@ -225,7 +226,7 @@ def _to_file(
     tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
     """Rows go to `.OUT.partial` whole batch by whole batch; that becomes OUT at the end. A killed run continues it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_dir(out.parent, "--out")
     partial = out.with_name(f".{out.name}.partial")
     rows = _finished_rows(partial, identity, config.batch_size)
     with partial.open("w", encoding="utf-8") as file:
@@ -306,9 +307,7 @@ def _summary(config: DecodeConfig, prompts: PromptSet, rows: list[dict[str, Any]
     return summary
 
 
-def _lines(
-    config: DecodeConfig, summary: dict[str, Any], rows: list[dict[str, Any]], shown: bool
-) -> list[str]:
+def _lines(config: DecodeConfig, summary: dict[str, Any], rows: list[dict[str, Any]], shown: bool) -> list[str]:
     lines = [] if shown or config.out is not None else [row["text"] for row in rows]
     if summary["prompts_skipped"]:
         first = summary["skipped"][0]

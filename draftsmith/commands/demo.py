@@ -111,11 +111,7 @@ def _print_table(results: dict[str, object]) -> None:
     for draft in dict.fromkeys(row["draft"] for row in rows):
         cells = []
         for domain in domains:
-            (row,) = (
-                r
-                for r in rows
-                if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature)
-            )
+            (row,) = (r for r in rows if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature))
             cells.append(f"{row['alpha']['value']:.3f} [{row['alpha']['low']:.3f}, {row['alpha']['high']:.3f}]")
         table.add_row(draft, *cells)
     Console().print(table)

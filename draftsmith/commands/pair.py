@@ -38,7 +38,12 @@ def rebuild(recipes: Path, out: Path) -> Path:
     train = importlib.import_module("draftsmith.commands.train")
     for member in MEMBERS:
         words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
-        words += ["--draft_config", str(recipes / f"{member}.config.json"), "--out", str(out / f"{member}-run")]
+        words += [
+            "--draft_config",
+            str(recipes / f"{member}.config.json"),
+            "--out",
+            str(out / f"{member}-run"),
+        ]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
             words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]
         train.run(words)

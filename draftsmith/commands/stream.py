@@ -1,5 +1,6 @@
 """Text on the terminal as it is decoded: what the draft guessed stands out from what the target added."""
 
+import unicodedata
 from typing import TextIO
 
 from rich.console import Console
@@ -15,6 +16,7 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer, file: TextIO) -> None:
         self._tokenizer = tokenizer
+        self._file = file
         self._console = Console(file=file, highlight=False, soft_wrap=True)
         self._ids: list[int] = []
         self._shown = ""
@@ -42,4 +44,10 @@ class Stream:
     def _show(self, text: str, drafted: bool) -> None:
         piece = text[len(self._shown) :]
         self._shown = text
+        if not self._console.is_terminal:
+            self._file.write(piece)
+            self._file.flush()
+            return
+        # What a model writes must not steer the terminal (escape sequences).
+        piece = "".join(c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc")
         self._console.print(Text(piece, style=DRAFT_STYLE if drafted else ""), end="")

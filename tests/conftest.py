@@ -1,0 +1,251 @@
+"""Tiny models, and the door: in this process, and in processes of its own that may be killed."""
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before anything imports datasets or torch: no network, nothing of the user's, one thread a test process.
+_CACHE = tempfile.mkdtemp(prefix="draftsmith-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_CACHE": _CACHE,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+}
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+from transformers import (  # noqa: E402
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from draftsmith.__main__ import main  # noqa: E402
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[1]
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog and the dog does not mind.",
+    "A draft model proposes tokens and the target model accepts or rejects them.",
+    "Numbers such as 12, 345 and 6789 are split into pieces by the tokenizer.",
+]
+# Random models hardly ever choose one given token; with this many ways to end, some answers end.
+EOS_IDS = [1, *range(40, 56)]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    )
+
+
+def save_model(path: Path, seed: int, layers: int, vocabulary: int, dropout: float = 0.0) -> str:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+        attention_dropout=dropout,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.35)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=EOS_IDS)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("pair") / "target", 1, 2, 290)
+
+
+@pytest.fixture(scope="session")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("pair") / "draft", 2, 1, 290)
+
+
+@pytest.fixture(scope="session")
+def dropout_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft whose training forward draws random numbers."""
+    return save_model(tmp_path_factory.mktemp("pair") / "dropout", 3, 1, 290, dropout=0.3)
+
+
+@pytest.fixture(scope="session")
+def other_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("pair") / "other", 4, 1, 300)
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Nine rows: eight prompts of unequal length in two domains, and an empty one that is skipped."""
+    rows: list[dict[str, object]] = [
+        {"prompt": "The quick"},
+        {"prompt": "A draft model proposes tokens and the target", "domain": "models"},
+        {"prompt": "Numbers", "id": "numbers"},
+        {"prompt": ""},
+        {"text": " ".join(SENTENCES), "id": "book"},
+        {"messages": [{"role": "user", "content": "Who jumps?"}], "domain": "models"},
+        {"prompt": "é λ 漢 🙂"},
+        {"prompt": "The quick"},
+        {"prompt": "dog"},
+    ]
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def forget_processes() -> None:
+    """accelerate keeps its state in singletons; two commands in one process must not share it."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@pytest.fixture
+def door(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """`door(words...)` runs a command in this process: (exit code, standard output, standard error)."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        forget_processes()
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    yield call
+    forget_processes()
+
+
+# Imports once, then answers every request with a fork that runs one command: a process of its own, without the
+# seconds that importing torch takes. `patch` is Python that runs first in the child.
+_SERVER = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+import datasets, transformers.models.llama.modeling_llama
+import draftsmith.commands.decode, draftsmith.commands.distill, draftsmith.commands.train
+from draftsmith.__main__ import main
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    job = json.loads(line)
+    if os.fork():
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid:
+        with open(job["dir"] + "/pid.tmp", "w") as file:
+            file.write(str(pid))
+        os.rename(job["dir"] + "/pid.tmp", job["dir"] + "/pid")
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with open(job["dir"] + "/code.tmp", "w") as file:
+            file.write(str(code))
+        os.rename(job["dir"] + "/code.tmp", job["dir"] + "/code")
+        os._exit(0)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(job["dir"] + "/" + name, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(job["cwd"])
+    os.environ.update(job["env"])
+    exec(job["patch"], {})
+    sys.exit(main(job["words"]))
+"""
+
+
+class Child:
+    """A command in a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def wait(self, timeout_s: float = 120.0) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error); the code of a killed process is minus the signal."""
+        self._until("code", timeout_s)
+        code = int((self.directory / "code").read_text())
+        return code, (self.directory / "out").read_text(), (self.directory / "err").read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        self._until("pid", 120.0)
+        os.kill(int((self.directory / "pid").read_text()), number)
+
+    @property
+    def ended(self) -> bool:
+        return (self.directory / "code").exists()
+
+    def _until(self, name: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not (self.directory / name).exists():
+            assert time.monotonic() < deadline, f"the command did not end in {timeout_s} s"
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[subprocess.Popen[str]]:
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, str(ROOT)], stdin=subprocess.PIPE, text=True, start_new_session=True
+    )
+    yield server
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait(30)
+
+
+@pytest.fixture
+def spawn(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Child]:
+    """`spawn(words..., cwd=, env=, patch=)` starts a command in a process of its own."""
+
+    def start(*words: object, cwd: Path, env: dict[str, str] | None = None, patch: str = "") -> Child:
+        directory = tmp_path_factory.mktemp("child")
+        job = {
+            "words": [str(word) for word in words],
+            "cwd": str(cwd),
+            "env": env or {},
+            "patch": patch,
+            "dir": str(directory),
+        }
+        assert _server.stdin is not None
+        _server.stdin.write(json.dumps(job) + "\n")
+        _server.stdin.flush()
+        return Child(directory)
+
+    return start

@@ -1,0 +1,255 @@
+"""A distilled set is the same bytes however it was made: in how many processes, killed how often."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.config import DistillConfig
+from distill.generate import SCHEMA, distill
+from draftsmith.io import sha256_file
+from draftsmith.models import eos_ids, load_model
+from draftsmith.sampling import Sampling, generator, row_seed
+from draftsmith.text import load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+Rows = list[dict[str, Any]]
+ROOT = Path(__file__).parents[1]
+
+KILL_IN_PART = """
+import os, signal
+import distill.generate as module
+write, written = module.pq.write_table, []
+def dying(table, path):
+    written.append(path)
+    if len(written) == {count}:
+        path.write_bytes(b"PAR1 half a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(table, path)
+module.pq.write_table = dying
+"""
+
+
+def read(directory: Path) -> Rows:
+    import pyarrow.parquet as pq
+
+    tables = [pq.read_table(path) for path in sorted(directory.glob("part-*.parquet"))]
+    assert all(table.schema.equals(SCHEMA) for table in tables)
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def words(target_dir: str, prompts_file: str) -> list[str]:
+    return (
+        f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 3 --max_new_tokens 10 "
+        "--batch_size 3 --part_rows 5 --seed 11"
+    ).split()
+
+
+@pytest.fixture
+def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The set of a run that nothing disturbed."""
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    code, _, err = door(*words)
+    assert code == 0, err
+    return tmp_path / "whole" / "set"
+
+
+def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
+    rows = read(whole)
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert {path.name for path in whole.iterdir()} == {"manifest.json", *(f"part-{i:05d}.parquet" for i in range(5))}
+    assert [part["rows"] for part in manifest["parts"]] == [5, 5, 5, 5, 4]
+    assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in manifest["parts"])
+    assert manifest["counts"] == {
+        "prompts_read": 9,
+        "prompts_done": 8,
+        "prompts_skipped": 1,
+        "prompts_failed": 0,
+        "rows": 24,
+    }
+    assert manifest["skipped"] == [{"row": 4, "reason": "key 'prompt' is empty"}]
+    assert manifest["complete"] is True
+    assert manifest["response_tokens"] == sum(len(row["response_ids"]) for row in rows)
+    reasons = [row["finish_reason"] for row in rows]
+    assert manifest["finish_reasons"] == {r: reasons.count(r) for r in ("stop", "length")}
+    assert min(manifest["finish_reasons"].values()) > 0
+    eos = set(eos_ids(load_model(target_dir, device="cpu")))
+    for row in rows:
+        ids = row["response_ids"]
+        assert (row["finish_reason"] == "stop") == (ids[-1] in eos)
+        assert not eos.intersection(ids[:-1])
+        assert len(ids) <= 10
+        assert row["finish_reason"] == "stop" or len(ids) == 10
+    assert len({row["id"] for row in rows}) == 24
+    assert [row["sample_index"] for row in rows] == [0, 1, 2] * 8
+    assert {row["domain"] for row in rows} == {"default", "models"}
+    # Two rows of the prompts are the same text; their samples are still independent.
+    twins = [row["response_ids"] for row in rows if row["prompt_ids"] == rows[0]["prompt_ids"]]
+    assert len(twins) == 6
+    assert len({tuple(ids) for ids in twins}) > 1
+
+
+def test_a_row_can_be_made_again_from_its_seed(whole: Path, target_dir: str) -> None:
+    from decode import SpeculativeDecoder
+
+    model = load_model(target_dir, device="cpu")
+    decoder = SpeculativeDecoder(model)
+    rows = read(whole)
+    assert len({row["seed"] for row in rows}) == len(rows)
+    assert row_seed(11, "numbers/1") in {row["seed"] for row in rows}
+    for row in rows[::5]:
+        alone = decoder.generate([row["prompt_ids"]], Sampling(), 10, [generator(row["seed"])], eos_ids(model))
+        assert alone.generations[0].output_ids == row["response_ids"]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 1}, {"batch_size": 24}, {"part_rows": 1024}, {"part_rows": 1}])
+def test_batches_and_parts_only_change_the_cutting(
+    whole: Path, tmp_path: Path, target_dir: str, prompts_file: str, change: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"batch_size": 3, "part_rows": 5, "num_samples": 3, "max_new_tokens": 10, "seed": 11}
+    out = tmp_path / "set"
+    config = DistillConfig(target=target_dir, prompts=prompts_file, out=str(out), **(options | change))
+    summary = distill(config, "distill")
+    assert read(out) == read(whole)
+    assert len(list(out.glob("part-*"))) == -(-24 // config.part_rows)
+    assert summary["rows"] == 24
+
+
+def test_another_seed_and_another_law_give_other_rows(
+    whole: Path, tmp_path: Path, target_dir: str, prompts_file: str
+) -> None:
+    def make(name: str, **options: Any) -> Rows:
+        settings = {"num_samples": 3, "max_new_tokens": 10, "seed": 11} | options
+        distill(DistillConfig(target=target_dir, prompts=prompts_file, out=str(tmp_path / name), **settings), "x")
+        return read(tmp_path / name)
+
+    base = [row["response_ids"] for row in read(whole)]
+    assert [row["response_ids"] for row in make("seed", seed=12)] != base
+    assert [row["response_ids"] for row in make("top", top_k=2)] != base
+    greedy = make("greedy", temperature=0.0)
+    assert all(a["response_ids"] == b["response_ids"] for a, b in zip(greedy[::3], greedy[1::3], strict=True))
+    on = make("on", ignore_eos=True)
+    assert {len(row["response_ids"]) for row in on} == {10}
+    assert {row["finish_reason"] for row in on} == {"length"}
+    # Until it ends, an answer is the same answer.
+    assert all(a["response_ids"][: len(b)] == b for a, b in zip(on, base, strict=True))
+
+
+def test_a_killed_run_ends_with_the_same_bytes(
+    words: list[str], whole: Path, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    there = tmp_path / "killed"
+    there.mkdir()
+    assert spawn(*words, cwd=there, patch=KILL_IN_PART.format(count=3)).wait()[0] == -9
+    names = sorted(files(there / "set"))
+    assert {"part-00000.parquet", "part-00001.parquet", "run.json"} < set(names)
+    assert "part-00002.parquet" not in names
+    assert "manifest.json" not in names
+    made = {name: (there / "set" / name).stat().st_mtime_ns for name in names if name.startswith("part-")}
+    # Training on a set in the making is refused.
+    code, _, err = spawn(
+        "train", "--out", "o", "--data", "set", "--draft", words[2], "--max_length", 64, cwd=there
+    ).wait()
+    assert code == 2
+    assert "manifest" in err
+    # Another killed run, now at a moment of chance.
+    child = spawn(*words, cwd=there)
+    while not (there / "set" / "part-00002.parquet").exists() and not child.ended:
+        time.sleep(0.001)
+    child.send(signal.SIGKILL) if not child.ended else None
+    child.wait()
+    code, _, err = spawn(*words, cwd=there).wait()
+    assert (code, "Traceback" in err) == (0, False)
+    assert files(there / "set") == files(whole)
+    assert made == {name: (there / "set" / name).stat().st_mtime_ns for name in made}
+    # A finished set is left as it is; a lost part is made again; other options are refused by name.
+    (there / "set" / "part-00001.parquet").unlink()
+    assert spawn(*words, cwd=there).wait()[0] == 0
+    assert files(there / "set") == files(whole)
+    code, _, err = spawn(*words, "--temperature", "0.5", cwd=there).wait()
+    assert code == 2
+    assert "its temperature is 1.0, now it is 0.5" in err
+    assert len(err.strip().splitlines()) == 1
+    assert files(there / "set") == files(whole)
+
+
+def test_an_interrupt_is_one_line_and_can_be_continued(
+    words: list[str], whole: Path, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    there = tmp_path / "interrupted"
+    there.mkdir()
+    patch = KILL_IN_PART.format(count=2).replace("SIGKILL", "SIGINT")
+    code, out, err = spawn(*words, cwd=there, patch=patch).wait()
+    assert (code, out) == (130, "")
+    assert err.strip().splitlines()[-1] == "draftsmith distill: interrupted; the same command continues where it was"
+    assert "Traceback" not in err
+    assert not [name for name in files(there / "set") if ".tmp" in name]
+    assert spawn(*words, cwd=there).wait()[0] == 0
+    assert files(there / "set") == files(whole)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert isinstance(port, int)
+        return port
+
+
+def test_a_launcher_that_starts_fewer_than_asked_is_found_out(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, and this is all that shows it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    code, out, err = door(*words)
+    assert (code, out) == (1, "")
+    assert "--multi_gpu" in err
+    assert not Path("set").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_bytes(words: list[str], whole: Path, tmp_path: Path) -> None:
+    there = tmp_path / "two"
+    there.mkdir()
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", str(free_port()), "-m", "draftsmith"]
+    run = subprocess.run(
+        [sys.executable, *launch, *words],
+        cwd=there,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert files(there / "set") == files(whole)
+    assert run.stdout.count("24 rows") == 1
+    # Each process made its own share.
+    assert "distill: 14/14" in run.stderr
+    assert "distill: 10/10" in run.stderr
+
+
+def test_datasets_reads_it(whole: Path, target_dir: str) -> None:
+    import datasets
+
+    table = datasets.load_dataset("parquet", data_files=str(whole / "part-*.parquet"), split="train")
+    assert table.num_rows == 24
+    assert table.column_names == SCHEMA.names
+    tokenizer = load_tokenizer(target_dir)
+    assert tokenizer.decode(table[0]["prompt_ids"], skip_special_tokens=True) == "The quick"

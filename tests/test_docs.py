@@ -1,0 +1,76 @@
+"""Every command in the README is run: the make targets against the Makefile, the others for real, in order."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# `prompts.jsonl` and `other.jsonl` of the README stand for the reader's own files.
+ROWS = {
+    "prompts.jsonl": ["Return a list of the names", "The value of an expression", "If the file is not found, the"],
+    "other.jsonl": ["def close(self):\n    self.file", "for line in open(name):", "import os\nimport sys\n\nclass A"],
+}
+
+
+def commands(language: str = "bash") -> list[str]:
+    """Command lines of the README's code blocks, continuations joined, comments dropped."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_readme_has_commands() -> None:
+    found = commands()
+    assert {"make demo", "make test"} <= set(found)
+    for name in ("distill", "train", "eval", "decode"):
+        assert any(f"draftsmith {name} " in line for line in found), name
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])
+def test_make_targets_exist(line: str) -> None:
+    done = subprocess.run(["make", "-n", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_readme_commands_work_in_order(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name, starts in ROWS.items():
+        lines = [f'{{"prompt": {start + str(i)!r}}}'.replace("'", '"') for i in range(4) for start in starts]
+        (tmp_path / name).write_text("\n".join(line.replace("\\\\n", "\\n") for line in lines) + "\n")
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    ours = [line for line in commands() if "draftsmith " in line and not line.startswith("git ")]
+    assert len(ours) >= 4
+    for line in ours:
+        done = subprocess.run(
+            line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "out" / "mine" / "eval" / "report.html").stat().st_size > 10_000
+
+
+def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
+    import json
+
+    for member in ("target", "base"):
+        record = json.loads((ROOT / "configs" / "demo" / member / "draftsmith.json").read_text())
+        for value in record["heldout_perplexity"].values():
+            assert f"{value:.1f}" in README, f"{member}: perplexity {value}"
+
+
+def test_readme_pictures_and_links_are_in_the_repository() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)|src(?:set)?=\"([^\"]+)\"", README)
+    local = [a or b for a, b in targets if not (a or b).startswith("http")]
+    assert any(target.endswith(".png") for target in local)
+    for target in local:
+        assert (ROOT / target).exists(), target

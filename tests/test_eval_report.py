@@ -1,0 +1,241 @@
+"""The report: what it says of which numbers, that it escapes what it is given, and that it fits a phone."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.records import Prompt
+from eval import results as assembling
+from eval.config import Method
+from eval.report import render_page
+from eval.schema import ModelRow, Results
+from eval.suites import Kind, Suite
+from eval.words import lead
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+def _model(name: str) -> ModelRow:
+    return ModelRow(
+        name=name,
+        fingerprint="0123456789abcdef",
+        model_type="llama",
+        parameters=1000,
+        vocabulary=17,
+        context=64,
+        dtype="float32",
+        device="cpu",
+    )
+
+
+def made_up(
+    gains: dict[str, dict[Kind, float]],
+    suites: dict[str, Kind],
+    *,
+    prompts: int = 24,
+    same: int | None = None,
+    gap: float | None = None,
+    offered: bool = True,
+) -> Results:
+    """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
+    rng = np.random.default_rng(0)
+    method = Method("chain:2", "speculative")
+    sets = [
+        Suite(
+            name,
+            kind,
+            f"{name}.jsonl",
+            tuple(Prompt(f"p{i}", name, (3, 4)) for i in range(prompts)),
+            (),
+            prompts,
+        )
+        for name, kind in suites.items()
+    ]
+    measured = assembling.Measured({}, {}, {}, {})
+    for suite in sets:
+        level = rng.uniform(0.45, 0.55, size=prompts)
+        for temperature in (0.0, 1.0):
+            at = (suite.name, temperature)
+            measured.baselines[at] = {
+                "output_ids": [[5] * 20] * prompts,
+                "finish_reason": ["length"] * prompts,
+            }
+            emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
+            runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, "decode_s": [2.0] * prompts, **emitted}]
+            for draft, gain in gains.items():
+                rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
+                measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts}
+                calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
+                first = [min(20 - c, c) if offered else 0 for c in calls]
+                measured.decodings[(*at, draft, method)] = {
+                    "target_calls": calls,
+                    "emitted": [20] * prompts,
+                    "proposed": [2 * c for c in calls],
+                    "accepted": [20 - c for c in calls],
+                    "depth_sum": [2 * c for c in calls],
+                    "accepted_by_depth": [[f, 0] for f in first],
+                    "reached_by_depth": [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)],
+                    "identical": (
+                        {"same": prompts if same is None else same, "of": prompts, "largest_gap": gap}
+                        if temperature == 0
+                        else None
+                    ),
+                }
+                seconds = {"decode_s": [0.15 * c for c in calls]}
+                way = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
+                runs.append({**way, **seconds, **emitted})
+            measured.speeds[at] = {
+                "prompt_ids": [prompt.id for prompt in suite.prompts],
+                "runs": runs,
+            }
+    setting = assembling.Setting(
+        suites=sets,
+        drafts=list(gains),
+        base=next(iter(gains)),
+        temperatures=[0.0, 1.0],
+        methods=[method],
+        bootstrap=300,
+        seed=0,
+    )
+    return assembling.assemble(
+        setting,
+        measured,
+        config={"seed": 0, "bootstrap": 300, "max_new_tokens": 20, "batch_size": 8, "top_k": 0, "top_p": 1.0},
+        models={"target": _model("t"), **{draft: _model(draft) for draft in gains}},
+        provenance={"command": "draftsmith eval", "versions": {"python": "3"}, "git_commit": None},
+        clock={
+            "started": "then",
+            "finished": "now",
+            "cells_measured": 1,
+            "cells_reused": 0,
+            "machine": {"cpu": "a cpu", "gpu": None, "threads": 1},
+        },
+    )
+
+
+BASE: dict[Kind, float] = {"id": 0.0, "ood": 0.0}
+BOTH: dict[str, Kind] = {"home": "id", "away": "ood"}
+
+
+@pytest.mark.parametrize(
+    ("home", "away", "says"),
+    [
+        (
+            0.2,
+            0.1,
+            r"raised acceptance at home from 50 % to 70 %; away from home (4\d|5\d) % of that gain survived",
+        ),
+        (0.2, 0.0, "raised .*; away from home nothing measurable changed"),
+        (0.2, -0.1, r"raised .*; away from home it cost (9\.\d|10\.\d) points"),
+        (0.0, 0.0, "made no measurable change at home .*; away from home nothing measurable changed"),
+        (-0.1, 0.1, "lowered acceptance at home .*; away from home it gained"),
+    ],
+)
+def test_the_headline_says_what_the_intervals_allow(home: float, away: float, says: str) -> None:
+    head = lead(made_up({"base": BASE, "mine": {"id": home, "ood": away}}, BOTH))
+    assert re.search(says, head.headline), head.headline
+    points = dict(head.findings[0].points)
+    assert head.findings[0].draft == "mine"
+    if home <= 0:
+        assert points["Transfer"].startswith("Undefined: ")
+    if home == 0:
+        assert points["At home"].startswith("No measurable change: ") and "holds zero" in points["At home"]
+
+
+def test_the_best_of_several_drafts_leads() -> None:
+    head = lead(made_up({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
+    assert head.headline.startswith("The best of 2 alignments, b, raised")
+    assert [finding.draft for finding in head.findings] == ["b", "a"]
+
+
+def test_one_prompt_or_one_draft_claims_nothing() -> None:
+    one = lead(made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
+    assert "too few prompts to judge" in one.headline and "no interval" in one.findings[0].points[0][1]
+    alone = lead(made_up({"base": BASE}, {"home": "id"}))
+    assert alone.headline.startswith("The target accepts 50 % of what base drafts at home.")
+
+
+def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
+    drafts: dict[str, dict[Kind, float]] = {"base": BASE}
+    assert "Lossless: at temperature 0, 24 of 24" in lead(made_up(drafts, {"home": "id"})).lossless
+    tie = lead(made_up(drafts, {"home": "id"}, same=23, gap=1e-4)).lossless
+    assert "23 of 24" in tie and "a tie" in tie
+    assert "more than rounding explains" in lead(made_up(drafts, {"home": "id"}, same=23, gap=0.5)).lossless
+
+
+def test_everything_from_outside_is_escaped() -> None:
+    evil = "<script>alert(1)</script>"
+    page = render_page(made_up({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"home": "id", f"x{evil}$y$": "ood"}))
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
+
+
+def test_the_same_results_draw_the_same_page() -> None:
+    found = made_up({"base": BASE}, {"home": "id"})
+    assert render_page(found) == render_page(found)
+
+
+def test_undefined_figures_are_en_dashes() -> None:
+    page = render_page(made_up({"base": BASE}, {"home": "id"}, offered=False))
+    assert "<td>–</td>" in page and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of one draft on one domain, and one of five long-named drafts on eight domains."""
+    root = tmp_path_factory.mktemp("pages")
+    (root / "small.html").write_text(render_page(made_up({"base": BASE}, {"home": "id"})))
+    drafts: dict[str, dict[Kind, float]] = {
+        f"draft-{'with-a-long-name-' * 3}{i}": {"id": 0.05 * i, "ood": 0.02 * i} for i in range(5)
+    }
+    suites: dict[str, Kind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
+    (root / "large.html").write_text(render_page(made_up(drafts, suites, prompts=8)))
+    return root
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: str, width: int) -> None:
+    frame = tmp_path / "frame.html"
+    # Headless Chromium has no window narrower than 500 pixels; a frame has.
+    page = (pages / f"{name}.html").read_text().replace("&", "&amp;").replace('"', "&quot;")
+    frame.write_text(
+        f'<iframe srcdoc="{page}" style="width:{width}px;height:900px;border:0"></iframe>'
+        '<pre id="said"></pre>'
+        "<script>onload=()=>{const d=document.querySelector('iframe').contentDocument;"
+        "const seen=[...d.querySelectorAll('svg')].filter(s=>s.getBoundingClientRect().width>0).length;"
+        "document.getElementById('said').textContent="
+        "`scroll=${d.documentElement.scrollWidth} figures=${seen} "
+        "h1=${d.querySelector('h1').textContent}`}</script>"
+    )
+    ran = subprocess.run(
+        [
+            str(CHROMIUM),
+            *(
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--no-first-run",
+            ),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            frame.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = re.search(r'<pre id="said">scroll=(\d+) figures=(\d+) h1=(.+?)</pre>', ran.stdout)
+    assert said is not None, ran.stderr[-2000:]
+    assert int(said[1]) <= width
+    assert int(said[2]) == (3 if name == "small" else 4)
+    assert "accept" in said[3]

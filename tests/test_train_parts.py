@@ -1,0 +1,301 @@
+"""What a training run is made of: losses, schedule, data, batches; and law 5, that training sees what decoding does."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import decode.engine
+from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.errors import InputError
+from draftsmith.models import load_model
+from draftsmith.sampling import Sampling, generator, probs
+from draftsmith.text import Tokenizer, load_tokenizer
+from train.config import Optim
+from train.data import IGNORE, Examples, collate, divide, load_examples, order
+from train.loop import learning_rate, make_optimizer, valid_logits
+from train.losses import LOSSES, NEEDS_TARGET, cross_entropy, forward_kl
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: str) -> Tokenizer:
+    return load_tokenizer(target_dir)
+
+
+def write_set(directory: Path, rows: list[tuple[list[int], list[int]]]) -> str:
+    """A distilled set with these prompts and responses."""
+    directory.mkdir()
+    columns = {"prompt_ids": [list(p) for p, _ in rows], "response_ids": [list(r) for _, r in rows]}
+    kind = pa.list_(pa.int32())
+    schema = pa.schema([("prompt_ids", kind), ("response_ids", kind)])
+    pq.write_table(pa.table(columns, schema=schema), directory / "part-00000.parquet")
+    part = {"file": "part-00000.parquet", "rows": len(rows), "sha256": str(rows)}
+    (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
+    return str(directory)
+
+
+def examples_of(tmp_path: Path, rows: list[tuple[list[int], list[int]]], max_length: int = 32) -> Examples:
+    return load_examples([write_set(tmp_path / "set", rows)], None, max_length)
+
+
+def test_forward_kl_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.1, 0.2, 0.7]])
+    by_hand = 0.5 * math.log(0.5 / 0.1) + 0.25 * math.log(0.25 / 0.2) + 0.25 * math.log(0.25 / 0.7)
+    found = forward_kl(q.log() + 3.0, p.log() - 1.0, torch.tensor([0]))
+    assert found.tolist() == pytest.approx([by_hand], rel=1e-5)
+    other_way = forward_kl(p.log(), q.log(), torch.tensor([0]))
+    assert abs(float(other_way) - by_hand) > 0.01
+
+
+def test_losses_are_per_token_and_fp32() -> None:
+    draft, target = torch.randn(2, 6, 11, generator=generator(1)).unbind()
+    tokens = torch.randint(11, (6,), generator=generator(2))
+    assert forward_kl(draft, draft, tokens).abs().max() < 1e-6
+    assert (forward_kl(draft, target, tokens) > 0).all()
+    torch.testing.assert_close(
+        cross_entropy(draft, None, tokens).sum(), F.cross_entropy(draft, tokens, reduction="sum")
+    )
+    for name, loss in LOSSES.items():
+        found = loss(draft.bfloat16(), target.bfloat16(), tokens)
+        assert found.shape == (6,)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, loss(draft.bfloat16().float(), target.bfloat16().float(), tokens))
+        assert (name in NEEDS_TARGET) == (name == "fkl")
+
+
+def test_the_gradient_of_kl_is_the_difference_of_the_laws() -> None:
+    draft = torch.randn(4, 7, generator=generator(3)).requires_grad_()
+    target = torch.randn(4, 7, generator=generator(4))
+    forward_kl(draft, target, torch.zeros(4, dtype=torch.long)).sum().backward()
+    assert draft.grad is not None
+    torch.testing.assert_close(draft.grad, (draft.softmax(-1) - target.softmax(-1)).detach())
+
+
+def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
+    optim = Optim(lr=2.0, warmup_steps=4, final_lr_fraction=0.25)
+    rates = [learning_rate(optim, step, 24) for step in range(25)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[14] == pytest.approx((2.0 + 0.5) / 2)
+    assert rates[24] == pytest.approx(0.5)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert learning_rate(Optim(lr=1.0), 0, 10) == 1.0
+    assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
+
+
+def test_decay_is_for_matrices_only(draft_dir: str) -> None:
+    model = load_model(draft_dir, device="cpu")
+    groups = make_optimizer(model, Optim(weight_decay=0.1)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim == 2 for p in groups[0]["params"])
+    assert all(p.ndim == 1 for p in groups[1]["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert isinstance(make_optimizer(model, Optim(name="sgd")), torch.optim.SGD)
+
+
+def test_every_epoch_is_a_permutation_and_a_pure_function() -> None:
+    stream = order(10, 0, 40, seed=1)
+    for epoch in range(4):
+        assert sorted(stream[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert stream[:10].tolist() != stream[10:20].tolist()
+    for start, stop in ((0, 1), (3, 9), (8, 23), (10, 20), (19, 21), (39, 40)):
+        assert order(10, start, stop, seed=1).tolist() == stream[start:stop].tolist()
+    assert order(10, 0, 40, seed=2).tolist() != stream.tolist()
+    # A step may be larger than the data.
+    assert len(order(3, 0, 8, seed=1)) == 8
+
+
+def test_labels_by_hand(tmp_path: Path) -> None:
+    examples = examples_of(tmp_path, [([5, 6, 7], [8, 9, 1]), ([], [4, 3, 2]), ([2], [1])])
+    batch = collate(examples, [0, 1, 2])
+    x = IGNORE
+    assert batch.ids_BT.tolist() == [[5, 6, 7, 8, 9, 1], [4, 3, 2, 0, 0, 0], [2, 1, 0, 0, 0, 0]]
+    assert batch.labels_BT.tolist() == [[x, x, 8, 9, 1, x], [3, 2, x, x, x, x], [1, x, x, x, x, x]]
+    assert examples.valid_tokens.tolist() == [3, 2, 1]
+    assert (batch.labels_BT != x).sum(1).tolist() == [3, 2, 1]
+    assert collate(examples, [2, 0]).ids_BT.tolist() == [[2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1]]
+
+
+def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path: Path) -> None:
+    rows = [([1, 2], [3, 4, 5]), ([1, 2, 3, 4], [5]), ([1], []), ([], [7]), ([9] * 6, [1])]
+    examples = examples_of(tmp_path, rows, max_length=4)
+    assert examples.dropped == 4
+    assert examples.valid_tokens.tolist() == [2]
+    assert collate(examples, [0]).ids_BT.tolist() == [[1, 2, 3, 4]]
+    with pytest.raises(InputError, match="raise max_length"):
+        load_examples([str(tmp_path / "set")], None, 2)
+
+
+def test_counted_tokens_are_those_that_are_predicted(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(0, 9, (40, 2))
+    rows = [([int(x) for x in draw.integers(2, 9, a)], [int(x) for x in draw.integers(2, 9, b)]) for a, b in lengths]
+    examples = examples_of(tmp_path, rows, max_length=9)
+    assert len(examples.rows) + examples.dropped == 40
+    for index, valid in enumerate(examples.valid_tokens):
+        assert (collate(examples, [index]).labels_BT != IGNORE).sum() == valid
+
+
+def test_text_is_packed_with_its_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = ["The quick brown fox", "jumps over", "the lazy dog"]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    examples = load_examples([str(path)], tokenizer, 8)
+    stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    rows = list(examples.rows)
+    # A last block of one token would have nothing to predict; this stream leaves none.
+    assert len(stream) % 8 != 1
+    assert [token for row in rows for token in row["response_ids"]] == stream
+    assert all(row["prompt_ids"] == [] for row in rows)
+    assert {len(row["response_ids"]) for row in rows[:-1]} == {8}
+    batch = collate(examples, [0])
+    assert batch.labels_BT[0, :7].tolist() == stream[1:8]
+    assert batch.labels_BT[0, 7] == IGNORE
+
+
+def test_a_chat_is_trained_on_its_last_answer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    chat = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}))
+    examples = load_examples([str(path)], tokenizer, 64)
+    row = examples.rows[0]
+    assert tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) == "Who?\n\nThe fox\n\nAnd?\n\n"
+    assert tokenizer.decode(row["response_ids"]) == "the dog</s>"
+    labels = collate(examples, [0]).labels_BT[0].tolist()
+    first = len(row["prompt_ids"]) - 1
+    assert labels[:first] == [IGNORE] * first
+    assert labels[first:-1] == row["response_ids"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no rows"),
+        ('{"prompt": "a"}', "t.jsonl:1: needs `text`"),
+        ('{"text": 5}', "t.jsonl:1: needs `text`"),
+        (
+            '{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}',
+            "t.jsonl:2: .*does not end with an assistant",
+        ),
+        ('{"text": "a\\ud800"}', "t.jsonl:1: key 'text'"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\ud800"}]}',
+            r"t.jsonl:1: key 'messages\[1\].content'",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_named(tmp_path: Path, tokenizer: Tokenizer, text: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_examples([str(path)], tokenizer, 16)
+
+
+def test_a_set_with_a_lost_part_is_refused(tmp_path: Path) -> None:
+    directory = Path(write_set(tmp_path / "set", [([1], [2])]))
+    (directory / "part-00000.parquet").unlink()
+    with pytest.raises(InputError, match="is in the manifest but not on disk"):
+        load_examples([str(directory)], None, 16)
+    (directory / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match="is not finished"):
+        load_examples([str(directory)], None, 16)
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(InputError, match="there is no tokenizer"):
+        load_examples([str(tmp_path / "t.jsonl")], None, 16)
+
+
+def test_samples_of_a_prompt_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [([2, prompt], [3, sample]) for prompt in range(40) for sample in range(3)]
+    examples = examples_of(tmp_path, rows)
+    training, heldout = divide(examples, 0.25)
+    sides = [{tuple(row["prompt_ids"]) for row in side.rows} for side in (training, heldout)]
+    assert sides[0].isdisjoint(sides[1])
+    assert len(sides[0] | sides[1]) == 40
+    assert len(training.rows) + len(heldout.rows) == 120
+    assert 3 <= len(sides[1]) <= 20
+    assert training.digest != heldout.digest != examples.digest
+    assert len(training.valid_tokens) == len(training.rows)
+    # The side of a prompt does not depend on where its rows stand.
+    (tmp_path / "again").mkdir()
+    again = divide(examples_of(tmp_path / "again", rows[::-1]), 0.25)[1]
+    assert {tuple(row["prompt_ids"]) for row in again.rows} == sides[1]
+
+
+def test_one_prompt_cannot_be_divided(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="heldout"):
+        divide(examples_of(tmp_path, [([2], [3]), ([2], [4])]), 0.5)
+
+
+def test_padding_does_not_matter(tmp_path: Path, draft_dir: str) -> None:
+    model = load_model(draft_dir, device="cpu")
+    examples = examples_of(tmp_path, [([5, 6], [7, 8]), ([9], [3] * 20)])
+    with torch.no_grad():
+        together = valid_logits(model, collate(examples, [0, 1]))
+        alone = [valid_logits(model, collate(examples, [index])) for index in (0, 1)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_training_sees_what_decoding_does(
+    tmp_path: Path, draft_dir: str, target_dir: str, monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    """Law 5: the training forward of a row and the decoder's cached, step by step forward give the same logits."""
+    model, law = load_model(draft_dir, device="cpu"), probs
+    seen: list[Tensor] = []
+
+    def recording(logits: Tensor, sampling: Sampling) -> Tensor:
+        seen.append(logits.clone())
+        return law(logits, sampling)
+
+    prompt = [0, 30, 7, 91, 12]
+    if not drafted:
+        monkeypatch.setattr(decode.engine, "probs", recording)
+        decoder = SpeculativeDecoder(model)
+    else:
+        # The same model as a drafter: its own logits at every node of its chain, through its own cache.
+        import decode.propose.draft_model as drafting
+
+        monkeypatch.setattr(drafting, "probs", recording)
+        target = load_model(draft_dir, device="cpu")
+        decoder = SpeculativeDecoder(target, DraftModelProposer(model), "chain:3", "speculative")
+    answer = decoder.generate([prompt], Sampling(), 12, [generator(3)]).generations[0].output_ids
+    examples = examples_of(tmp_path, [(prompt, answer)], max_length=64)
+    with torch.no_grad():
+        trained_NV = valid_logits(model, collate(examples, [0]))
+    assert len(trained_NV) == 12
+    decoded_NV = torch.cat([logits.reshape(-1, logits.shape[-1]) for logits in seen])
+    if not drafted:
+        torch.testing.assert_close(decoded_NV, trained_NV, atol=1e-4, rtol=0)
+        return
+    # A draft equal to its target is always accepted: every position but the bonus ones was drafted once.
+    distance = (decoded_NV[:, None] - trained_NV[None]).abs().amax(-1)
+    drafted_positions = [position for position in range(12) if position % 4 != 3]
+    assert distance[:, drafted_positions].amin(0).max() < 1e-4
+    assert (distance.amin(1) < 1e-4).sum() >= len(drafted_positions)
+
+
+def test_metrics_keep_the_lines_up_to_the_checkpoint(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from train.loop import Metrics
+
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "a": 1.5}, {"step": 1, "a": 2.0}, {"step": 2, "a": 3.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "a"')
+    accelerator: Any = Accelerator(cpu=True)
+    Metrics(path, accelerator, 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
+    Metrics(path, accelerator, 1).write(2, {"a": 4.0})
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "a": 4.0}
+    Metrics(path, accelerator, 0)
+    assert path.read_text() == ""

@@ -1,0 +1,347 @@
+"""Laws 6 and 7, and what a training run leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith.models import load_model
+from train.data import collate, load_examples, order
+from train.loop import valid_logits
+from train.losses import cross_entropy
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+ROOT = Path(__file__).parents[1]
+
+DIE = """
+import os, signal
+def die():
+    os.kill(os.getpid(), signal.{signal})
+def before(owner, name, count, when=lambda *words: True):
+    real, calls = getattr(owner, name), []
+    def dying(*words, **more):
+        if when(*words):
+            calls.append(1)
+            if len(calls) == count:
+                die()
+        return real(*words, **more)
+    setattr(owner, name, dying)
+import pathlib, draftsmith.io, train.checkpoint, train.loop
+"""
+# Where a run is killed, in turn; after each of these it is started again.
+MOMENTS = {
+    "in the middle of a step": "before(train.loop, 'learning_rate', 8)",
+    "after the best weights, before the checkpoint": "before(train.checkpoint, 'save', 2)",
+    "while a checkpoint is written": "before(train.checkpoint.torch, 'save', 2)",
+    "before a checkpoint gets its name": (
+        "before(pathlib.Path, 'rename', 2, lambda a, b: a.name.startswith('.step_'))"
+    ),
+    "between the old best weights and the new": (
+        "before(pathlib.Path, 'rename', 1, lambda a, b: b.name == 'best' and list(a.parent.glob('.best.old.*')))"
+    ),
+    "while the metrics are cut": "before(pathlib.Path, 'replace', 1, lambda a, b: b.name == 'metrics.jsonl')",
+    "while an old checkpoint is removed": (
+        "before(os, 'rmdir', 1, lambda a, **k: 'step_' in str(a) and '.step_' not in str(a))"
+    ),
+    "before the checkpoint is published": "before(train.checkpoint, 'publish', 1)",
+    "half way through publishing": "before(pathlib.Path, 'replace', 1, lambda a, b: b.name == 'tokenizer.json')",
+}
+
+
+@pytest.fixture(scope="session")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """60 rows of very unequal length: 20 prompts, 3 samples each."""
+    there = tmp_path_factory.mktemp("distilled")
+    texts = ["The quick brown fox jumps over the lazy dog"[: 3 + 2 * i] for i in range(20)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = DistillConfig(
+        target=target_dir,
+        prompts=str(there / "p.jsonl"),
+        out=str(there / "set"),
+        num_samples=3,
+        max_new_tokens=24,
+        device="cpu",
+    )
+    distill(config, "distill")
+    return str(there / "set")
+
+
+@pytest.fixture
+def words(distilled: str, dropout_dir: str) -> list[str]:
+    """A run whose every step draws random numbers, with several evaluations and checkpoints."""
+    return (
+        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 --batch_size 4 "
+        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 --optim.warmup_steps 3 --device cpu"
+    ).split()
+
+
+def result(out: Path) -> dict[str, bytes]:
+    """Everything a run leaves, by name; optimizer states as their tensors' bytes."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_killed_anywhere_ends_like_one_that_was_not(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    """Law 7."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    code, out, err = spawn(*words, "--json", cwd=whole).wait()
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    for moment, trap in MOMENTS.items():
+        child = spawn(*words, "--json", cwd=killed, patch=DIE.format(signal="SIGKILL") + trap)
+        code, _, err = child.wait()
+        assert code == -9, (moment, err)
+        assert not (killed / "draft" / "config.json").exists(), moment
+    code, out, err = spawn(*words, "--json", cwd=killed).wait()
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1]) == summary
+    expected, found = result(whole / "draft"), result(killed / "draft")
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if found[name] != expected[name]] == []
+    assert {"model.safetensors", "draftsmith.json", "run/metrics.jsonl", "run/best/model.safetensors"} < set(found)
+    assert "run/checkpoints/step_00000024/position.json" in found
+    # Dropout was on: the same run from another seed of the generator would have differed.
+    assert summary["steps"] == 24
+
+
+@pytest.mark.slow
+def test_a_run_killed_and_interrupted_at_moments_of_chance(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    """Law 7 again, with no help from inside; and an interrupt is one line, exit 130."""
+    words = [*words, "--steps", "60"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert spawn(*words, cwd=whole).wait()[0] == 0
+    for step, number in ((3, signal.SIGKILL), (12, signal.SIGINT), (21, signal.SIGKILL)):
+        child = spawn(*words, cwd=killed)
+        while not (killed / f"draft/run/checkpoints/step_{step:08d}").exists() and not child.ended:
+            time.sleep(0.0005)
+        child.send(number)
+        code, out, err = child.wait()
+        assert code == (130 if number == signal.SIGINT else -9)
+        assert "Traceback" not in err
+        if number == signal.SIGINT:
+            assert out == ""
+            last = err.strip().splitlines()[-1]
+            assert last == "draftsmith train: interrupted; the same command continues where it was"
+    assert spawn(*words, cwd=killed).wait()[0] == 0
+    expected, found = result(whole / "draft"), result(killed / "draft")
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert isinstance(port, int)
+        return port
+
+
+def launched(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", str(free_port()), "-m", "draftsmith"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launch, *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_step_is_its_rows_however_they_are_divided(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, distilled: str, draft_dir: str
+) -> None:
+    """Law 6, with SGD, which hides no scale: 8 x 1 == 1 x 8 == 2 processes x 4."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(out: str, size: int, accumulation: int) -> list[str]:
+        return (
+            f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --max_length 48 "
+            f"--steps 4 --eval_every 4 --batch_size {size} --accumulation {accumulation} "
+            "--optim.name sgd --optim.lr 0.5 --optim.clip_norm 0 --optim.final_lr_fraction 1 --device cpu"
+        ).split()
+
+    for name, size, accumulation in (("8x1", 8, 1), ("1x8", 1, 8), ("4x2", 4, 2)):
+        assert door(*run(name, size, accumulation))[0] == 0
+    two = launched(run("2p4", 4, 1), tmp_path)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("4 steps") == 1
+    assert json.loads((tmp_path / "2p4/run/run.json").read_text())["processes"] == 2
+    start = load_file(Path(draft_dir) / "model.safetensors")
+    expected = load_file(tmp_path / "8x1" / "run" / "best" / "model.safetensors")
+    assert json.loads((tmp_path / "8x1/draftsmith.json").read_text())["best_step"] == 4
+    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-2
+    for other in ("1x8", "4x2", "2p4"):
+        found = load_file(tmp_path / other / "model.safetensors")
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-5)
+        for a, b in zip(metrics(tmp_path / "8x1"), metrics(tmp_path / other), strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+    mean_of_means = difference_of_means(distilled, draft_dir)
+    assert mean_of_means > 1e-2, "this data could not tell a mean over forwards from a mean over tokens"
+
+
+def difference_of_means(distilled: str, draft_dir: str) -> float:
+    """How far the gradient of a mean over forwards is from that of the mean over tokens, for the first 8 rows."""
+    model = load_model(draft_dir, device="cpu")
+    examples = load_examples([distilled], None, 48)
+    rows = order(len(examples.rows), 0, 8, 0)
+    losses = []
+    for row in rows:
+        batch = collate(examples, [int(row)])
+        tokens = batch.labels_BT[batch.labels_BT >= 0]
+        losses.append(cross_entropy(valid_logits(model, batch), None, tokens))
+    per_token = torch.autograd.grad(torch.cat(losses).mean(), list(model.parameters()), retain_graph=True)
+    means: Tensor = torch.stack([loss.mean() for loss in losses]).mean()
+    per_forward = torch.autograd.grad(means, list(model.parameters()))
+    return max(float((a - b).abs().max()) for a, b in zip(per_token, per_forward, strict=True))
+
+
+def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A rate so high that the weights get worse after a while.
+    more = ["--optim.lr", "0.3", "--optim.warmup_steps", "10", "--patience", "2", "--steps", "200"]
+    code, out, err = door(*words, *more, "--json")
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    lines = metrics(tmp_path / "draft")
+    losses = {int(line["step"]): line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    assert list(losses)[:3] == [0, 4, 8]
+    best = min(losses, key=lambda step: (losses[step], step))
+    assert summary["best_step"] == best
+    assert summary["heldout_loss"] == pytest.approx(losses[best], rel=1e-6)
+    # Patience: two evaluations after the best one, and no further.
+    assert summary["steps"] == best + 8 == max(losses) < 200
+    assert f"best held-out loss {summary['heldout_loss']:.4f}" in out
+    published = load_file(tmp_path / "draft" / "model.safetensors")
+    kept = load_file(tmp_path / "draft" / "run" / "best" / "model.safetensors")
+    assert all(torch.equal(published[name], kept[name]) for name in kept)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert model.num_parameters() == sum(value.numel() for value in published.values())
+    assert AutoTokenizer.from_pretrained(tmp_path / "draft")("The")["input_ids"]
+    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
+    assert record["kind"] == "draft-lm"
+    assert record["data"]["training"]["rows"] + record["data"]["heldout"]["rows"] == 60
+    assert record["command"].startswith("draftsmith train --out draft --data ")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, summary["steps"] + 1))
+    assert steps[0]["lr"] == pytest.approx(0.03)
+    assert not list((tmp_path / "draft").glob(".*"))
+    # A finished run is left as it is; another one in its place is refused by name.
+    before = result(tmp_path / "draft")
+    code, out, _ = door(*words, *more, "--json")
+    assert (code, json.loads(out.splitlines()[-1])) == (0, summary)
+    code, _, err = door(*words, *more, "--optim.lr", "0.2")
+    assert code == 2
+    assert "its optim.lr is 0.3, now it is 0.2" in err
+    assert len(err.strip().splitlines()) == 1
+    assert result(tmp_path / "draft") == before
+    # The same directory without its record could be anyone's.
+    os.rename("draft/run", "elsewhere")
+    code, _, err = door(*words, *more)
+    assert code == 2
+    assert "holds a model that this run did not make" in err
+    assert not Path("draft/run").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = door(*words, "--optim.lr", "1e30", "--optim.clip_norm", "0", "--optim.warmup_steps", "0")
+    assert (code, out) == (1, "")
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("draftsmith train: step ")
+    assert "lower optim.lr (now 1e+30)" in last
+    assert "Traceback" not in err
+    assert not (tmp_path / "draft" / "config.json").exists()
+
+
+def test_a_teacher_is_learnt_from_and_alpha_is_measured(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, distilled: str, target_dir: str, draft_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (
+        f"train --out draft --data {distilled} --draft {draft_dir} --target {target_dir} --objective fkl "
+        "--max_length 48 --steps 30 --eval_every 10 --batch_size 8 --optim.lr 0.02 --heldout_fraction 0.2 --json"
+    ).split()
+    code, out, err = door(*words, "--device", "cpu")
+    assert code == 0, err
+    lines = [line for line in metrics(tmp_path / "draft") if "heldout_alpha" in line]
+    assert lines[-1]["heldout_loss"] < 0.8 * lines[0]["heldout_loss"]
+    assert lines[-1]["heldout_alpha"] > lines[0]["heldout_alpha"] + 0.02
+    assert all(0 < line["heldout_alpha"] < 1 for line in lines)
+    assert "alpha" in out
+    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
+    assert record["target_fingerprint"]
+    # The draft decodes with its target.
+    code, out, err = door(
+        "decode", "--target", target_dir, "--draft", "draft", "--prompt", "The", "--max_new_tokens", 20
+    )
+    assert code == 0, err
+
+
+def test_a_fresh_model_learns_text(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, draft_dir: str, distilled: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog. 12345"}\n' * 20)
+    words = (
+        f"train --out draft --data t.jsonl --heldout t.jsonl --draft_config {draft_dir}/config.json "
+        f"--tokenizer {draft_dir} --max_length 24 --steps 40 --optim.lr 0.02 --device cpu"
+    ).split()
+    code, _, err = door(*words)
+    assert code == 0, err
+    losses = [line["heldout_loss"] for line in metrics(tmp_path / "draft") if "heldout_loss" in line]
+    assert losses[0] > 5
+    assert losses[-1] < 1.5
+    code, out, _ = door("decode", "--target", "draft", "--prompt", "The quick", "--max_new_tokens", "8")
+    assert code == 0
+    assert "brown" in out
+    # A shape that is not the draft's is refused.
+    other = json.loads(Path(draft_dir, "config.json").read_text()) | {"hidden_size": 32}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    code, _, err = door(
+        *("train", "--out", "x", "--data", distilled, "--draft", draft_dir, "--draft_config", "other.json")
+    )
+    assert code == 2
+    assert "its hidden_size is 16, other.json says 32" in err
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_its_run_in_the_run_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    secret = "0123456789abcdef" * 2 + "deadbeef"
+    env = {"WANDB_API_KEY": secret, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + secret}
+    child = spawn(*words, "--steps", "3", "--tracker", "wandb", cwd=tmp_path, env=env)
+    code, out, err = child.wait()
+    assert code == 0, err
+    runs = list((tmp_path / "draft" / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 1
+    assert b"heldout_loss" in runs[0].read_bytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in out + err
+    assert {path.name for path in tmp_path.iterdir()} == {"draft"}
