@@ -64,7 +64,7 @@ def distill(config: DistillConfig, command: str) -> dict[str, Any]:
     if out.is_file():
         raise InputError(f"--out {out}: is a file; name a directory")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
-    engine: Engine = ENGINES[config.engine](config)
+    engine: Engine = ENGINES[config.engine](config, tokenizer)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     prompts = read_prompts(

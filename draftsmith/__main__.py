@@ -63,6 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"\ndraftsmith {name}: interrupted; the same command continues where it was", file=sys.stderr)
         return 130

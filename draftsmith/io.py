@@ -107,13 +107,16 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Read a JSON file; InputError names the file, the line and what it should have been (`what`)."""
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from a file; InputError names the file, the line and what it should have been (`what`)."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected {what}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
+    return value

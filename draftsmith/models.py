@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.errors import InputError
 from draftsmith.io import canonical_json
-from draftsmith.text import check_source, quiet
+from draftsmith.text import Tokenizer, check_source, quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_SAMPLES = 4096
+_NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"})
 
 
 def resolve_device(device: str) -> torch.device:
@@ -62,10 +63,12 @@ def load_model(
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
-    Hashes every parameter's name and shape and up to 4,096 of its values, evenly spaced, read as fp32: exact for
-    small models, and seconds instead of minutes for a 70B one.
+    Hashes the configuration (less where it was loaded from, by which version and as what dtype), and of every
+    parameter its name, its shape and up to 4,096 of its values, evenly spaced, read as fp32: exact for small models,
+    and seconds instead of minutes for a 70B one.
     """
-    digest = hashlib.sha256(canonical_json(model.config.model_type).encode())
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
+    digest = hashlib.sha256(canonical_json(config).encode())
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
         stride = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
@@ -98,6 +101,15 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     size = model.config.get_text_config().vocab_size
     assert isinstance(size, int)
     return size
+
+
+def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """InputError when the tokenizer knows tokens that the model `name` does not."""
+    if len(tokenizer) > vocabulary_size(model):
+        raise InputError(
+            f"{name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "
+            f"{len(tokenizer)}; use the tokenizer that the model was trained with"
+        )
 
 
 def check_same_vocabulary(target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]) -> None:

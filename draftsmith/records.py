@@ -160,6 +160,7 @@ def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     name, _, split = source.partition(":")
     try:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        yield from enumerate(rows, 1)
     except Exception as error:
         # The hub client raises many kinds of error; all of them mean the same to the user.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -167,7 +168,6 @@ def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
             f"check the path, or write owner/name:split"
         ) from None
-    yield from enumerate(rows, 1)
 
 
 def _string(row: dict[str, Any], key: str, where: str) -> str:

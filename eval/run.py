@@ -31,7 +31,7 @@ from eval.cells import CellStore
 from eval.config import EvalConfig, Request, check
 from eval.estimate import alpha_sums
 from eval.report import write_report
-from eval.schema import SCHEMA_VERSION, ModelRow
+from eval.schema import SCHEMA_VERSION, ModelRow, Training
 from eval.suites import Suite, fit, load_suites
 from eval.summary import summary
 
@@ -187,13 +187,17 @@ def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: results.Mea
     where = f"{suite.name}, T={sampling.temperature:g}"
     common = {**bench.common(suite, sampling), "batch_size": config.batch_size}
     batch_size = config.batch_size
-    limits = {"max_new_tokens": config.max_new_tokens, "batch_size": batch_size, "seed": config.seed}
-    continued = bench.cell(
-        {"what": "baseline", **common},
-        len(prompts),
-        f"target alone: {where}",
-        lambda tick: measure.baseline(bench.target, prompts, sampling, eos, tick=tick, **limits),
+    alone = partial(
+        measure.baseline,
+        bench.target,
+        prompts,
+        sampling,
+        eos,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=batch_size,
+        seed=config.seed,
     )
+    continued = bench.cell({"what": "baseline", **common}, len(prompts), f"target alone: {where}", _ticking(alone))
     measured.baselines[suite.name, sampling.temperature] = continued
     rows = measure.continuations(prompts, continued)
     for name, draft in bench.drafts.items():
@@ -203,7 +207,19 @@ def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: results.Mea
             {"what": "alpha", **own}, len(prompts), f"alpha of {name}: {where}", _ticking(estimate)
         )
         for method in bench.request.methods:
-            decode = partial(measure.decoding, bench.target, draft, method, prompts, continued, sampling, eos, **limits)
+            decode = partial(
+                measure.decoding,
+                bench.target,
+                draft,
+                method,
+                prompts,
+                continued,
+                sampling,
+                eos,
+                max_new_tokens=config.max_new_tokens,
+                batch_size=batch_size,
+                seed=config.seed,
+            )
             measured.decodings[suite.name, sampling.temperature, name, method] = bench.cell(
                 {"what": "decoding", **own, "tree": method.tree, "verifier": method.verifier},
                 len(prompts),
@@ -253,7 +269,28 @@ def _model_row(name: str, model: PreTrainedModel) -> ModelRow:
         context=context_length(model),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        training=_training(Path(name)),
     )
+
+
+def _training(checkpoint: Path) -> Training | None:
+    """What the checkpoint's own record says of its alignment; None for hub names and foreign directories."""
+    record = checkpoint / "draftsmith.json"
+    if not record.is_file():
+        return None
+    values = read_json(record, "the record of a draft checkpoint")
+    try:
+        tokens, steps = values["data"]["response_tokens"], values["steps"]
+        batch = values["config"]["batch_size"] * values["config"]["accumulation"] * values["processes"]
+        return Training(
+            objective=values["objective"],
+            response_tokens=tokens,
+            epochs=steps * batch / values["data"]["training"]["rows"],
+            steps=steps,
+            best_step=values["best_step"],
+        )
+    except KeyError:
+        return None  # the shipped base draft, say: trained on text, not aligned
 
 
 def _identity(model: ModelRow) -> list[str]:

@@ -148,8 +148,18 @@ class BaselineRow(TypedDict):
     output_tokens: list[int]
 
 
+class Training(TypedDict):
+    """How a draft was aligned, from the `draftsmith.json` beside its weights."""
+
+    objective: str
+    response_tokens: int
+    epochs: float
+    steps: int
+    best_step: int
+
+
 class ModelRow(TypedDict):
-    """What a model is, beyond its name."""
+    """What a model is, beyond its name. `training` is None for a model that `draftsmith train` did not align."""
 
     name: str
     fingerprint: str
@@ -159,6 +169,7 @@ class ModelRow(TypedDict):
     context: int | None
     dtype: str
     device: str
+    training: Training | None
 
 
 class Speed(TypedDict):

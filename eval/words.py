@@ -86,6 +86,9 @@ def _headline(results: Results, draft: str, count: int) -> str:
     away, share = _alpha(results, draft, "ood"), overall_transfer(results, draft)
     if away is None:
         return f"{text}."
+    gained, lost = (_domains_with(results, draft, wanted) for wanted in (1, -1))
+    if gained and lost:
+        return f"{text}; away from home it gained on {_listed(gained)} and lost on {_listed(lost)}."
     match sign(away["gain"]):
         case 1 if share is not None and share["value"] is not None:
             return f"{text}; away from home {percent(share['value'])} of that gain survived."
@@ -97,6 +100,24 @@ def _headline(results: Results, draft: str, count: int) -> str:
             return f"{text}; away from home nothing measurable changed."
         case _:
             return f"{text}; away from home there are too few prompts to judge."
+
+
+def _away_rows(results: Results, draft: str) -> list[AlphaRow]:
+    """The draft's rows on each OOD suite at the headline temperature."""
+    temperature = headline_temperature(results)
+    return [
+        row
+        for row in results["alpha"]
+        if (row["draft"], row["kind"], row["temperature"]) == (draft, "ood", temperature) and row["domain"] is not None
+    ]
+
+
+def _domains_with(results: Results, draft: str, wanted: int) -> list[str]:
+    return [str(row["domain"]) for row in _away_rows(results, draft) if sign(row["gain"]) == wanted]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) if len(names) <= 2 else f"{len(names)} domains"
 
 
 def _plain_headline(results: Results) -> str:
@@ -144,7 +165,7 @@ def _finding(results: Results, draft: str) -> Finding:
     for kind, label in (("id", "At home"), ("ood", "Away")):
         base, new = _alpha(results, results["base"], kind), _alpha(results, draft, kind)
         if base is not None and new is not None:
-            points.append((label, _change(base, new)))
+            points.append((label, _change(base, new) + (_by_domain(results, draft) if kind == "ood" else "")))
     share = overall_transfer(results, draft)
     if share is not None:
         if share["value"] is None:
@@ -159,7 +180,37 @@ def _finding(results: Results, draft: str) -> Finding:
             else:
                 text = f"{percent(share['value'])} of the gain at home holds away from home ({bounds})."
         points.append(("Transfer", text))
-    return Finding(draft, points + _work(results, draft))
+    return Finding(draft, points + _work(results, draft) + _training(results, draft))
+
+
+def _by_domain(results: Results, draft: str) -> str:
+    """What the pooled change away from home is made of, where there are few enough domains to name."""
+    rows = _away_rows(results, draft)
+    if not 2 <= len(rows) <= 4:
+        return ""
+    parts = [
+        f"{row['domain']} {_points(row['gain'])}" + (" (holds zero)" if sign(row["gain"]) == 0 else "") for row in rows
+    ]
+    return f" By domain: {', '.join(parts)}."
+
+
+def _training(results: Results, draft: str) -> list[tuple[str, str]]:
+    """What the draft was trained on and, for sequence-level KD, what it would need."""
+    training = results["models"][draft]["training"]
+    if training is None:
+        return []
+    what = {"ce": "Sequence-level KD (cross-entropy)", "fkl": "Token-level KD (forward KL)"}
+    text = (
+        f"{what.get(training['objective'], training['objective'])} on {training['response_tokens']:,} tokens "
+        f"of the target's answers, {training['epochs']:.1f} passes; lowest held-out loss at step "
+        f"{training['best_step']} of {training['steps']}."
+    )
+    if training["objective"] == "ce":
+        text += (
+            " A sampled token says less than the law it was drawn from: this objective needs many more fresh "
+            "samples than token-level KD for the same gain, and a held-out stop against overfitting."
+        )
+    return [("Training", text)]
 
 
 def _plain_finding(results: Results) -> Finding:

@@ -13,7 +13,7 @@ from draftsmith.records import Prompt
 from eval import results as assembling
 from eval.config import Method
 from eval.report import render_page
-from eval.schema import ModelRow, Results
+from eval.schema import ModelRow, Results, Training
 from eval.suites import Kind, Suite
 from eval.words import lead
 
@@ -32,6 +32,9 @@ def _model(name: str) -> ModelRow:
         context=64,
         dtype="float32",
         device="cpu",
+        training=Training(objective="ce", response_tokens=9000, epochs=2.0, steps=40, best_step=30)
+        if name != "target"
+        else None,
     )
 
 

@@ -140,6 +140,8 @@ def evaluate(job: Job) -> dict[str, float]:
         sums[2] += len(tokens_N)
     job.model.train()
     loss, alpha, count = accelerator.reduce(sums, reduction="sum").tolist()
+    if not math.isfinite(loss):
+        raise RunError(f"the held-out loss is {loss}; the draft or the target gives numbers that are not finite")
     figures = {"heldout_loss": loss / count}
     if job.target is not None:
         figures["heldout_alpha"] = alpha / count

@@ -11,17 +11,18 @@ from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.errors import InputError
-from draftsmith.io import read_json
+from draftsmith.io import hash_json, read_json
 from draftsmith.models import (
     check_same_vocabulary,
+    check_tokenizer,
     context_length,
     fingerprint,
     load_model,
     resolve_device,
-    vocabulary_size,
 )
 from draftsmith.processes import check, process_group_options
 from draftsmith.run import provenance
+from draftsmith.sampling import row_seed
 from draftsmith.text import Tokenizer, load_tokenizer
 from train import checkpoint
 from train.config import TrainConfig
@@ -71,6 +72,8 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
     if config.tracker == "wandb":
         _start_wandb(accelerator, config, identity, run_dir)
     model.to(accelerator.device)
+    # From here on randomness is dropout's; processes that shared a seed would drop the same cells.
+    torch.manual_seed(row_seed(config.seed, f"process {accelerator.process_index}"))
     job = Job(config, accelerator, model, target, training, heldout, steps, run_dir)
     position, figures = fit(job)
     record = {
@@ -84,6 +87,7 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
             "heldout": {"rows": len(heldout.rows), "dropped": heldout.dropped, "digest": heldout.digest},
             "response_tokens": int(training.valid_tokens.sum()),
         },
+        "processes": accelerator.num_processes,
         "steps": position.step,
         "best_step": position.best_step,
         **figures,
@@ -163,11 +167,8 @@ def _check_fit(
     draft_name = config.draft or config.draft_config or "draft"
     if target is not None:
         check_same_vocabulary(target, [(draft_name, model)])
-    if tokenizer is not None and len(tokenizer) > vocabulary_size(model):
-        raise InputError(
-            f"{draft_name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "
-            f"{len(tokenizer)}; use the target's tokenizer with a draft made for it"
-        )
+    if tokenizer is not None:
+        check_tokenizer(draft_name, model, tokenizer)
     for name, each in ((draft_name, model), (config.target, target)):
         limit = context_length(each) if each is not None else None
         if limit is not None and config.max_length > limit:
@@ -186,6 +187,7 @@ def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[s
         import wandb  # noqa: F401
     except ImportError:
         raise InputError("tracker: wandb is not installed; pip install 'draftsmith[wandb]'") from None
-    accelerator.init_trackers(
-        config.project, config=identity, init_kwargs={"wandb": {"dir": str(run_dir), "name": Path(config.out).name}}
-    )
+    # A resumed run goes on in the same W&B run; another `out` is another one.
+    run_id = hash_json([str(run_dir.resolve()), identity])[:16]
+    options = {"dir": str(run_dir), "name": Path(config.out).name, "id": run_id, "resume": "allow"}
+    accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})

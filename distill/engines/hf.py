@@ -5,20 +5,22 @@ from collections.abc import Sequence
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.engines.protocol import Request, Response
-from draftsmith.models import context_length, eos_ids, fingerprint, load_model
+from draftsmith.models import check_tokenizer, context_length, eos_ids, fingerprint, load_model
 from draftsmith.sampling import generator
+from draftsmith.text import Tokenizer
 
 
 class HFEngine:
     """A transformers model and the law its answers are drawn from."""
 
-    def __init__(self, config: DistillConfig) -> None:
+    def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         model = load_model(
             config.target,
             device=config.device,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
+        check_tokenizer(config.target, model, tokenizer)
         self.fingerprint = fingerprint(model)
         limit = context_length(model)
         self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens

@@ -19,6 +19,7 @@ from draftsmith.errors import InputError
 from draftsmith.io import canonical_json, hash_json, make_dir
 from draftsmith.models import (
     check_same_vocabulary,
+    check_tokenizer,
     context_length,
     eos_ids,
     fingerprint,
@@ -109,6 +110,7 @@ def run(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     place = {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
     target = load_model(config.target, **place)  # type: ignore[arg-type]
+    check_tokenizer(config.target, target, tokenizer)
     draft = None
     if config.draft and config.proposer != "none":
         draft = load_model(config.draft[0], **place)  # type: ignore[arg-type]

@@ -17,7 +17,9 @@ from draftsmith.errors import InputError
 from draftsmith.io import atomic_dir, read_json
 from draftsmith.pair import write_rows
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "demo"
+ROOT = Path(__file__).resolve().parents[2]
+# Relative where that is possible: the paths end up in records and in the report.
+RECIPES = (Path() if Path.cwd() == ROOT else ROOT) / "configs" / "demo"
 HOME = "prose"
 # Alignment prompts are cut short, so that there are thousands of different ones; evaluation prompts come from
 # documents that neither the pair nor the drafts have seen.

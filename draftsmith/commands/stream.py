@@ -19,31 +19,34 @@ class Stream:
         self._file = file
         self._console = Console(file=file, highlight=False, soft_wrap=True)
         self._ids: list[int] = []
-        self._shown = ""
-        self._drafted = False
+        # Tokens before `_read` are shown; those from `_anchor` on are decoded again with each new one, because what
+        # a token looks like can depend on the one before it. So a step costs the same however long the text is.
+        self._anchor = self._read = 0
 
     def add(self, ids: list[int], from_draft: list[bool]) -> None:
         """Show the tokens of one step."""
         for token, drafted in zip(ids, from_draft, strict=True):
             self._ids.append(token)
-            text = decode_text(self._tokenizer, self._ids)
+            piece = self._piece()
             # A character of several tokens is not whole yet; the next token brings it.
-            if text.endswith("\ufffd"):
-                continue
-            self._show(text, drafted)
+            if not piece.endswith("\ufffd"):
+                self._show(piece, drafted)
+                self._anchor, self._read = self._read, len(self._ids)
+
+    def _piece(self) -> str:
+        shown = decode_text(self._tokenizer, self._ids[self._anchor : self._read])
+        return decode_text(self._tokenizer, self._ids[self._anchor :])[len(shown) :]
 
     def close(self) -> None:
         """Show what was held back, end the line, and say what the colour means."""
-        self._show(decode_text(self._tokenizer, self._ids), False)
+        self._show(self._piece(), False)
         self._console.print()
         if self._console.is_terminal:
             legend = Text("drafted", style=DRAFT_STYLE)
             legend.append(" / from the target itself", style="not bold default")
             self._console.print(legend)
 
-    def _show(self, text: str, drafted: bool) -> None:
-        piece = text[len(self._shown) :]
-        self._shown = text
+    def _show(self, piece: str, drafted: bool) -> None:
         if not self._console.is_terminal:
             self._file.write(piece)
             self._file.flush()
