@@ -25,7 +25,7 @@ from draftsmith.io import (
     sha256_file,
     write_json_atomic,
 )
-from draftsmith.processes import join
+from draftsmith.processes import join, on_main
 from draftsmith.progress import progress
 from draftsmith.records import Prompt, PromptSet, read_prompts
 from draftsmith.run import difference, provenance
@@ -80,11 +80,10 @@ def distill(config: DistillConfig, command: str) -> dict[str, Any]:
     identity = {
         "config": {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_IDENTITY},
         "target_fingerprint": engine.fingerprint,
+        "target_dtype": engine.dtype,
         "prompts_digest": prompts.digest,
     }
-    if processes.is_main_process:
-        _claim(out, identity)
-    processes.wait_for_everyone()
+    on_main(lambda: _claim(out, identity))
     _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
     processes.wait_for_everyone()
     manifest = _manifest(out, parts, prompts, identity, command)
@@ -165,7 +164,10 @@ def _manifest(
     tokens = stopped = done = 0
     for index in range(len(parts)):
         path = out / part_name(index)
-        table = pq.read_table(path, columns=["response_ids", "finish_reason"])
+        try:
+            table = pq.read_table(path, columns=["response_ids", "finish_reason"])
+        except (OSError, pa.ArrowException):
+            raise InputError(f"{path}: was damaged after it was written; delete it and run the command again") from None
         part_tokens = sum(map(len, table["response_ids"].to_pylist()))
         stopped += table["finish_reason"].to_pylist().count("stop")
         tokens += part_tokens

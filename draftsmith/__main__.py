@@ -10,7 +10,9 @@ if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROO
 
 import difflib  # noqa: E402
 import importlib  # noqa: E402
+import io  # noqa: E402
 import logging  # noqa: E402
+import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
@@ -52,13 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
         return 2
+    # A terminal or pipe that cannot show a character shows its escape instead of ending the run.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         importlib.import_module(COMMANDS[name][0]).run(words[1:])
         return 0
     except InputError as error:
-        print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # every process found the same
+            print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RunError as error:
         print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -68,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\ndraftsmith {name}: interrupted; the same command continues where it was", file=sys.stderr)
+        kept = name != "decode" or any(word.startswith("--out") for word in words)
+        more = "; the same command continues where it was" if kept else ""
+        print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
         return 130
 
 

@@ -106,6 +106,8 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
             items = typing.get_args(types[key])
             listed: list[Any] = values if items == (str,) else [_scalar(value) for value in values]
             words.append(f"--{key}={json.dumps(listed)}")
+    # The file first: what is typed wins over it, wherever it stands.
+    words.sort(key=lambda word: not word.startswith("--config="))
     return words, given
 
 

@@ -6,8 +6,9 @@
 
 A document is a help topic, a module or a run of 128 code points. Documents are divided into training and held-out
 ones by a hash of their name, so that the division is the same on every machine and for every Python version, and a
-module's docstrings are on the same side as its source. Held-out documents that mostly repeat training text are
-dropped. Documents are cut at blank lines into passages; a passage is one row `{"id", "domain", "text"}`.
+module's docstrings are on the same side as its source. Held-out documents that mostly repeat training text of the
+same Python are dropped; text that another version of Python keeps in a module of another name can be on the other
+side. Documents are cut at blank lines into passages; a passage is one row `{"id", "domain", "text"}`.
 """
 
 import ast

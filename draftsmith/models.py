@@ -1,6 +1,7 @@
 """Causal language models: load them, tell them apart, and check that a draft fits its target."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,14 +13,16 @@ from draftsmith.io import canonical_json
 from draftsmith.text import Tokenizer, check_source, quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FINGERPRINT_SAMPLES = 4096
+_FINGERPRINT_VALUES = 2**22
 _NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"})
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the first accelerator, else the CPU; anything else is a torch device string."""
+    """`auto` is this process's CUDA device where there is one, unless the launcher was told to use the CPU."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     try:
         resolved = torch.device(device)
     except RuntimeError:
@@ -63,18 +66,24 @@ def load_model(
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
-    Hashes the configuration (less where it was loaded from, by which version and as what dtype), and of every
-    parameter its name, its shape and up to 4,096 of its values, evenly spaced, read as fp32: exact for small models,
-    and seconds instead of minutes for a 70B one.
+    Hashes the configuration (less where it was loaded from, by which version and as what dtype) and every parameter,
+    read as fp32. Of a parameter with more than 4 M values it takes every n-th, about 4 M of them: a change to a few
+    values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
     digest = hashlib.sha256(canonical_json(config).encode())
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
-        stride = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
+        # Odd, so that it does not step through a matrix column by column.
+        stride = flat.numel() // _FINGERPRINT_VALUES | 1
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(flat[::stride].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """The dtype of a model as `--dtype` takes it."""
+    return str(model.dtype).removeprefix("torch.")
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ from draftsmith.errors import InputError
 from draftsmith.io import read_json, remove_leftovers, write_json_atomic
 from draftsmith.models import (
     check_same_vocabulary,
+    check_tokenizer,
     context_length,
+    dtype_name,
     eos_ids,
     fingerprint,
     load_model,
@@ -101,16 +103,14 @@ def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrained
         limit=config.max_prompts,
     )
 
-    def load(name: str) -> PreTrainedModel:
-        return load_model(
-            name,
-            device=config.device,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-        )
+    def load(name: str, dtype: str) -> PreTrainedModel:
+        return load_model(name, device=config.device, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
-    target = load(config.target)
-    drafts = {name: load(source) for name, source in request.drafts.items()}
+    target = load(config.target, config.dtype)
+    check_tokenizer(config.target, target, tokenizer)
+    # Left to itself each draft would run in the dtype it was saved in, and the clock would compare those.
+    dtype = dtype_name(target) if config.dtype == "auto" else config.dtype
+    drafts = {name: load(source, dtype) for name, source in request.drafts.items()}
     check_same_vocabulary(target, list(drafts.items()))
     for method in request.methods:
         for name, draft in drafts.items():

@@ -162,7 +162,7 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path:
     (tmp_path / "b.yaml").write_text("count: 2\n")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
     assert options(*files) == Options(name="a", count=2, words=["x"], inner=Inner(rate=1e-4))
-    assert options("--count", "5", *files).count in (2, 5)
+    assert options("--count", "5", *files).count == 5
     assert options(*files, "--count", "5", "--words", "y").words == ["y"]
 
 

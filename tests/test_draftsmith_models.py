@@ -114,3 +114,10 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="no such directory"):
         load_tokenizer(str(tmp_path / "none"))
+
+
+def test_a_fingerprint_follows_the_architecture(target_dir: str) -> None:
+    model = load_model(target_dir, device="cpu")
+    before = fingerprint(model)
+    model.config.rms_norm_eps = 0.5
+    assert fingerprint(model) != before

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import decode.engine
 from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.__main__ import main
 from draftsmith.errors import InputError
+from draftsmith.io import sha256_file
 from draftsmith.models import load_model
 from draftsmith.sampling import Sampling, generator, probs
 from draftsmith.text import Tokenizer, load_tokenizer
@@ -37,7 +39,7 @@ def write_set(directory: Path, rows: list[tuple[list[int], list[int]]]) -> str:
     kind = pa.list_(pa.int32())
     schema = pa.schema([("prompt_ids", kind), ("response_ids", kind)])
     pq.write_table(pa.table(columns, schema=schema), directory / "part-00000.parquet")
-    part = {"file": "part-00000.parquet", "rows": len(rows), "sha256": str(rows)}
+    part = {"file": "part-00000.parquet", "rows": len(rows), "sha256": sha256_file(directory / "part-00000.parquet")}
     (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
     return str(directory)
 
@@ -299,3 +301,20 @@ def test_metrics_keep_the_lines_up_to_the_checkpoint(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "a": 4.0}
     Metrics(path, accelerator, 0)
     assert path.read_text() == ""
+
+
+def test_a_part_that_was_changed_is_refused(tmp_path: Path) -> None:
+    directory = write_set(tmp_path / "set", [([1, 2], [3, 4])])
+    with (tmp_path / "set" / "part-00000.parquet").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match="part-00000.parquet: is not the file that the manifest describes"):
+        load_examples([directory], None, 32)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(
+    tmp_path: Path, draft_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_set(tmp_path / "set", [([1, 2], [3, 4]), ([5, 6], [7, 9999])])
+    words = ["train", "--data", directory, "--draft", draft_dir, "--out", str(tmp_path / "out"), "--max_length", "32"]
+    assert main(words) == 2
+    assert "holds token 9999" in capsys.readouterr().err

@@ -3,10 +3,11 @@
 Legend: B sequences, T tokens of the longest of them.
 """
 
+import glob
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import InputError
-from draftsmith.io import hash_json, read_json
+from draftsmith.io import hash_json, read_json, sha256_file
 from draftsmith.records import check_messages, iterate_rows, whole
 from draftsmith.text import Tokenizer, encode_messages, encode_text
 
@@ -34,7 +35,7 @@ class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
 
     `valid_tokens[i]` is how many tokens of row i are predicted; `dropped` counts rows that had none. `digest`
-    identifies the data.
+    identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from.
     """
 
     rows: datasets.Dataset
@@ -42,6 +43,8 @@ class Examples:
     valid_tokens: npt.NDArray[np.int64]
     dropped: int
     digest: str
+    max_token: int
+    targets: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,22 @@ class Batch:
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
     """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault."""
     tables, digests = [], []
+    targets: set[str | None] = set()
     for source in sources:
         if Path(source).is_dir():
-            table, digest = _distilled(Path(source))
+            table, digest, target = _distilled(Path(source))
+            targets |= {target} - {None}
         else:
             if tokenizer is None:
                 raise InputError(f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`")
             table, digest = _text(source, tokenizer, max_length)
         tables.append(table)
         digests.append(digest)
-    return _examples(datasets.concatenate_datasets(tables), max_length, hash_json([digests, max_length]))
+    rows = datasets.concatenate_datasets(tables)
+    return _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
 
 
-def _examples(rows: datasets.Dataset, max_length: int, digest: str) -> Examples:
+def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: frozenset[str]) -> Examples:
     lengths = {
         name: np.concatenate(
             [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in _chunks(rows, name)]
@@ -89,7 +95,9 @@ def _examples(rows: datasets.Dataset, max_length: int, digest: str) -> Examples:
     keep = np.flatnonzero(valid > 0)
     if not len(keep):
         raise InputError(f"data: no response token fits in max_length {max_length}; raise max_length")
-    return Examples(rows.select(keep), max_length, valid[keep], int(len(valid) - len(keep)), digest)
+    largest = [pc.max(chunk.flatten()).as_py() for name in lengths for chunk in _chunks(rows, name)]
+    max_token = max(token for token in largest if token is not None)
+    return Examples(rows.select(keep), max_length, valid[keep], int(len(valid) - len(keep)), digest, max_token, targets)
 
 
 def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
@@ -97,17 +105,22 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
         yield from table[name].chunks
 
 
-def _distilled(directory: Path) -> tuple[datasets.Dataset, str]:
+def _distilled(directory: Path) -> tuple[datasets.Dataset, str, str | None]:
+    """Rows, what identifies them, and the fingerprint of the target that wrote them (None when it is not told)."""
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
-    parts = [str(directory / part["file"]) for part in manifest["parts"]]
-    for part in parts:
-        if not Path(part).is_file():
-            raise InputError(f"{part}: is in the manifest but not on disk; copy the whole directory")
-    table = datasets.load_dataset("parquet", data_files=parts, split="train", columns=["prompt_ids", "response_ids"])
+    paths = []
+    for part in manifest["parts"]:
+        path = directory / part["file"]
+        if not path.is_file():
+            raise InputError(f"{path}: is in the manifest but not on disk; copy the whole directory")
+        if sha256_file(path) != part["sha256"]:
+            raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
+        paths.append(glob.escape(str(path)))
+    table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=["prompt_ids", "response_ids"])
     assert isinstance(table, datasets.Dataset)
-    return table.cast(_FEATURES), hash_json(manifest["parts"])
+    return table.cast(_FEATURES), hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
 
 
 def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
@@ -168,9 +181,11 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
 
 def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Examples:
     index = np.flatnonzero(chosen)
-    digest = hash_json([examples.digest, side, len(index)])
-    return Examples(
-        examples.rows.select(index), examples.max_length, examples.valid_tokens[index], examples.dropped, digest
+    return replace(
+        examples,
+        rows=examples.rows.select(index),
+        valid_tokens=examples.valid_tokens[index],
+        digest=hash_json([examples.digest, side, len(index)]),
     )
 
 

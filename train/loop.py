@@ -113,8 +113,9 @@ def training_step(job: Job, wrapped: nn.Module, optimizer: torch.optim.Optimizer
     limit = config.optim.clip_norm or math.inf
     norm = accelerator.clip_grad_norm_(wrapped.parameters(), limit)
     loss_per_token = float(accelerator.reduce(total, reduction="sum")) / valid
-    if not math.isfinite(loss_per_token):
-        raise RunError(f"step {step + 1}: the loss is {loss_per_token}; lower optim.lr (now {config.optim.lr})")
+    for name, value in (("loss", loss_per_token), ("gradient norm", float(norm))):
+        if not math.isfinite(value):
+            raise RunError(f"step {step + 1}: the {name} is {value}; lower optim.lr (now {config.optim.lr})")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"loss": loss_per_token, "lr": rate, "grad_norm": float(norm), "tokens": valid}

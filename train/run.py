@@ -1,6 +1,7 @@
 """A training run from its options to its checkpoint: load, check, fit, publish."""
 
 import json
+import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -8,19 +9,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from draftsmith.errors import InputError
+from draftsmith.errors import InputError, RunError
 from draftsmith.io import hash_json, read_json
 from draftsmith.models import (
     check_same_vocabulary,
     check_tokenizer,
     context_length,
+    dtype_name,
     fingerprint,
     load_model,
     resolve_device,
+    vocabulary_size,
 )
-from draftsmith.processes import check, process_group_options
+from draftsmith.processes import check, on_main, process_group_options
 from draftsmith.run import provenance
 from draftsmith.sampling import row_seed
 from draftsmith.text import Tokenizer, load_tokenizer
@@ -28,6 +32,8 @@ from train import checkpoint
 from train.config import TrainConfig
 from train.data import Examples, divide, load_examples
 from train.loop import Job, fit
+
+log = logging.getLogger(__name__)
 
 # Options that change where or how a run is watched, not what it computes.
 _NOT_IDENTITY = ("out", "tracker", "project", "device", "save_every")
@@ -51,6 +57,8 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
     _check_fit(config, model, target, tokenizer)
     with accelerator.main_process_first():
         training, heldout = _examples(config, tokenizer)
+    for examples in (training, heldout):
+        _check_data(config, examples, model, target)
     rows_per_step = config.batch_size * config.accumulation * accelerator.num_processes
     steps = config.steps or math.ceil(config.epochs * len(training.rows) / rows_per_step)
     identity = {
@@ -59,14 +67,14 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
         "heldout_data": heldout.digest,
         "target_fingerprint": fingerprint(target) if target is not None else None,
         "initial_fingerprint": fingerprint(model),
+        "target_dtype": dtype_name(target) if target is not None else None,
+        "precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,
     }
     # A JSON round trip, so that what is compared on resume is what was written.
     identity = json.loads(json.dumps(identity))
     run_dir = out / "run"
-    if accelerator.is_main_process:
-        checkpoint.claim(run_dir, identity)
-    accelerator.wait_for_everyone()
+    on_main(lambda: checkpoint.claim(run_dir, identity))
     if (out / "config.json").exists():
         return _summary(out, read_json(out / "draftsmith.json", "the record of a draft checkpoint"))
     if config.tracker == "wandb":
@@ -107,17 +115,23 @@ def _summary(out: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """One process, or as many as the launcher started; RunError when the two do not agree."""
-    on_cpu = resolve_device(config.device).type == "cpu"
+    device = resolve_device(config.device)
+    on_cpu = device.type == "cpu"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options = process_group_options(on_cpu)
     precision = {"fp32": "no", "bf16": "bf16", "auto": "no"}[config.precision]
     if config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported():
         precision = "bf16"
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
-        kwargs_handlers=process_group_options(on_cpu),
+        kwargs_handlers=[InitProcessGroupKwargs(**options)] if options else [],
         log_with="wandb" if config.tracker == "wandb" else None,
     )
     check(accelerator.num_processes)
+    if accelerator.gradient_accumulation_steps != 1:
+        raise RunError("the launcher sets gradient_accumulation_steps; leave it at 1 and set `accumulation` instead")
     return accelerator
 
 
@@ -173,6 +187,18 @@ def _check_fit(
         limit = context_length(each) if each is not None else None
         if limit is not None and config.max_length > limit:
             raise InputError(f"max_length: {config.max_length} is more than the {limit} positions of {name}")
+
+
+def _check_data(
+    config: TrainConfig, examples: Examples, model: PreTrainedModel, target: PreTrainedModel | None
+) -> None:
+    if examples.max_token >= vocabulary_size(model):
+        raise InputError(
+            f"data: holds token {examples.max_token}, and the draft's vocabulary has {vocabulary_size(model)}; "
+            f"it was made with another tokenizer"
+        )
+    if target is not None and examples.targets - {fingerprint(target)}:
+        log.warning("data: was distilled from other weights than those of target %s", config.target)
 
 
 def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:

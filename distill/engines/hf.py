@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.engines.protocol import Request, Response
-from draftsmith.models import check_tokenizer, context_length, eos_ids, fingerprint, load_model
+from draftsmith.errors import InputError
+from draftsmith.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
 from draftsmith.sampling import generator
 from draftsmith.text import Tokenizer
 
@@ -22,9 +23,13 @@ class HFEngine:
         )
         check_tokenizer(config.target, model, tokenizer)
         self.fingerprint = fingerprint(model)
+        self.dtype = dtype_name(model)
         limit = context_length(model)
         self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
-        self._decoder = SpeculativeDecoder(model)
+        try:
+            self._decoder = SpeculativeDecoder(model)
+        except ValueError as error:
+            raise InputError(f"{config.target}: {error}") from None
         self._sampling = config.sampling()
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)

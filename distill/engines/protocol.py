@@ -29,6 +29,10 @@ class Engine(Protocol):
         """Identifies the target's weights."""
 
     @property
+    def dtype(self) -> str:
+        """What the target computes in."""
+
+    @property
     def max_prompt_tokens(self) -> int | None:
         """The longest prompt that leaves room for an answer; None when there is no limit."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +15,17 @@ from draftsmith.commands.output import finish
 from draftsmith.commands.stream import Stream
 from draftsmith.config import parse
 from draftsmith.errors import InputError
-from draftsmith.io import canonical_json, hash_json, make_dir
+from draftsmith.io import canonical_json, hash_json, make_dir, write_text_atomic
 from draftsmith.models import (
     check_same_vocabulary,
     check_tokenizer,
     context_length,
+    dtype_name,
     eos_ids,
     fingerprint,
     load_model,
 )
+from draftsmith.processes import alone
 from draftsmith.progress import progress
 from draftsmith.records import Prompt, PromptSet, read_prompts
 from draftsmith.sampling import Sampling, generator, row_seed
@@ -50,7 +51,7 @@ class DecodeConfig:
     prompts: str | None = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
     out: str | None = None
-    """Write one JSON object per output here (needed with several prompts)."""
+    """Write one JSON object per output to this .jsonl file; a killed run then continues."""
     num_samples: int = 1
     """Outputs per prompt."""
     max_new_tokens: int = 128
@@ -107,13 +108,20 @@ class Job:
 def run(argv: list[str]) -> None:
     """Decode."""
     config, as_json = parse(DecodeConfig, "decode", argv)
+    alone("decode")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
-    place = {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
-    target = load_model(config.target, **place)  # type: ignore[arg-type]
+    target = load_model(
+        config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
     check_tokenizer(config.target, target, tokenizer)
     draft = None
     if config.draft and config.proposer != "none":
-        draft = load_model(config.draft[0], **place)  # type: ignore[arg-type]
+        draft = load_model(
+            config.draft[0],
+            device=config.device,
+            dtype=dtype_name(target) if config.dtype == "auto" else config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
         check_same_vocabulary(target, [(config.draft[0], draft)])
     decoder = _decoder(config, target, draft)
     prompts = _prompts(config, tokenizer, target, draft)
@@ -127,6 +135,7 @@ def run(argv: list[str]) -> None:
                 {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "device")},
                 prompts.digest,
                 fingerprint(target),
+                dtype_name(target),
                 fingerprint(draft) if draft is not None else None,
             ]
         )
@@ -231,20 +240,19 @@ def _to_file(
     make_dir(out.parent, "--out")
     partial = out.with_name(f".{out.name}.partial")
     rows = _finished_rows(partial, identity, config.batch_size)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(canonical_json({"identity": identity}) + "\n")
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    write_text_atomic(partial, canonical_json({"identity": identity}) + "\n" + _jsonl(rows))
+    with partial.open("a", encoding="utf-8") as file:
         for row in _rows(decoder, config, jobs, eos, tokenizer, len(rows)):
             rows.append(row)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(_jsonl([row]))
             file.flush()
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    partial.write_text(text, encoding="utf-8")
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(out)
+    write_text_atomic(out, _jsonl(rows))
+    partial.unlink()
     return rows
+
+
+def _jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _finished_rows(partial: Path, identity: str, batch_size: int) -> list[dict[str, Any]]:

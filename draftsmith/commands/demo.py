@@ -16,6 +16,7 @@ from draftsmith.config import parse
 from draftsmith.errors import InputError
 from draftsmith.io import atomic_dir, read_json
 from draftsmith.pair import write_rows
+from draftsmith.processes import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 # Relative where that is possible: the paths end up in records and in the report.
@@ -42,12 +43,13 @@ class DemoConfig:
 def run(argv: list[str]) -> None:
     """Run the demo, or rebuild its pair."""
     config, as_json = parse(DemoConfig, "demo", argv)
+    alone("demo")
     if not (RECIPES / "target.yaml").is_file():
         raise InputError(f"{RECIPES}: the demo's recipes are not here; run it from a clone of the project")
     if config.rebuild_pair is not None:
         from draftsmith.commands.pair import rebuild
 
-        pair = rebuild(RECIPES, Path(config.rebuild_pair))
+        pair = rebuild(RECIPES, Path(config.rebuild_pair), config.device)
         finish({"pair": str(pair)}, [f"{pair}: target/ and base/, as in {RECIPES.name}/"], as_json)
         return
     started = time.monotonic()

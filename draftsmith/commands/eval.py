@@ -2,6 +2,7 @@
 
 from draftsmith.commands.output import finish
 from draftsmith.config import parse
+from draftsmith.processes import alone
 from eval.config import EvalConfig
 from eval.run import evaluate
 
@@ -9,5 +10,6 @@ from eval.run import evaluate
 def run(argv: list[str]) -> None:
     """Measure drafts in distribution and out of it."""
     config, as_json = parse(EvalConfig, "eval", argv)
+    alone("eval")
     summary = evaluate(config)
     finish(summary, [f"results: {summary['results']}", f"report:  {summary['report']}"], as_json)

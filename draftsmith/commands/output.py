@@ -16,5 +16,5 @@ def finish(summary: dict[str, Any], lines: list[str], as_json: bool) -> None:
     for line in lines:
         print(line)
     if as_json:
-        print(json.dumps(summary, ensure_ascii=False))
+        print(json.dumps(summary))
     sys.stdout.flush()

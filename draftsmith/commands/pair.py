@@ -22,7 +22,7 @@ BLOCK = 256
 MEMBERS = ("target", "base")
 
 
-def rebuild(recipes: Path, out: Path) -> Path:
+def rebuild(recipes: Path, out: Path, device: str) -> Path:
     """Make everything in `out` from nothing (about an hour on two cores); returns the directory of the pair.
 
     Every step is skipped when its result is there, and training continues where it was killed.
@@ -44,6 +44,7 @@ def rebuild(recipes: Path, out: Path) -> Path:
             "--out",
             str(out / f"{member}-run"),
         ]
+        words += ["--device", device]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
             words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]
         train.run(words)
@@ -92,7 +93,7 @@ def ship(run: Path, texts: Path, recipe: Path, destination: Path) -> None:
 @torch.inference_mode()
 def perplexities(checkpoint: Path, texts: Path) -> dict[str, float]:
     """Held-out perplexity of every domain of the corpus."""
-    model, tokenizer = load_model(str(checkpoint)), load_tokenizer(str(checkpoint))
+    model, tokenizer = load_model(str(checkpoint), dtype="float32"), load_tokenizer(str(checkpoint))
     found = {}
     for domain in corpus.DOMAINS:
         examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
