@@ -60,17 +60,18 @@ def _save_tokenizer(texts: Path, directory: Path) -> None:
         for line in (texts / f"{domain}.train.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
-    # Saved without indentation the file is half the size.
-    path = directory / "tokenizer.json"
-    compact = json.dumps(read_json(path, "a tokenizer"), ensure_ascii=False, separators=(",", ":"))
-    path.write_text(compact, encoding="utf-8")
 
 
 def ship(run: Path, texts: Path, recipe: Path, destination: Path) -> None:
     """A trained member as it is committed: fp16 weights, and a record with its held-out perplexity per domain."""
     with atomic_dir(destination) as directory:
-        for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        for name in ("generation_config.json", "tokenizer_config.json"):
             (directory / name).write_bytes((run / name).read_bytes())
+        # Without indentation the file is half the size.
+        tokenizer = json.dumps(
+            read_json(run / "tokenizer.json", "a tokenizer"), ensure_ascii=False, separators=(",", ":")
+        )
+        (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         config = read_json(run / "config.json", "a model config")
         config["dtype"] = "float16"
         write_json_atomic(directory / "config.json", config)
