@@ -70,15 +70,24 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        kept = name != "decode" or any(word.startswith("--out") for word in words)
-        more = "; the same command continues where it was" if kept else ""
-        print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        if _interrupted(error):
+            kept = name != "decode" or any(word.startswith("--out") for word in words)
+            more = "; the same command continues where it was" if kept else ""
+            print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
+            return 130
+        if isinstance(error, OSError):
+            place = f"{error.filename}: " if error.filename else ""
+            print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
+            return 1
+        raise
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is at the bottom of it: cleaning up after one can raise an error of its own on the way out."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":
