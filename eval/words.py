@@ -207,7 +207,7 @@ def _training(results: Results, draft: str) -> list[tuple[str, str]]:
     )
     if training["objective"] == "ce":
         text += (
-            " A sampled token says less than the law it was drawn from: this objective needs many more fresh "
+            " A sampled token says less than the law it was drawn from: this objective usually needs more fresh "
             "samples than token-level KD for the same gain, and a held-out stop against overfitting."
         )
     return [("Training", text)]

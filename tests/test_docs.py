@@ -1,5 +1,6 @@
 """Every command in the README is run: the make targets against the Makefile, the others for real, in order."""
 
+import json
 import os
 import re
 import shlex
@@ -11,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# `prompts.jsonl` and `other.jsonl` of the README stand for the reader's own files.
+# What `make demo` leaves behind and the README's lines read.
 ROWS = {
-    "prompts.jsonl": ["Return a list of the names", "The value of an expression", "If the file is not found, the"],
-    "other.jsonl": ["def close(self):\n    self.file", "for line in open(name):", "import os\nimport sys\n\nclass A"],
+    "prose.train.jsonl": "If the file {} is not found, an error is raised and the caller must decide what to do. ",
+    "prose.jsonl": "The value {} of an expression is returned when the lookup of a name fails in the inner scope. ",
+    "code.jsonl": "def close{}(self):\n    self.file.close()\n    for line in self.lines:\n        yield line\n",
 }
 
 
@@ -42,9 +44,11 @@ def test_make_targets_exist(line: str) -> None:
 @pytest.mark.slow
 def test_readme_commands_work_in_order(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for name, starts in ROWS.items():
-        lines = [f'{{"prompt": {start + str(i)!r}}}'.replace("'", '"') for i in range(4) for start in starts]
-        (tmp_path / name).write_text("\n".join(line.replace("\\\\n", "\\n") for line in lines) + "\n")
+    prompts = tmp_path / "out" / "demo" / "prompts"
+    prompts.mkdir(parents=True)
+    for name, text in ROWS.items():
+        rows = [json.dumps({"text": text.format(i) * 6}) for i in range(12)]
+        (prompts / name).write_text("\n".join(rows) + "\n")
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -60,8 +64,6 @@ def test_readme_commands_work_in_order(tmp_path: Path) -> None:
 
 
 def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
-    import json
-
     for member in ("target", "base"):
         record = json.loads((ROOT / "configs" / "demo" / member / "draftsmith.json").read_text())
         for value in record["heldout_perplexity"].values():
