@@ -1,6 +1,6 @@
 """Greedy decoding side by side: this engine, transformers' generate and its assisted generation, and the raw forward.
 
-    python benchmarks/decode.py --target T --draft D --prompts FILE.jsonl --tree chain:4 kary:3,2 --out FILE.json
+    python benchmarks/greedy_decoding.py --target T --draft D --prompts FILE --tree chain:4 kary:3,2 --out FILE.json
 
 Same process, same prompts, batch 1, one warm-up each, interleaved in rotating order; medians over prompts of seconds
 per token. The physical limit is the target's forward on one token behind the same prefix: no autoregressive decoder is
@@ -9,16 +9,17 @@ faster than that per call, and a speculative one not faster than that times its 
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jsonargparse
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.config import parse
 from draftsmith.models import load_model
 from draftsmith.records import read_prompts
 from draftsmith.sampling import Sampling, generator
@@ -87,7 +88,7 @@ def raw_forward_s(target: PreTrainedModel, prompt: list[int]) -> float:
 
 def main() -> None:
     """Time every way and write the JSON."""
-    options = jsonargparse.auto_cli(Options, as_positional=False)
+    options, _ = parse(Options, "greedy_decoding", sys.argv[1:])
     place = {"device": options.device, "dtype": options.dtype}
     target, draft = load_model(options.target, **place), load_model(options.draft, **place)
     tokenizer = load_tokenizer(options.target)
