@@ -76,6 +76,10 @@ def main(argv: list[str] | None = None) -> int:
             more = "; the same command continues where it was" if kept else ""
             print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
             return 130
+        if isinstance(error, BrokenPipeError):
+            # The reader (`| head`) has seen enough. What Python still holds back for it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         if isinstance(error, OSError):
             place = f"{error.filename}: " if error.filename else ""
             print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)

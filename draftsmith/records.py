@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
 from draftsmith.errors import InputError
 from draftsmith.io import canonical_json
-from draftsmith.text import Tokenizer, encode_messages, encode_text
+from draftsmith.text import Tokenizer, encode_messages, encode_text, hub_has_address
 
 KEYS = ("messages", "prompt", "text")
 
@@ -158,6 +160,8 @@ def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     import datasets
 
     name, _, split = source.partition(":")
+    if not HF_HUB_OFFLINE and not hub_has_address():
+        raise InputError(f"{source}: no such file, and the hub cannot be reached")
     try:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         yield from enumerate(rows, 1)

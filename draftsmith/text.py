@@ -1,8 +1,15 @@
 """Text to tokens: chat templates where the rows are chats, special tokens as the tokenizer wants them."""
 
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import getproxies
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import logging as hub_logging
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -16,13 +23,33 @@ def quiet() -> None:
     """Keep transformers from drawing bars and printing advice between our own lines; its errors still show."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
 
 
 def check_source(name: str) -> None:
     """InputError for a name that can only be a local directory and is none; hub names are `owner/name` or `name`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).is_dir():
+    if Path(name).is_dir():
+        return
+    if looks_local:
         raise InputError(f"{name}: no such directory (a hub name is written owner/name)")
+    try:
+        cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer.json"))
+    except HFValidationError:
+        raise InputError(f"{name}: no such directory, and not a name that the hub can have") from None
+    if not cached and not hub_has_address():
+        raise InputError(f"{name}: no such directory, not in the hub's cache, and the hub cannot be reached")
+
+
+def hub_has_address() -> bool:
+    """Whether asking the hub can lead anywhere; its client would retry for a minute before saying that it cannot."""
+    if HF_HUB_OFFLINE or getproxies():
+        return not HF_HUB_OFFLINE
+    try:
+        socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
