@@ -3,25 +3,52 @@ keeps a path.
 """
 
 from decode.engine import Batch, Generation, SpeculativeDecoder
-from decode.propose import PROPOSERS, DraftModelProposer, Drawing, Proposal, Proposer, Session
+from decode.propose import (
+    PROPOSERS,
+    DraftModelProposer,
+    Drawing,
+    HeadProposer,
+    LookaheadProposer,
+    Outcome,
+    PromptLookupProposer,
+    Proposal,
+    Proposer,
+    ProposerKind,
+    RetrievalProposer,
+    Session,
+)
+from decode.shape import TREES, TreeKind, parse_tree
 from decode.stats import DecodeStats
-from decode.tree import Tree, parse_tree
+from decode.stop import Stop, stop_at
+from decode.tree import Growth, Shape, Tree
 from decode.verify import VERIFIERS, Verdict, Verifier
 
 __all__ = [
     "PROPOSERS",
+    "TREES",
     "VERIFIERS",
     "Batch",
     "DecodeStats",
     "DraftModelProposer",
     "Drawing",
     "Generation",
+    "Growth",
+    "HeadProposer",
+    "LookaheadProposer",
+    "Outcome",
+    "PromptLookupProposer",
     "Proposal",
     "Proposer",
+    "ProposerKind",
+    "RetrievalProposer",
     "Session",
+    "Shape",
     "SpeculativeDecoder",
+    "Stop",
     "Tree",
+    "TreeKind",
     "Verdict",
     "Verifier",
     "parse_tree",
+    "stop_at",
 ]

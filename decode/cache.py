@@ -75,8 +75,8 @@ class TreeCache(Cache):
     """Key/value cache of one model for one batch; see the module docstring for its layout.
 
     `column` is where the next forward writes; the caller sets it. `capacity` is in cells a row.
-    `bytes_moved` counts what `keep` and `select_rows` copied, so that a test can hold them to their
-    promise.
+    `bytes_moved` counts what `keep`, `move_rows` and `select_rows` copied, so that a test can hold
+    them to their promise.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
@@ -100,6 +100,23 @@ class TreeCache(Cache):
         members.append((layer, place))
         layer.keys, layer.values = store.keys[place], store.values[place]
 
+    def views(
+        self, rows: int, heads: int, size: int, queries: int, like: Tensor
+    ) -> tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """For a forward that writes its states itself: the keys and values of the new cells by layer,
+        `[B, H, queries, E]` each, to be filled in, and then those of all cells from 0 to the last new one.
+        """
+        if not self._stores:
+            states = like.new_empty(rows, heads, 0, size)
+            for layer in self.layers:
+                assert isinstance(layer, _TreeLayer)
+                layer.lazy_initialization(states, states)
+        ((store, _),) = self._stores
+        new = (store.keys.narrow(3, self.column, queries), store.values.narrow(3, self.column, queries))
+        end = self.column + queries
+        old = (store.keys.narrow(3, 0, end), store.values.narrow(3, 0, end))
+        return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
+
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy cells inside rows: each move is (row, from, to), `from` counted from `column`, `to`
         from cell 0.
@@ -120,8 +137,8 @@ class TreeCache(Cache):
                 self.bytes_moved += moved.numel() * moved.element_size()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch. Copies what stays: call it seldom (the engine: when
-        half are done).
+        """Keep only these rows of the batch, in this order. Copies what stays and frees the rest: for
+        seldom use, see `move_rows`.
         """
         for store, members in self._stores:
             index = torch.tensor(list(rows), device=store.keys.device)
@@ -131,5 +148,20 @@ class TreeCache(Cache):
             )
             self.bytes_moved += store.keys.numel() * store.keys.element_size()
             self.bytes_moved += store.values.numel() * store.values.element_size()
+            for layer, place in members:
+                layer.keys, layer.values = store.keys[place], store.values[place]
+
+    def move_rows(self, moves: Sequence[tuple[int, int, int]], rows: int) -> None:
+        """Narrow the batch to its first `rows` rows after moves of (row, to which row, how many cells).
+
+        Only the cells named are copied; the rows cut off keep their memory until the cache goes. A
+        row must not be both moved and written over.
+        """
+        for store, members in self._stores:
+            for block in (store.keys, store.values):
+                for source, target, cells in moves:
+                    block[:, target, :, :cells] = block[:, source, :, :cells]
+                    self.bytes_moved += cells * block[:, 0, :, 0].numel() * block.element_size()
+            store.keys, store.values = store.keys[:, :rows], store.values[:, :rows]
             for layer, place in members:
                 layer.keys, layer.values = store.keys[place], store.values[place]

@@ -6,23 +6,26 @@ U uniforms a row.
 
 One step of a row takes N uniforms for the proposer and then those of the verifier from the row's
 own generator, in that order, always the same number: a row's output depends on its prompt and its
-generator, not on its batch mates (law 4). At temperature 0 none are taken. Rows that have ended
-stay in the batch until half of it has.
+generator, not on its batch mates (law 4). At temperature 0 none are taken. A row that has ended leaves
+the batch at once; the last rows move into the holes.
 """
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.forward import Block, Runner, attention_windows
-from decode.propose import Proposal, Proposer, Session
+from decode.packed import Packs
 from decode.propose.draft_model import check_context
+from decode.propose.protocol import Drawing, Outcome, Proposal, Proposer, Session
+from decode.shape import parse_tree
 from decode.stats import Counter, DecodeStats
-from decode.tree import Tree, TreeBatch, parse_tree
+from decode.stop import Stop
+from decode.tree import Shape, Tree, TreeBatch
 from decode.verify import VERIFIERS, Verifier
 from draftsmith.models import context_length
 from draftsmith.sampling import Sampling, probs, uniforms
@@ -55,19 +58,23 @@ class SpeculativeDecoder:
     """Decodes with a target and a proposer; `proposer=None` is autoregressive decoding through the
     same code.
 
-    `tree` is a spec (`parse_tree`) or a `Tree`, `verifier` a key of `VERIFIERS`; both are ignored
-    without a proposer. Raises ValueError, one line with the fix, when the parts do not go together.
+    `tree` is a spec (`parse_tree`) or a shape, `verifier` a key of `VERIFIERS`; both are ignored
+    without a proposer. `fast=False` runs the target through its own forward only, without packed weights
+    or the lean LLaMA forward. Raises ValueError, one line with the fix, when the parts do not go together.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         proposer: Proposer | None = None,
-        tree: str | Tree = "chain:4",
+        tree: str | Shape = "chain:4",
         verifier: str = "speculative",
+        *,
+        fast: bool = True,
     ) -> None:
         self.target, self.proposer = target, proposer
-        self.tree = (parse_tree(tree) if isinstance(tree, str) else tree) if proposer else Tree(())
+        shape = parse_tree(tree) if isinstance(tree, str) else tree
+        self.tree: Shape = shape if proposer else Tree(())
         if verifier not in VERIFIERS:
             raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
         self.verifier: Verifier = VERIFIERS[verifier if proposer else "exact"]
@@ -77,8 +84,9 @@ class SpeculativeDecoder:
             if self.tree.size == 0:
                 raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
             proposer.check(target, self.tree)
-            self.verifier.check(self.tree, proposer.drawing(None))
+        self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
+        self._packs = Packs(target) if fast else False
 
     @torch.inference_mode()
     def generate(
@@ -89,19 +97,21 @@ class SpeculativeDecoder:
         generators: Sequence[torch.Generator],
         eos_ids: Collection[int] = (),
         on_tokens: OnTokens | None = None,
+        stop: Stop | None = None,
     ) -> Batch:
         """Continue all prompts as one batch; `generators[b]` is the only source of randomness of
         prompt b.
 
-        `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted.
+        `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. A row ends at any
+        of `eos_ids` and where `stop` says (`decode.stop`).
         Raises ValueError for an empty prompt, a prompt that does not fit the context, or a number
         of generators that differs.
         """
-        self._check(prompts, sampling, max_new_tokens, generators)
+        self._check(prompts, max_new_tokens, generators)
         if not prompts:
             return Batch([], 0.0, 0.0)
         began = self._clock()
-        run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens)
+        run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
         prefilled = self._clock()
         while run.live:
             run.step()
@@ -123,7 +133,6 @@ class SpeculativeDecoder:
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
         max_new_tokens: int,
         generators: Sequence[torch.Generator],
     ) -> None:
@@ -138,12 +147,21 @@ class SpeculativeDecoder:
         check_context("target", self._limit, prompts, max_new_tokens)
         if self.proposer is not None:
             self.proposer.check_lengths(prompts, max_new_tokens)
-            self.verifier.check(self.tree, self.proposer.drawing(sampling))
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _drawing(verifier: Verifier, proposer: Proposer | None, tree: Shape) -> Drawing:
+    """The first way of choosing children that the verifier wants and the proposer has; ValueError when none is."""
+    if proposer is None:
+        return "deterministic"
+    offered = proposer.drawings(tree)
+    drawing = next((each for each in verifier.drawings if each in offered), min(offered))
+    verifier.check(tree, drawing, proposer.drafts)
+    return drawing
 
 
 class _Row:
@@ -172,12 +190,7 @@ class _NoDraft:
     def propose(self, u_BN: Tensor | None) -> Proposal:
         return Proposal(self._tree, self._tokens_BM, None, "deterministic")
 
-    def commit(
-        self,
-        paths: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        hidden: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def commit(self, outcome: Outcome) -> None:
         return
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -198,31 +211,34 @@ class _Run:
         generators: Sequence[torch.Generator],
         eos_ids: frozenset[int],
         on_tokens: OnTokens | None,
+        stop: Stop | None,
     ) -> None:
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
-        self.eos_ids, self.on_tokens = eos_ids, on_tokens
+        self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
         tree, proposer = decoder.tree, decoder.proposer
+        # One-hot laws leave nothing to draw: every proposer then takes the most probable tokens.
+        drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
         pairs = zip(prompts, generators, strict=True)
         self.rows = [_Row(prompt, generator, tree.depth) for prompt, generator in pairs]
         self.batch = list(range(len(self.rows)))
         self.live = len(self.rows)
         self.hidden_layers = proposer.hidden_layers if proposer else ()
-        self.runner = Runner(decoder.target, decoder._windows, decoder._limit)
+        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, fast=decoder._packs)
         hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
         self.session: Session = (
-            proposer.start(prompts, tree, sampling, max_new_tokens, hidden, device)
+            proposer.start(prompts, tree, drawing, sampling, max_new_tokens, hidden, device)
             if proposer
             else _NoDraft(len(self.rows), device)
         )
-        self.num_draft_uniforms = tree.size
-        self.num_uniforms = tree.size + decoder.verifier.uniforms(tree.on(torch.device("cpu")))
+        self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
+        self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
 
     def step(self) -> None:
         """Draft, score, verify, and record; one forward of the target."""
         u_BU = self._uniforms()
         split = self.num_draft_uniforms
-        proposal = self.session.propose(None if u_BU is None else u_BU[:, :split])
+        proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
         tokens_BM = proposal.tokens_BM.clamp(min=0)
         last_B = [self.rows[index].last for index in self.batch]
         tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
@@ -232,38 +248,39 @@ class _Run:
         p_BMV = probs(logits_BMV, self.sampling)
         verdict = self.decoder.verifier.run(proposal, p_BMV, None if u_BU is None else u_BU[:, split:])
         # The one synchronisation of a step: everything the host has to know, in one transfer.
-        drafted_B = (proposal.tokens_BM >= 0).sum(1)
+        exists_BM = proposal.tokens_BM >= 0
+        drafted_B = exists_BM.sum(1)
+        offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
         facts = torch.cat(
             [
-                torch.stack([verdict.accepted_B, verdict.open_B, drafted_B], dim=1),
+                torch.stack([verdict.accepted_B, verdict.open_B, drafted_B, offered_B], dim=1),
                 verdict.nodes_BD,
                 verdict.tokens_BD1,
             ],
             dim=1,
         ).tolist()
-        self._record(proposal, facts, hidden)
+        self._record(proposal, facts, hidden, p_BMV)
 
-    def _record(self, proposal: Proposal, facts: list[list[int]], hidden: tuple[Tensor, ...]) -> None:
+    def _record(self, proposal: Proposal, facts: list[list[int]], hidden: tuple[Tensor, ...], p_BMV: Tensor) -> None:
         depth = proposal.tree.depth
         paths: list[list[int]] = []
         blocks: list[list[int]] = []
-        for index, (accepted, is_open, drafted, *rest) in zip(self.batch, facts, strict=True):
-            row = self.rows[index]
-            if row.finish_reason:
-                paths.append([])
-                blocks.append([])
-                continue
-            tokens = self._emit(index, rest[depth : depth + accepted + 1], accepted, bool(is_open), drafted, depth)
-            ended = bool(row.finish_reason)
+        for index, (accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
+            tokens = rest[depth : depth + accepted + 1]
+            tokens = self._emit(index, tokens, accepted, bool(is_open), drafted, offered)
+            ended = bool(self.rows[index].finish_reason)
             paths.append([] if ended else rest[:accepted])
             blocks.append([] if ended else tokens)
+        ended_places = [place for place, block in enumerate(blocks) if not block]
+        if len(ended_places) == len(self.batch):
+            return
         self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
         states = [[layer[place, [0, *path]] for layer in hidden] if hidden else [] for place, path in enumerate(paths)]
-        self.session.commit(paths, blocks, states)
-        for place, block in enumerate(blocks):
-            if not block:
-                self.runner.finish(place)
-        self._compact()
+        self.session.commit(Outcome(paths, blocks, states, p_BMV))
+        if ended_places:
+            rows = self.runner.remove(ended_places)
+            self.batch = [self.batch[place] for place in rows]
+            self.session.select_rows(rows)
 
     def _emit(self, index: int, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
@@ -275,6 +292,9 @@ class _Run:
                 tokens = tokens[: place + 1]
                 row.finish_reason = "stop"
                 break
+        if self.stop is not None and (kept := self.stop(row.ids + tokens, len(tokens))) is not None:
+            tokens = tokens[:kept]
+            row.finish_reason = "stop"
         row.ids += tokens
         if not row.finish_reason and len(tokens) == room:
             row.finish_reason = "length"
@@ -292,21 +312,16 @@ class _Run:
             self.on_tokens(index, tokens, from_draft)
         return tokens
 
-    def _compact(self) -> None:
-        if not 0 < self.live <= len(self.batch) // 2:
-            return
-        keep = [place for place, index in enumerate(self.batch) if not self.rows[index].finish_reason]
-        self.batch = [self.batch[place] for place in keep]
-        self.runner.select_rows(keep)
-        self.session.select_rows(keep)
-
     def _uniforms(self) -> Tensor | None:
         if self.sampling.greedy:
             return None
-        places = [place for place, index in enumerate(self.batch) if not self.rows[index].finish_reason]
-        fresh = uniforms([self.rows[self.batch[place]].generator for place in places], self.num_uniforms)
-        if len(places) == len(self.batch):
-            return fresh
-        u_BU = torch.full((len(self.batch), self.num_uniforms), 0.5, dtype=torch.float64)
-        u_BU[places] = fresh
-        return u_BU
+        fresh = uniforms([self.rows[index].generator for index in self.batch], self.num_uniforms)
+        # All that a step draws goes over in one copy, so that no rule waits for the host.
+        return fresh.to(self.runner.device)
+
+
+def _widest(tree: Shape) -> TreeBatch:
+    """A tree that takes at least as many uniforms as any that may be drafted on this shape."""
+    if isinstance(tree, Tree) and not tree.size:
+        return tree.on(torch.device("cpu"))
+    return replace(Tree((-1,) * tree.size).on(torch.device("cpu")), widths=(tree.size,) * tree.depth)

@@ -18,6 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
+from decode.lean import lean_forward
+from decode.masks import LiveMask, additive, causal_mask
+from decode.packed import Packs
+
+# Prompts go in by so many cells at a time: the memory of a mask and of the activations is then bounded.
+_CHUNK = 512
 
 _FULL = ("full_attention",)
 _SLIDING = ("sliding_attention",)
@@ -98,13 +104,6 @@ class Block:
         return view if view.device.type == "cpu" else view.contiguous()
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, else the most negative finite value: eager attention adds its mask, a bool
-    would be wrong.
-    """
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
-
-
 class Runner:
     """One model and its cache over the rows of one `generate` call.
 
@@ -112,12 +111,25 @@ class Runner:
     then `keep`.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None], limit: int | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: dict[str, int | None],
+        limit: int | None,
+        fast: bool | Packs = True,
+    ) -> None:
+        """`fast` chooses the lean forward where the model has one and packed weights for several rows
+        where they help; False is the model's own forward and nothing else. Who makes many runners
+        passes one `Packs` for all, so that weights are packed once and let go with their owner.
+        """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
+        self._packs = (Packs(model) if fast is True else fast) or None
+        self._lean = lean_forward(model, self._packs) if self._packs else None
+        self._live: LiveMask | None = None
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -140,15 +152,36 @@ class Runner:
             )
         padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
-        positions_1T = torch.arange(longest, device=self.device).unsqueeze(0)
-        # Nobody reads these logits: the last prompt token goes in with the first step.
-        return self._call(tokens_BT, positions_1T, None, 1, hidden_layers)[1]
+        parts = []
+        # What only looks like a model (a head that is fed with features) gets its prompt whole.
+        step = _CHUNK if isinstance(self.model, PreTrainedModel) else longest
+        for begin in range(0, longest, step):
+            end = min(begin + step, longest)
+            self.cache.column = begin
+            positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
+            # Nobody reads these logits: the last prompt token goes in with the first step.
+            parts.append(self._prefill(tokens_BT[:, begin:end], positions_1T, begin, end, hidden_layers))
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+
+    def _prefill(
+        self, tokens: Tensor, positions: Tensor, begin: int, end: int, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        if self._lean is None:
+            return self._own(tokens, positions, None, 1, hidden_layers)[1]
+        masks = {
+            kind: causal_mask(begin, end, window, self.dtype, self.device)
+            if begin or (window is not None and end > window)
+            else None
+            for kind, window in self.windows.items()
+        }
+        return self._lean.run(tokens, positions, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)[1]
 
     def open(self, lead: Sequence[int] | None = None) -> None:
         """Begin a step. `lead[b]` cells at the front of the blocks are padding in row b (see
         `DraftModelProposer`).
         """
         self.column = max(self.lengths)
+        self._advanced = False
         self._lead = lead if lead is not None and any(lead) else None
         self._aligned = self._lead is None and min(self.lengths) == self.column
         if not self._aligned:
@@ -180,8 +213,15 @@ class Runner:
             # past its end.
             positions = positions.clamp(max=self.limit - 1)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
+        if self._lean is not None:
+            top = self.column + block.max_offset if self.limit is None else self.limit - 1
+            top = min(top, self.column + block.max_offset)
+            return self._lean.run(tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers)
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
-        return self._call(tokens_Bq, positions, mask, keep_logits, hidden_layers)
+        if self._packs is not None and self._packs.useful(tokens_Bq.numel()):
+            with self._packs.inside(self.model):
+                return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
+        return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
 
     def keep(self, cells: Sequence[Sequence[int]]) -> None:
         """Append these cells of the step's blocks to each row's prefix, in order; all other cells
@@ -202,39 +242,75 @@ class Runner:
         self.lengths[row] = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Shrink the batch to these rows."""
-        self.cache.select_rows(rows)
+        """Go on with these rows, in this order. Where the only rows that move come from behind the places that are
+        left (see `remove`), just the cells that they hold are copied; any other order copies the whole cache.
+        """
+        moves = [(row, place, self.lengths[row]) for place, row in enumerate(rows) if row != place]
+        if all(row >= len(rows) for row, _, _ in moves):
+            self.cache.move_rows(moves, len(rows))
+        else:
+            self.cache.select_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
+        self._live = None
+
+    def remove(self, places: Sequence[int]) -> list[int]:
+        """Take rows out of the batch; the last rows move into their places. Returns the old place of every row that
+        is left, in the new order.
+        """
+        gone = set(places)
+        rows = len(self.lengths) - len(gone)
+        movers = [place for place in range(rows, len(self.lengths)) if place not in gone]
+        order = [movers.pop() if place in gone else place for place in range(rows)]
+        self.select_rows(order)
+        return order
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         total = block.offsets_RT.shape[1]
+        if self._aligned and total == 1 and (window is None or self.column + 1 <= window):
+            # One query that may see everything: let the model take its fastest kernel, as in plain
+            # decoding.
+            return None
         if self._aligned and block.static:
-            if total == 1 and (window is None or self.column + 1 <= window):
-                # One query that may see everything: let the model take its fastest kernel, as in
-                # plain decoding.
-                return None
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
-        if self._aligned:
-            length_B11: Tensor | int = self.column
-            query_B1: Tensor = block.offsets_Rq + self.column
-        else:
-            length_B11, query_B1 = self._length_B11, block.offsets_Rq + self._base_B1
+        tree_RqT = additive(self._tree_sees(block, window), self.dtype)
+        if window is None:
+            return self._live_mask(tree_RqT)
+        # Which cells a window leaves out depends on every query's position; there is nothing to keep.
+        query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
         cell_P = torch.arange(self.column, device=self.device)
-        prefix_BqP = (cell_P < length_B11).expand(-1, block.queries, -1) if not self._aligned else None
-        if window is not None or prefix_BqP is None:
-            near_BqP = query_B1.unsqueeze(2) - cell_P < (window or self.column + total + 1)
-            prefix_BqP = near_BqP if prefix_BqP is None else near_BqP & prefix_BqP
-        tree_BqT = block.within(window)
-        if self._lead is not None:
-            cell_T = torch.arange(total, device=self.device)
-            # A padding cell is seen by nobody but itself: a query with nothing to see would be NaN.
-            itself_qT = cell_T[total - block.queries :].unsqueeze(1) == cell_T
-            tree_BqT = tree_BqT & ((cell_T >= self._lead_B11) | itself_qT)
-        rows = max(prefix_BqP.shape[0], tree_BqT.shape[0])
-        allowed = torch.cat([prefix_BqP.expand(rows, -1, -1), tree_BqT.expand(rows, -1, -1)], dim=2)
-        return additive(allowed.unsqueeze(1), self.dtype)
+        prefix_RqP = query_Rq.unsqueeze(2) - cell_P < window
+        if not self._aligned:
+            prefix_RqP = prefix_RqP & (cell_P < self._length_B11)
+        rows = max(prefix_RqP.shape[0], tree_RqT.shape[0])
+        parts = (additive(prefix_RqP, self.dtype).expand(rows, -1, -1), tree_RqT.expand(rows, -1, -1))
+        return torch.cat(parts, dim=2).unsqueeze(1)
 
-    def _call(
+    def _tree_sees(self, block: Block, window: int | None) -> Tensor:
+        sees_RqT = block.within(window)
+        if self._lead is None:
+            return sees_RqT
+        total = sees_RqT.shape[2]
+        cell_T = torch.arange(total, device=self.device)
+        # A padding cell is seen by nobody but itself: a query with nothing to see would be NaN.
+        itself_qT = cell_T[total - block.queries :].unsqueeze(1) == cell_T
+        return sees_RqT & ((cell_T >= self._lead_B11) | itself_qT)
+
+    def _live_mask(self, tree_RqT: Tensor) -> Tensor:
+        rows = tree_RqT.shape[0] if self._aligned else len(self.lengths)
+        queries = tree_RqT.shape[1]
+        live = self._live
+        if live is None or live.rows != rows or live.queries < queries:
+            queries = queries if live is None else max(queries, live.queries)
+            live = self._live = LiveMask(rows, queries, self.cache.capacity, self.dtype, self.device)
+            self._advanced = False
+        if not self._advanced:
+            live.advance([self.column] if rows == 1 else self.lengths, self.column)
+            self._advanced = True
+        mask = live.show(self.column, tree_RqT)
+        # CUDA's memory-efficient attention wants rows that begin at aligned addresses.
+        return mask if mask.device.type == "cpu" else mask.contiguous()
+
+    def _own(
         self,
         tokens: Tensor,
         positions: Tensor,

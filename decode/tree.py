@@ -6,7 +6,6 @@ token; it is not a drafted node. Arrays with an M axis give the root index 0 and
 index n + 1, so that 0 can also mean "no such child".
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_NODES = 1024
+MAX_CANDIDATES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,18 @@ class Tree:
     """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root;
     breadth-first order.
 
-    Raises ValueError when a parent does not come before its child or when depths or sibling groups
-    are interleaved.
+    `stop` is the confidence stop: nothing is drafted below a node whose tokens, from the root down, have a joint
+    probability under the draft lower than this. What is drafted next thus depends on drawn tokens only, which keeps
+    every verifier valid. Raises ValueError when a parent does not come before its child or when depths or sibling
+    groups are interleaved.
     """
 
     parents: tuple[int, ...]
+    stop: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.stop < 1:
+            raise ValueError(f"tree: stop={self.stop} is not in [0, 1); it is a probability, 0 never stops")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("tree: a parent must be listed before its children; -1 is the root, e.g. (-1, -1, 0)")
         if any(a > b for a, b in zip(self.parents, self.parents[1:], strict=False)):
@@ -94,6 +99,66 @@ class Tree:
         return TreeBatch.build(self, device)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """A tree that the draft's confidence shapes anew at every step and in every row; its children are the most
+    probable tokens (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
+
+    The value of a node is the product of the confidences on its path. At each of `depth` levels the `beam` nodes of
+    highest value are given `beam` children each; the best `nodes` of all candidates are kept, the shallower of equals
+    first, so that what is kept hangs together. Levels end early when the best `nodes` would gain less than `gain` in
+    expected accepted tokens (OPT-Tree's threshold; 0 never does).
+    """
+
+    depth: int
+    beam: int
+    nodes: int
+    gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.beam, self.nodes) < 1:
+            raise ValueError("tree: depth, beam and nodes must each be at least 1, such as depth=6,beam=10,nodes=60")
+        if self.nodes > MAX_NODES:
+            raise ValueError(f"tree: more than {MAX_NODES} nodes; use a smaller number, for example nodes=60")
+        for key, value in (("depth", self.depth), ("beam", self.beam)):
+            if value > self.nodes:
+                raise ValueError(
+                    f"tree: {key}={value} is more than nodes={self.nodes} can fill; use {key}={self.nodes}"
+                )
+        if self.candidates > MAX_CANDIDATES:
+            raise ValueError(
+                f"tree: depth={self.depth} and a beam of {self.beam} weigh {self.candidates} candidates a step, more "
+                f"than {MAX_CANDIDATES}; use fewer levels or a smaller beam (in opt the beam is nodes), for example 50"
+            )
+        if self.nodes > self.candidates:
+            raise ValueError(
+                f"tree: nodes={self.nodes} but depth={self.depth} and beam={self.beam} reach only {self.candidates}; "
+                f"use nodes={self.candidates}, or more depth or beam"
+            )
+        if not 0 <= self.gain < 1:
+            raise ValueError(
+                f"tree: gain={self.gain} is not in [0, 1); a level adds less than one token, 0 never stops"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """How many nodes are weighed: `beam` under the root, then `beam * beam` a level."""
+        return self.beam + (self.depth - 1) * self.beam**2
+
+    @property
+    def size(self) -> int:
+        """Number of drafted nodes."""
+        return self.nodes
+
+    @property
+    def is_chain(self) -> bool:
+        """True when no node has more than one child."""
+        return self.beam == 1
+
+
+Shape = Tree | Growth
+
+
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
     """The trees of one step as arrays: what the engine and the verifiers read. Each row may have
@@ -153,40 +218,36 @@ class TreeBatch:
         )
 
 
-def kary(branching: tuple[int, ...]) -> Tree:
-    """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a
-    chain of two.
-    """
-    parents: list[int] = []
-    level = [-1]
-    for count in branching:
-        first = len(parents)
-        parents += [parent for parent in level for _ in range(count)]
-        level = list(range(first, len(parents)))
-    return Tree(tuple(parents))
+def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
+    """Arrays of one tree a row, built on the device of `parents_BN` without asking it anything.
 
-
-def parse_tree(spec: str) -> Tree:
-    """A tree from `chain:n` or `kary:k1,k2,...`; ValueError in one line for anything else or for a
-    tree too large.
+    `parents_BN` is as in `Tree.parents`, nodes in breadth-first order; a node where `exists_BN` is false belongs to
+    no parent. `depth` and `most` bound the depth and the children of one node. Slots number the nodes with children
+    in order.
     """
-    kind, _, numbers = spec.partition(":")
-    if kind not in ("chain", "kary"):
-        raise ValueError(f"tree '{spec}': unknown kind '{kind}'; write chain:4 or kary:4,2,2")
-    pattern = r"\d+" if kind == "chain" else r"\d+(,\d+)*"
-    example = "chain:4" if kind == "chain" else "kary:4,2,2"
-    if not re.fullmatch(pattern, numbers, flags=re.ASCII):
-        raise ValueError(f"tree '{spec}': '{numbers}' is not what follows '{kind}:'; write for example {example}")
-    counts = tuple(int(number) for number in numbers.split(","))
-    if min(counts) < 1:
-        raise ValueError(f"tree '{spec}': every number must be at least 1; write for example {example}")
-    # Counted before it is built, so that `chain:1000000000` or `kary:9,9,9,9,9,9` costs nothing.
-    nodes, level = (counts[0], 0) if kind == "chain" else (0, 1)
-    for count in counts if kind == "kary" else ():
-        level *= count
-        nodes += level
-        if nodes > MAX_NODES:
-            break
-    if nodes > MAX_NODES:
-        raise ValueError(f"tree '{spec}': more than {MAX_NODES} nodes; use smaller numbers, for example {example}")
-    return kary((1,) * counts[0] if kind == "chain" else counts)
+    rows, size = parents_BN.shape
+    device = parents_BN.device
+    above_BN = torch.where(exists_BN, parents_BN + 1, 0)
+    same_BNN = (above_BN.unsqueeze(2) == above_BN.unsqueeze(1)) & exists_BN.unsqueeze(1)
+    ranks_BN = same_BNN.tril(-1).sum(2)
+    children_BMK = torch.zeros(rows, size + 1, most + 1, dtype=torch.long, device=device)
+    # Nodes that do not exist all write to the spare last column, which is then cut.
+    place_BN = above_BN * (most + 1) + torch.where(exists_BN, ranks_BN, most)
+    numbers_BN = torch.arange(1, size + 1, device=device).expand(rows, -1)
+    children_BMK.view(rows, -1).scatter_(1, place_BN, numbers_BN)
+    children_BMK = children_BMK[:, :, :most].contiguous()
+    sees_BMM = torch.eye(size + 1, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+    above_BM = torch.nn.functional.pad(above_BN, (1, 0))
+    index_BMM = above_BM.unsqueeze(2).expand(-1, -1, size + 1)
+    for _ in range(depth):
+        sees_BMM = sees_BMM | sees_BMM.gather(1, index_BMM)
+    inner_BM = (children_BMK > 0).any(2)
+    slots_BM = (inner_BM.cumsum(1) - 1).clamp_(min=0) * inner_BM
+    return TreeBatch(
+        parents_RN=above_BN - 1,
+        depths_RN=sees_BMM[:, 1:, 1:].sum(2),
+        children_RMK=children_BMK,
+        slots_RM=slots_BM,
+        sees_RMM=sees_BMM,
+        widths=(most,) * depth,
+    )

@@ -109,14 +109,24 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object from a file; InputError names the file, the line and what it should have been (`what`)."""
+    value = read_json_value(path, what)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
+    return value
+
+
+def read_json_value(path: Path, what: str) -> Any:
+    """Read JSON of any kind from a file; InputError as `read_json`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected {what}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
-    return value
+
+
+def read_tree_file(path: str) -> object:
+    """The JSON of a file that a tree spec names: an object, or a list of paths as Medusa and EAGLE write them."""
+    return read_json_value(Path(path), 'a tree, such as {"parents": [-1, -1, 0]}')

@@ -1,20 +1,28 @@
 """Causal language models: load them, tell them apart, and check that a draft fits its target."""
 
 import hashlib
+import importlib
+import importlib.util
+import math
 import os
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from draftsmith.errors import InputError
 from draftsmith.io import canonical_json
 from draftsmith.text import Tokenizer, check_source, quiet
 
+Quantize = Literal["none", "nf4"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
-_NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"})
+_NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}) | {
+    "quantization_config"
+}
 
 
 def resolve_device(device: str) -> torch.device:
@@ -37,52 +45,140 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model(
-    name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    quantize: Quantize | None = None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, safetensors only.
 
     dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
-    accelerator. Raises InputError, one line, for a name that is not a loadable model.
+    accelerator. `quantize="nf4"` keeps the linear layers but the output projection in 4 bits with doubly quantised
+    scales (QLoRA, arXiv 2305.14314, section 3) through bitsandbytes; everything else, and all arithmetic, is in
+    `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on the device that it was loaded on.
+    Raises InputError, one line, for a name that is not a loadable model or a device that cannot do it.
     """
     place = resolve_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
+    if quantize not in (None, "none", "nf4"):
+        raise InputError(f"--quantize {quantize}: use none or nf4")
     wanted: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
+    options: dict[str, Any] = {}
+    if quantize == "nf4":
+        wanted = torch.bfloat16 if wanted == "auto" else wanted
+        options = {"device_map": {"": place}, "quantization_config": _nf4(place, wanted)}
     quiet()
     check_source(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
+            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **options
         )
     except Exception as error:
         # from_pretrained raises a dozen kinds of error for a missing, torn or foreign checkpoint.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{name}: no causal language model could be loaded from it ({reason})") from None
-    model.to(place)  # type: ignore[arg-type]
+        how = " in nf4" if options else ""
+        raise InputError(f"{name}: no causal language model could be loaded from it{how} ({reason})") from None
+    if getattr(model, "is_quantized", False):
+        _exact_on_cpu(model)
+    else:
+        model.to(place)  # type: ignore[arg-type]
     return cast(PreTrainedModel, model.eval())
 
 
-@torch.no_grad()
+def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
+    """What asks transformers for nf4; InputError where bitsandbytes is missing or does not know the device."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError("--quantize nf4: needs bitsandbytes; pip install 'draftsmith[bnb]', or use --quantize none")
+    known = importlib.import_module("bitsandbytes").supported_torch_devices
+    if place.type not in known:
+        raise InputError(
+            f"--quantize nf4: bitsandbytes does not run on {place.type} (only {', '.join(sorted(known))}); "
+            f"use --quantize none"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _exact_on_cpu(model: PreTrainedModel) -> None:
+    """Turn off the fast path of 4-bit layers on AVX-512 CPUs.
+
+    It rounds to bf16 whatever the dtype, rewrites the weights in place at the first call, and fails on widths that
+    are no multiple of 32; what decoding is compared with would not be what was loaded.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def quantization(model: nn.Module) -> Quantize:
+    """How the linear layers of a model are kept, as `--quantize` takes it."""
+    return "nf4" if any(_quant_state(parameter) is not None for parameter in model.parameters()) else "none"
+
+
+def _quant_state(parameter: Tensor) -> Any:
+    """bitsandbytes' scales and true shape of a 4-bit parameter; None for any other."""
+    return getattr(parameter, "quant_state", None)
+
+
+def _scales(state: Any) -> dict[str, Tensor]:
+    """The tensors of a quantisation state that differ from weight to weight."""
+    values: dict[str, Any] = state.as_dict()
+    names = ("absmax", "nested_absmax", "nested_offset")
+    return {name: torch.as_tensor(values[name]) for name in names if name in values}
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of a model, 4-bit ones counted one by one although two share a byte."""
+    states = [(parameter, _quant_state(parameter)) for parameter in model.parameters()]
+    return sum(parameter.numel() if state is None else math.prod(state.shape) for parameter, state in states)
+
+
+def memory_bytes(model: nn.Module) -> int:
+    """Bytes that the tensors of a loaded model take: parameters, buffers and the scales of 4-bit parameters."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        if (state := _quant_state(parameter)) is not None:
+            tensors += _scales(state).values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
-    Hashes the configuration (less where it was loaded from, by which version and as what dtype) and every parameter,
-    read as fp32. Of a parameter with more than 4 M values it takes every n-th, about 4 M of them: a change to a few
-    values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
+    Hashes the configuration (less where it was loaded from, by which version, and as what) and every parameter, read
+    as fp32; of a 4-bit parameter its codes and scales, so that a quantised model has another fingerprint than the
+    checkpoint that it came from. Of a parameter with more than 4 M values it takes every n-th, about 4 M of them: a
+    change to a few values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
+    return hash_tensors(config, sorted(model.named_parameters()))
+
+
+@torch.no_grad()
+def hash_tensors(config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """16 hex digits of a configuration and named tensors, sampled as `fingerprint` says."""
     digest = hashlib.sha256(canonical_json(config).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        # Odd, so that it does not step through a matrix column by column.
-        stride = flat.numel() // _FINGERPRINT_VALUES | 1
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(flat[::stride].float().cpu().numpy().tobytes())
+    for name, tensor in tensors:
+        state = _quant_state(tensor)
+        scales = {} if state is None else _scales(state)
+        for part, values in ((name, tensor.data), *((f"{name}.{key}", value) for key, value in scales.items())):
+            flat = values.reshape(-1)
+            # Odd, so that it does not step through a matrix column by column.
+            stride = flat.numel() // _FINGERPRINT_VALUES | 1
+            digest.update(f"{part}{tuple(values.shape)}".encode())
+            digest.update(flat[::stride].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def dtype_name(model: PreTrainedModel) -> str:
-    """The dtype of a model as `--dtype` takes it."""
+    """The dtype of a model as `--dtype` takes it; of a 4-bit model that of its arithmetic."""
     return str(model.dtype).removeprefix("torch.")
 
 

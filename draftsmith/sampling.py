@@ -98,12 +98,16 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     `p` need not sum to one (a residual may be passed as it is) but must have mass. A token of probability zero
     is never drawn.
     """
-    cdf = p.double().cumsum(-1)
-    point = (u.to(cdf.device) * cdf[..., -1]).unsqueeze(-1)
-    index = torch.searchsorted(cdf, point, right=True).squeeze(-1)
-    # u * total can round up to total; the last token with mass is then the right answer.
-    last = torch.searchsorted(cdf, cdf[..., -1:].contiguous(), right=False).squeeze(-1)
-    return torch.minimum(index, last)
+    return _inverse(p.cumsum(-1, dtype=torch.double), u.unsqueeze(-1)).squeeze(-1)
+
+
+def draw_with_replacement(p: Tensor, u: Tensor) -> Tensor:
+    """K independent tokens per distribution: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; they may repeat.
+
+    All are -1 where `p` has no mass.
+    """
+    cdf = p.cumsum(-1, dtype=torch.double)
+    return _inverse(cdf, u).masked_fill(cdf[..., -1:] <= 0, -1)
 
 
 def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
@@ -112,11 +116,35 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
     Each draw is from `p` with the tokens drawn before it removed and the rest renormalised. When the support is
     smaller than K the missing draws are -1.
     """
-    left = p.double().clone()
+    # Summed anew for each draw: only so do tokens of mass 1e-30 keep their shares once what dwarfed them is drawn.
+    left, cdf = p, p.cumsum(-1, dtype=torch.double)
     picks = []
     for k in range(u.shape[-1]):
-        alive = left.sum(-1) > 0
-        token = draw(torch.where(alive.unsqueeze(-1), left, torch.ones_like(left)), u[..., k])
-        left.scatter_(-1, token.unsqueeze(-1), 0.0)
-        picks.append(torch.where(alive, token, torch.full_like(token, -1)))
-    return torch.stack(picks, dim=-1)
+        token = _inverse(cdf, u[..., k : k + 1])
+        picks.append(token.masked_fill(cdf[..., -1:] <= 0, -1))
+        if k + 1 < u.shape[-1]:
+            left = left.scatter(-1, token, 0.0) if k == 0 else left.scatter_(-1, token, 0.0)
+            cdf = left.cumsum(-1, dtype=torch.double)
+    return torch.cat(picks, dim=-1)
+
+
+def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
+    """The k - 1 most probable tokens, best first, and one drawn from what `p` leaves on the others (Hu et al., ICLR
+    2025): `p` `[..., V]`, `u` `[...]` -> int64 `[..., k]`.
+
+    Top tokens without mass are -1, and so is the last when the top ones hold all the mass: nothing was drawn then.
+    """
+    best = p.topk(min(k - 1, p.shape[-1]), dim=-1)
+    cdf = p.scatter(-1, best.indices, 0.0).cumsum(-1, dtype=torch.double)
+    drawn = _inverse(cdf, u.unsqueeze(-1)).masked_fill(cdf[..., -1:] <= 0, -1)
+    top = best.indices.masked_fill(best.values <= 0, -1)
+    return torch.cat([torch.nn.functional.pad(top, (0, k - 1 - top.shape[-1]), value=-1), drawn], dim=-1)
+
+
+def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
+    """The token at height `u` of running sums `cdf`: `[..., V]`, `[..., K]` -> int64 `[..., K]`."""
+    total = cdf[..., -1:]
+    # u * total can round up to total, and no token lies above that: the point just below it is the last with mass.
+    point = torch.minimum(u.to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Where there is no mass at all the answer means nothing, but is still an index.
+    return torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[-1] - 1)

@@ -10,7 +10,7 @@ from draftsmith.io import hash_json, remove_leftovers, write_json_atomic
 T = TypeVar("T", bound=Mapping[str, Any])
 
 # Part of every key: raise it when a change makes the same request measure something else.
-CELL_VERSION = 1
+CELL_VERSION = 2
 
 
 class CellStore:

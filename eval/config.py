@@ -4,9 +4,12 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from decode import VERIFIERS, parse_tree
+from decode import VERIFIERS, Growth, Shape, parse_tree
 from draftsmith.errors import InputError
+from draftsmith.io import read_tree_file
+from draftsmith.models import Quantize
 from draftsmith.sampling import Sampling
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -19,7 +22,7 @@ class EvalConfig:
     target: str
     """Target model: a local directory or a hub name."""
     draft: list[str]
-    """Drafts to compare, each NAME=MODEL."""
+    """Drafts to compare, each NAME=MODEL; a model is a language model or the directory of a head."""
     id: list[str]
     """Prompt sets in distribution, each NAME=PROMPTS."""
     ood: list[str] = field(default_factory=list)
@@ -31,9 +34,9 @@ class EvalConfig:
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to measure at; the report leads with the highest."""
     tree: list[str] = field(default_factory=lambda: ["chain:4"])
-    """Draft trees to decode with."""
+    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt."""
     verifier: list[str] = field(default_factory=list)
-    """Verifiers to decode with; when empty, speculative on chains and mcsd on k-ary trees."""
+    """Verifiers to decode with; when empty, speculative on chains, mcsd on trees, exact on trees that grow."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -56,6 +59,10 @@ class EvalConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16."""
+    quantize: Quantize = "none"
+    """none, or nf4: the target in 4 bits through bitsandbytes. Every figure is then about the 4-bit target."""
+    quantize_draft: Quantize | None = None
+    """The same for drafts that are language models; as `quantize` when not given."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
 
@@ -71,6 +78,11 @@ class Method:
     def lossless(self) -> bool:
         """True when the output law is the target's own."""
         return VERIFIERS[self.verifier].lossless
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The tree itself, read once: a file may change while a run goes on. Raises ValueError as `parse_tree`."""
+        return parse_tree(self.tree, read_tree_file)
 
 
 @dataclass(frozen=True)
@@ -105,24 +117,34 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     return named
 
 
+def default_verifier(tree: Shape) -> str:
+    """The lossless rule that suits a tree."""
+    if isinstance(tree, Growth):
+        return "exact"
+    return "speculative" if tree.is_chain else "mcsd"
+
+
 def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     methods: list[Method] = []
     for spec in trees:
         try:
-            tree = parse_tree(spec)
+            tree = parse_tree(spec, read_tree_file)
+        except InputError as error:
+            raise InputError(f"--tree {spec}: {error}") from None
         except ValueError as error:
             raise InputError(f"--tree: {error}") from None
-        for name in verifiers or ["speculative" if tree.is_chain else "mcsd"]:
+        for name in verifiers or [default_verifier(tree)]:
             if name not in VERIFIERS:
                 near = difflib.get_close_matches(name, VERIFIERS, 1) or [", ".join(VERIFIERS)]
                 raise InputError(f"--verifier {name}: unknown; did you mean {near[0]}?")
+            method = Method(spec, name)
             try:
-                # How a draft model picks siblings: the most probable ones when greedy, else drawn.
-                for drawing in ("deterministic", "without_replacement"):
-                    VERIFIERS[name].check(tree, drawing)
+                # A draft model and every head can choose siblings of a static tree in any way, so that a rule gets
+                # the way that it prefers; a tree that grows is always made of the most probable tokens.
+                VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
             except ValueError as error:
                 raise InputError(f"--tree {spec} --verifier {name}: {error}") from None
-            methods.append(Method(spec, name))
+            methods.append(method)
     return methods
 
 

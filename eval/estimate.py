@@ -1,17 +1,26 @@
 """alpha: the expected acceptance of one draft token, from two teacher-forced forwards and no decoding loop.
 
-Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary.
+A head is read as it drafts the first token below the root: at each position it gets the target's own state at the
+position before and the token that stands there. What it makes of states that it predicted itself is measured by
+decoding (accept@d).
+
+Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from decode.propose.levels import fit_vocabulary
+from draftsmith.drafts import Draft
 from draftsmith.errors import RunError
+from draftsmith.heads.eagle import EagleHead
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.medusa import MedusaHeads
 from draftsmith.models import vocabulary_size
 from draftsmith.progress import Tick, no_tick
 from draftsmith.sampling import Sampling, acceptance, probs
@@ -45,34 +54,95 @@ def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
     return list(zip(edges[:-1], edges[1:], strict=True))
 
 
-def _logits(
-    model: PreTrainedModel,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
-    chunks: Sequence[tuple[int, int]],
-    first: int,
-) -> Iterator[Tensor]:
-    """Logits `[B, C, V]` chunk by chunk on one growing cache; only the last column of the part before
-    `first`."""
+class TargetOutput(Protocol):
+    """What is read off a forward of the target; `hidden_states` only for a head."""
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None
+
+
+@dataclass
+class Place:
+    """How far a draft has read a text that comes in chunks; a fresh one stands at the beginning.
+
+    `alone_B` says which rows have a prompt of one token. Only there does an EAGLE head begin with the first token,
+    on a state of zeros, as it does when decoding; elsewhere its text begins with the second.
+    """
+
+    alone_B: Tensor | None = None
+    columns: int = 0
     cache: Any = None
-    positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-    for start, stop in chunks:
-        out = model(
-            input_ids=ids_BT[:, start:stop],
-            attention_mask=mask_BT[:, :stop],
-            position_ids=positions_BT[:, start:stop],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1 if stop <= first else 0,
-        )
-        cache = out.past_key_values
-        yield out.logits
+    last: list[Tensor] | None = None  # the target's states at the last column so far
+
+
+@torch.inference_mode()
+def first_logits(
+    draft: Draft, target_output: TargetOutput, ids_BT: Tensor, place: Place | None = None, *, keep: int = 0
+) -> Tensor:
+    """The draft's logits of the token after each of `ids_BT`, over the target's vocabulary, `[B, T, V]`: where the
+    target's logits stand. Tokens that the draft does not have are -inf, its padding beyond the vocabulary is cut.
+
+    `target_output` is the target's forward of the same tokens, for a head with `output_hidden_states`. A text may
+    come in chunks of columns, led through by one `place`. Rows may be padded on the right. Logits of the last `keep`
+    columns are returned, of all when it is 0.
+    """
+    place = Place() if place is None else place
+    vocabulary = target_output.logits.shape[-1]
+    if isinstance(draft, PreTrainedModel):
+        logits = _model_logits(draft, ids_BT, place, keep)
+    else:
+        assert target_output.hidden_states is not None
+        states = [target_output.hidden_states[layer] for layer in draft.hidden_layers]
+        before = [torch.zeros_like(state[:, :1]) for state in states] if place.last is None else place.last
+        # The token at a position was chosen from the state at the position before it.
+        chosen_from = [torch.cat([b, state[:, :-1]], dim=1) for b, state in zip(before, states, strict=True)]
+        place.last = [state[:, -1:] for state in states]
+        if isinstance(draft, EagleHead | Eagle3Head):
+            logits = _eagle_logits(draft, chosen_from, ids_BT, place)
+        elif isinstance(draft, MedusaHeads):
+            logits = draft(chosen_from[0])[:, :, 0]
+        else:
+            logits = draft(chosen_from[0], ids_BT.unsqueeze(2))
+    place.columns += ids_BT.shape[1]
+    return fit_vocabulary(logits[:, -keep:], vocabulary)
+
+
+def _model_logits(draft: PreTrainedModel, ids_BT: Tensor, place: Place, keep: int) -> Tensor:
+    # A token that the draft has no embedding for is read as its last, as in decoding.
+    ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
+    end = place.columns + ids_BT.shape[1]
+    out = draft(
+        input_ids=ids_BT,
+        # Padding stands behind all that is wanted, so that causal attention never sees it.
+        attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
+        position_ids=torch.arange(place.columns, end, device=ids_BT.device).expand_as(ids_BT),
+        past_key_values=place.cache,
+        use_cache=True,
+        logits_to_keep=keep,
+    )
+    place.cache = out.past_key_values
+    logits: Tensor = out.logits
+    return logits
+
+
+def _eagle_logits(head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, place: Place) -> Tensor:
+    place.cache = DynamicCache() if place.cache is None else place.cache
+    features_BTH = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
+    rows, columns, past = *ids_BT.shape, place.columns
+    query_T1 = torch.arange(past, past + columns, device=ids_BT.device).unsqueeze(1)
+    key_P = torch.arange(past + columns, device=ids_BT.device)
+    alone_B111 = torch.zeros(rows, dtype=torch.bool) if place.alone_B is None else place.alone_B
+    alone_B111 = alone_B111.to(ids_BT.device).view(-1, 1, 1, 1)
+    # Cell 0 sees itself, so that its own output is a number; the positions of a row may begin anywhere.
+    sees_B1TP = (key_P <= query_T1) & ((key_P > 0) | (query_T1 == 0) | alone_B111)
+    logits, _ = head(ids_BT, features_BTH, sees_B1TP, query_T1.T, place.cache)
+    return head.to_target(logits) if isinstance(head, Eagle3Head) else logits
 
 
 @torch.inference_mode()
 def _batch_sums(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Draft,
     rows: Sequence[Continuation],
     sampling: Sampling,
     max_logits: int,
@@ -89,18 +159,31 @@ def _batch_sums(
         wanted_BT[b, len(row.prompt_ids) - 1 : len(row_tokens)] = True
     ids_BT, mask_BT = ids_BT.to(target.device), mask_BT.to(target.device)
     first = min(len(row.prompt_ids) for row in rows) - 1
-    width = max(1, max_logits // (len(rows) * vocabulary_size(target)))
-    chunks = _chunks(first, columns, width)
+    # All Medusa heads are computed, though only the first is read.
+    held = len(rows) * vocabulary_size(target) * (len(draft) if isinstance(draft, MedusaHeads) else 1)
+    is_model = isinstance(draft, PreTrainedModel)
+    # A head has no way to leave out the logits of the part before `first`, which is chunked like the rest.
+    chunks = _chunks(first if is_model else 0, columns, max(1, max_logits // held))
     sums_B = torch.zeros(len(rows), dtype=torch.float64)
-    pair = zip(
-        _logits(target, ids_BT, mask_BT, chunks, first),
-        _logits(draft, ids_BT, mask_BT, chunks, first),
-        strict=True,
-    )
-    for (start, stop), (target_BCV, draft_BCV) in zip(chunks, pair, strict=True):
-        if stop <= first:
+    positions_BT = torch.arange(columns, device=ids_BT.device).expand_as(ids_BT)
+    place = Place(alone_B=torch.tensor([len(row.prompt_ids) == 1 for row in rows]))
+    cache: Any = None
+    for start, stop in chunks:
+        keep = 1 if stop <= first else 0
+        out = target(
+            input_ids=ids_BT[:, start:stop],
+            attention_mask=mask_BT[:, :stop],
+            position_ids=positions_BT[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=not is_model,
+            logits_to_keep=keep,
+        )
+        cache = out.past_key_values
+        draft_BCV = first_logits(draft, out, ids_BT[:, start:stop], place, keep=keep)
+        if keep:
             continue
-        accepted_BC = acceptance(probs(target_BCV, sampling), probs(draft_BCV, sampling))
+        accepted_BC = acceptance(probs(out.logits, sampling), probs(draft_BCV.to(out.logits.device), sampling))
         # A sum of fp32 probabilities may exceed 1 by its rounding; a chance may not.
         accepted_BC = accepted_BC.double().clamp(max=1.0).cpu()
         sums_B += accepted_BC.masked_fill(~wanted_BT[:, start:stop], 0.0).sum(-1)
@@ -109,7 +192,7 @@ def _batch_sums(
 
 def alpha_sums(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Draft,
     rows: Sequence[Continuation],
     sampling: Sampling,
     *,

@@ -10,7 +10,8 @@ from typing import TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from decode import DraftModelProposer, SpeculativeDecoder
+from decode import PROPOSERS, SpeculativeDecoder
+from draftsmith.drafts import Draft, kind_of
 from draftsmith.progress import Tick, no_tick
 from draftsmith.records import Prompt
 from draftsmith.sampling import Sampling, generator, row_seed
@@ -81,9 +82,9 @@ def _stream(sampling: Sampling, method: Method | None) -> str:
     return plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
 
 
-def decoder_of(target: PreTrainedModel, draft: PreTrainedModel, method: Method) -> SpeculativeDecoder:
+def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
     """The decoder of one (draft, tree, verifier). ValueError, one line, when they do not fit."""
-    return SpeculativeDecoder(target, DraftModelProposer(draft), method.tree, method.verifier)
+    return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
 
 
 def baseline(
@@ -149,7 +150,7 @@ def _compare(
 
 def decoding(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Draft,
     method: Method,
     prompts: Sequence[Prompt],
     expected: BaselineCell,
@@ -201,7 +202,7 @@ def decoding(
 
 def speed(
     target: PreTrainedModel,
-    drafts: dict[str, PreTrainedModel],
+    drafts: dict[str, Draft],
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     sampling: Sampling,

@@ -24,9 +24,12 @@ from eval.rows import (
     row_axes,
     share,
     signed,
+    tree_name,
 )
 from eval.schema import AlphaRow, DecodingRow, Results, SpeedRow
 
+# Characters of a tree and its verifier that fit on one line beside marks, on a phone.
+ONE_LINE = 24
 KIND_TITLES = {"id": "In distribution", "ood": "Out of distribution"}
 
 
@@ -211,7 +214,13 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
         panels.append(("speed, the target alone = 1", list(timed)))
     layout = Rows(clear=True)
     for method in results["methods"]:
-        layout.title(f"{method['tree']} · {method['verifier']}")
+        tree, rule = tree_name(method["tree"]), method["verifier"]
+        if method["lossless"] and len(tree) + len(rule) < ONE_LINE:
+            layout.title(f"{tree} · {rule}")
+        else:
+            # On two lines, so that only the short one stands beside marks.
+            layout.title(tree)
+            layout.title(rule if method["lossless"] else f"{rule} · lossless: false")
         for draft in results["drafts"]:
             layout.row(draft, draft)
             layout.payload.append((method["tree"], method["verifier"], draft))
@@ -229,7 +238,7 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
             top = 26 + (index * (height + AXIS + 30) if narrow else 0)
             ax = place(figure, left + (0 if narrow else index * (width + 24)), top, width, height)
             _tau_panel(ax, look, layout, values, labelled=narrow or index == 0)
-            ax.set_xlabel(f"{title} (T = {temperature:g})")
+            ax.set_xlabel(title if narrow else f"{title} (T = {temperature:g})")
     return figure
 
 

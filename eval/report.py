@@ -22,6 +22,7 @@ from eval.canvas import (
     themed,
     write_png,
 )
+from eval.rows import tree_name
 from eval.schema import Results
 from eval.tables import Table, tables
 from eval.words import lead
@@ -130,5 +131,6 @@ def _caption(results: Results, name: str, caption: str) -> str:
     if name == "accept":
         way = results["methods"][0]
         temperature = plots.headline_temperature(results)
-        return f"{caption} Tree {way['tree']}, verifier {way['verifier']}, temperature {temperature:g}."
+        verifier = way["verifier"] if way["lossless"] else f"{way['verifier']} (lossless: false)"
+        return f"{caption} Tree {tree_name(way['tree'])}, verifier {verifier}, temperature {temperature:g}."
     return caption

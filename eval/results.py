@@ -2,7 +2,7 @@
 behind it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.sampling import row_seed
@@ -268,6 +268,7 @@ def _rate(runs: Sequence[SpeedRun]) -> Sums:
 def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
     """Tokens per second and speedup of every way of decoding; empty when nothing was timed."""
     rows: list[SpeedRow] = []
+    lossless = {(way.tree, way.verifier): way.lossless for way in setting.methods}
     for domain, kind, suites in setting.groups() if measured.speeds else []:
         for temperature in setting.temperatures:
             cells = [measured.speeds[suite.name, temperature] for suite in suites]
@@ -284,7 +285,10 @@ def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
                         temperature=temperature,
                         tree=first["tree"],
                         verifier=first["verifier"],
+                        # The target alone is in no table of methods.
+                        lossless=lossless.get((first["tree"] or "", first["verifier"] or ""), True),
                         tokens_per_s=rate.pooled,
+                        latency_s_per_token=1 / rate.pooled if rate.pooled else None,
                         speedup=None if first["draft"] is None else quotient(rate, alone, picks),
                         tokens=sum(sum(run["emitted"]) for run in runs),
                         prefill_s=sum(sum(run["prefill_s"]) for run in runs),
@@ -323,7 +327,10 @@ def assemble(
         base=setting.base,
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
-        methods=[{"tree": way.tree, "verifier": way.verifier, "lossless": way.lossless} for way in setting.methods],
+        methods=[
+            {"tree": way.tree, "shape": asdict(way.shape), "verifier": way.verifier, "lossless": way.lossless}
+            for way in setting.methods
+        ],
         models=models,
         suites=suite_rows(setting.suites),
         baselines=baseline_rows(setting, measured),

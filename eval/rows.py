@@ -5,6 +5,7 @@ The vertical unit of such axes is the point, counted from the top.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -196,6 +197,12 @@ def limits(
     low, high = min(found), max(found)
     air = max(0.05 * (high - low), 0.02)
     return max(bounds[0], low - air), min(bounds[1], high + air)
+
+
+def tree_name(spec: str) -> str:
+    """A tree spec for people: of a file, its name without the folders; results.json has all of it."""
+    kind, colon, body = spec.partition(":")
+    return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia") and colon else spec
 
 
 def number(value: float | None, digits: int = 3) -> str:

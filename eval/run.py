@@ -1,7 +1,9 @@
 """One evaluation from its configuration to results.json, report.html and plots/."""
 
 import platform
+import resource
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -12,16 +14,18 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.drafts import Draft, check_draft_vocabulary, draft_fingerprint, kind_of, load_draft
 from draftsmith.errors import InputError
 from draftsmith.io import read_json, remove_leftovers, write_json_atomic
 from draftsmith.models import (
-    check_same_vocabulary,
     check_tokenizer,
     context_length,
     dtype_name,
     eos_ids,
-    fingerprint,
     load_model,
+    memory_bytes,
+    parameter_count,
+    quantization,
     vocabulary_size,
 )
 from draftsmith.progress import Advance, Tick, progress
@@ -55,6 +59,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         raise InputError(f"--out {out}: cannot be made a directory ({error.strerror})") from None
     for directory in (out, out / "plots"):
         remove_leftovers(directory)
+    _forget_peak_memory()
     suites, target, drafts = _load(config, request)
     cells = CellStore(out / "cells")
     models = {"target": _model_row(config.target, target)}
@@ -75,7 +80,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         config=asdict(config),
         models=models,
         provenance=provenance(command(config), asdict(config)),
-        clock=_clock(started, cells, machine(target)),
+        clock=_clock(started, cells, target),
     )
     write_json_atomic(out / "results.json", document)
     write_report(document, out)
@@ -91,7 +96,7 @@ def render(directory: str) -> Path:
     return write_report(document, out)  # type: ignore[arg-type]
 
 
-def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrainedModel, dict[str, PreTrainedModel]]:
+def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrainedModel, dict[str, Draft]]:
     """Prompts first, because they are cheap to find wrong; then all models; then whether they fit
     together."""
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
@@ -103,15 +108,26 @@ def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrained
         limit=config.max_prompts,
     )
 
-    def load(name: str, dtype: str) -> PreTrainedModel:
-        return load_model(name, device=config.device, dtype=dtype, trust_remote_code=config.trust_remote_code)
-
-    target = load(config.target, config.dtype)
+    target = load_model(
+        config.target,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        quantize=config.quantize,
+    )
     check_tokenizer(config.target, target, tokenizer)
-    # Left to itself each draft would run in the dtype it was saved in, and the clock would compare those.
-    dtype = dtype_name(target) if config.dtype == "auto" else config.dtype
-    drafts = {name: load(source, dtype) for name, source in request.drafts.items()}
-    check_same_vocabulary(target, list(drafts.items()))
+    drafts: dict[str, Draft] = {}
+    for name, source in request.drafts.items():
+        drafts[name] = load_draft(
+            source,
+            target,
+            device=config.device,
+            # Left to itself each draft would run in the dtype it was saved in, and the clock would compare those.
+            dtype=dtype_name(target) if config.dtype == "auto" else config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            quantize=config.quantize_draft or config.quantize,
+        )
+        check_draft_vocabulary(source, drafts[name], target, tokenizer, config.trust_remote_code)
     for method in request.methods:
         for name, draft in drafts.items():
             try:
@@ -119,7 +135,9 @@ def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrained
             except ValueError as error:
                 raise InputError(f"--draft {name}: {error}") from None
     contexts = {"the target": context_length(target)}
-    contexts |= {f"draft {name}": context_length(draft) for name, draft in drafts.items()}
+    contexts |= {
+        f"draft {name}": context_length(draft) for name, draft in drafts.items() if isinstance(draft, PreTrainedModel)
+    }
     return fit(suites, config.max_new_tokens, contexts), target, drafts
 
 
@@ -128,7 +146,7 @@ def _measure(
     request: Request,
     suites: Sequence[Suite],
     target: PreTrainedModel,
-    drafts: dict[str, PreTrainedModel],
+    drafts: dict[str, Draft],
     models: dict[str, ModelRow],
     cells: CellStore,
 ) -> results.Measured:
@@ -156,7 +174,7 @@ class Bench:
     config: EvalConfig
     request: Request
     target: PreTrainedModel
-    drafts: dict[str, PreTrainedModel]
+    drafts: dict[str, Draft]
     models: dict[str, ModelRow]
     cells: CellStore
     advance: Advance
@@ -221,7 +239,13 @@ def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: results.Mea
                 seed=config.seed,
             )
             measured.decodings[suite.name, sampling.temperature, name, method] = bench.cell(
-                {"what": "decoding", **own, "tree": method.tree, "verifier": method.verifier},
+                {
+                    "what": "decoding",
+                    **own,
+                    "tree": method.tree,
+                    "shape": asdict(method.shape),
+                    "verifier": method.verifier,
+                },
                 len(prompts),
                 f"{name}, {method.tree}: {where}",
                 _ticking(decode),
@@ -236,7 +260,7 @@ def _timed(bench: Bench, suite: Suite, sampling: Sampling) -> measure.SpeedCell:
         "what": "speed",
         "prompts": config.speed_prompts,
         "drafts": {name: _identity(bench.models[name]) for name in bench.drafts},
-        "methods": [[method.tree, method.verifier] for method in methods],
+        "methods": [[method.tree, asdict(method.shape), method.verifier] for method in methods],
         "machine": machine(bench.target),
         **bench.common(suite, sampling),
     }
@@ -259,16 +283,26 @@ def _ticking(measurement: Callable[..., T]) -> Callable[[Tick], T]:
     return lambda tick: measurement(tick=tick)
 
 
-def _model_row(name: str, model: PreTrainedModel) -> ModelRow:
+def _model_row(name: str, model: Draft) -> ModelRow:
+    weight = next(model.parameters())
+    if isinstance(model, PreTrainedModel):
+        family, vocabulary, context = str(model.config.model_type), vocabulary_size(model), context_length(model)
+        dtype = dtype_name(model)
+    else:
+        family, vocabulary, context = model.kind, model.vocab_size, None
+        dtype = str(weight.dtype).removeprefix("torch.")
     return ModelRow(
         name=name,
-        fingerprint=fingerprint(model),
-        model_type=str(model.config.model_type),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vocabulary=vocabulary_size(model),
-        context=context_length(model),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        kind=kind_of(model),
+        fingerprint=draft_fingerprint(model),
+        model_type=family,
+        parameters=parameter_count(model),
+        memory_bytes=memory_bytes(model),
+        vocabulary=vocabulary,
+        context=context,
+        dtype=dtype,
+        quantize=quantization(model),
+        device=str(weight.device),
         training=_training(Path(name)),
     )
 
@@ -331,7 +365,21 @@ def command(config: EvalConfig) -> str:
     return shlex.join(words)
 
 
-def _clock(started: float, cells: CellStore, place: dict[str, Any]) -> dict[str, Any]:
+def _forget_peak_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_memory_bytes(target: PreTrainedModel) -> int:
+    """The most that PyTorch held on the target's GPU in this run; on a CPU, the most that this process ever held."""
+    if target.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(target.device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _clock(started: float, cells: CellStore, target: PreTrainedModel) -> dict[str, Any]:
     finished = time.time()
     return {
         "started": _utc(started),
@@ -339,7 +387,8 @@ def _clock(started: float, cells: CellStore, place: dict[str, Any]) -> dict[str,
         "seconds": round(finished - started, 3),
         "cells_reused": cells.reused,
         "cells_measured": cells.measured,
-        "machine": place,
+        "machine": machine(target),
+        "peak_memory_bytes": _peak_memory_bytes(target),
     }
 
 

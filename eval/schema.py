@@ -6,7 +6,7 @@ from eval.bootstrap import Difference, Estimate
 from eval.measure import Identical
 from eval.suites import Kind
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 DEFINITIONS: dict[str, str] = {
     "alpha": (
@@ -15,7 +15,8 @@ DEFINITIONS: dict[str, str] = {
         "(up to and including the end token) of sum_x min(p(x), q(x)), where p and q are what target "
         "and draft "
         "would sample from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how "
-        "often the two most probable tokens agree. Pooled over positions."
+        "often the two most probable tokens agree. Pooled over positions. Of a head it is the first token it "
+        "drafts, from the target's own states. A token that the draft does not have counts as q = 0."
     ),
     "accept@d": (
         "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was "
@@ -52,7 +53,17 @@ DEFINITIONS: dict[str, str] = {
     "identical_outputs": (
         "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
     ),
-    "lossless": "The verifier leaves the target's output law unchanged.",
+    "lossless": (
+        "The verifier leaves the target's output law unchanged. With lossless: false the outputs are another "
+        "law's, and tokens per call or per second are not comparable as they stand."
+    ),
+    "tokens/s, latency": (
+        "Tokens per second of decoding, and its inverse, seconds per token, at batch 1; the prefill is left out."
+    ),
+    "memory": (
+        "Of a model: its parameters, buffers and quantisation scales as they are loaded. Peak memory: the most that "
+        "PyTorch held on the GPU during the run; on a CPU, the most that the whole process held."
+    ),
 }
 
 
@@ -97,7 +108,9 @@ class SpeedRow(TypedDict):
     temperature: float
     tree: str | None
     verifier: str | None
+    lossless: bool
     tokens_per_s: float | None
+    latency_s_per_token: float | None
     speedup: Estimate | None
     tokens: int
     prefill_s: float
@@ -159,15 +172,23 @@ class Training(TypedDict):
 
 
 class ModelRow(TypedDict):
-    """What a model is, beyond its name. `training` is None for a model that `draftsmith train` did not align."""
+    """What a model is, beyond its name.
+
+    `kind` is the proposer that drafts with it, "draft" for a language model, the target too. `context` is None where
+    the config does not say and for heads, which reach as far as their target. `quantize` is "nf4" or "none".
+    `training` is None for a model that `draftsmith train` did not align.
+    """
 
     name: str
+    kind: str
     fingerprint: str
     model_type: str
     parameters: int
+    memory_bytes: int
     vocabulary: int
     context: int | None
     dtype: str
+    quantize: str
     device: str
     training: Training | None
 
@@ -182,7 +203,7 @@ class Speed(TypedDict):
 class Results(TypedDict):
     """results.json."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     definitions: dict[str, str]
     config: dict[str, Any]
     base: str

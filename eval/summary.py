@@ -20,20 +20,23 @@ def summary(document: Results, out: Path) -> dict[str, Any]:
                 "identical_outputs": row["identical_outputs"],
             }
         )
-    speedup = {
-        (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]): row["speedup"]
+    clocked = {
+        (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]): row
         for row in document["speed"]["domains"]
-        if row["speedup"] is not None
     }
     for (draft, domain, temperature), ways in tau.items():
         for way in ways:
-            timed = speedup.get((draft, domain, temperature, way["tree"], way["verifier"]))
+            clock = clocked.get((draft, domain, temperature, way["tree"], way["verifier"]))
+            timed = clock["speedup"] if clock else None
             way["speedup"] = timed["value"] if timed else None
             way["speedup_ci"] = [timed["low"], timed["high"]] if timed else None
+            way["tokens_per_s"] = clock["tokens_per_s"] if clock else None
+            way["latency_s_per_token"] = clock["latency_s_per_token"] if clock else None
     return {
         "results": str(out / "results.json"),
         "report": str(out / "report.html"),
         "base": document["base"],
+        "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
             {
                 "draft": cell["draft"],

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from eval.bootstrap import Difference, Estimate
-from eval.rows import number, share, signed
-from eval.schema import DecodingRow, Results
+from eval.rows import number, share, signed, tree_name
+from eval.schema import DecodingRow, Results, SpeedRow
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,20 @@ def _with_interval(value: Estimate | None, digits: int = 3) -> str:
 
 def _gain(value: Difference | None, digits: int = 3) -> str:
     return "–" if value is None else signed(value["value"], digits) + _bounds(value, digits, True)
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value * 1000:.3g}"
+
+
+def memory(value: int) -> str:
+    """Bytes for people, in decimal units."""
+    size, unit = float(value), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
 def _seconds(value: float) -> str:
@@ -113,6 +127,12 @@ def _identical(row: DecodingRow) -> str:
     return "–" if check is None else f"{check['same']} of {check['of']}"
 
 
+def way(row: DecodingRow | SpeedRow) -> str:
+    """The verifier, and beside it, before any figure, that it is lossy."""
+    name = row["verifier"] or "–"
+    return name if row["lossless"] else f"{name}, lossless: false"
+
+
 def _decoding(results: Results) -> Table:
     deepest = max((len(row["accept_at"]) for row in results["decoding"]), default=0)
 
@@ -123,13 +143,13 @@ def _decoding(results: Results) -> Table:
         "Decoding, measured",
         "τ pooled over the set, then the mean of per-prompt τ. A dash stands where nothing was on offer. "
         "Identical outputs are compared at temperature 0 only.",
-        2,
+        4,
         [
             "domain",
             "draft",
-            "T",
             "tree",
             "verifier",
+            "T",
             "τ [95 %]",
             "per prompt",
             "gain [95 %]",
@@ -137,16 +157,15 @@ def _decoding(results: Results) -> Table:
             "α MCSD",
             "target calls",
             "tokens",
-            "lossless",
             "identical",
         ],
         [
             [
                 _domain(row["domain"], row["kind"]),
                 row["draft"],
+                tree_name(row["tree"]),
+                way(row),
                 f"{row['temperature']:g}",
-                row["tree"],
-                row["verifier"],
                 _with_interval(row["tau"], 2),
                 number(row["tau"]["mean_per_prompt"], 2),
                 _gain(row["tau_gain"], 2),
@@ -154,7 +173,6 @@ def _decoding(results: Results) -> Table:
                 number(row["alpha_mcsd"]["value"]),
                 str(row["counts"]["target_calls"]),
                 str(row["counts"]["emitted"]),
-                "yes" if row["lossless"] else "no",
                 _identical(row),
             ]
             for row in results["decoding"]
@@ -165,17 +183,17 @@ def _decoding(results: Results) -> Table:
 def _speed(results: Results) -> Table:
     return Table(
         "Speed",
-        "Batch 1, interleaved. Tokens per second leave the prefill out; it stands beside. These are "
-        "clock times of "
-        "one machine.",
-        2,
+        "Batch 1, interleaved. Tokens per second, and the milliseconds a token takes, leave the prefill out; it "
+        "stands beside. These are clock times of one machine.",
+        4,
         [
             "domain",
             "draft",
-            "T",
             "tree",
             "verifier",
+            "T",
             "tokens/s",
+            "ms/token",
             "speedup [95 %]",
             "tokens",
             "decode s",
@@ -185,10 +203,11 @@ def _speed(results: Results) -> Table:
             [
                 _domain(row["domain"], row["kind"]),
                 row["draft"] or "target alone",
+                tree_name(row["tree"] or "–"),
+                way(row),
                 f"{row['temperature']:g}",
-                row["tree"] or "–",
-                row["verifier"] or "–",
                 number(row["tokens_per_s"], 1),
+                _milliseconds(row["latency_s_per_token"]),
                 _with_interval(row["speedup"], 2),
                 str(row["tokens"]),
                 _seconds(row["decode_s"]),
@@ -223,7 +242,9 @@ def _suites(results: Results) -> Table:
 def _models(results: Results) -> Table:
     return Table(
         "Models",
-        "The fingerprint changes with the architecture or the weights.",
+        "The fingerprint changes with the architecture or the weights. Memory is that of a model's own tensors; at "
+        f"its peak the run held {memory(results['clock']['peak_memory_bytes'])}"
+        f"{'' if results['clock']['machine']['gpu'] else ', all of the process included'}.",
         2,
         [
             "role",
@@ -231,6 +252,7 @@ def _models(results: Results) -> Table:
             "type",
             "parameters",
             "of target",
+            "memory",
             "vocabulary",
             "dtype",
             "device",
@@ -243,8 +265,9 @@ def _models(results: Results) -> Table:
                 model["model_type"],
                 f"{model['parameters']:,}",
                 number(model["parameters"] / results["models"]["target"]["parameters"], 3),
+                memory(model["memory_bytes"]),
                 f"{model['vocabulary']:,}",
-                model["dtype"],
+                model["dtype"] if model["quantize"] == "none" else f"{model['quantize']}, {model['dtype']}",
                 model["device"],
                 model["fingerprint"],
             ]

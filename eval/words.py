@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eval.bootstrap import Difference, Estimate
 from eval.plots import headline_temperature
-from eval.rows import MINUS, number, percent
+from eval.rows import MINUS, number, percent, tree_name
 from eval.schema import AlphaRow, DecodingRow, Results, TransferRow
 
 
@@ -251,9 +251,10 @@ def _work(results: Results, draft: str) -> list[tuple[str, str]]:
         if row["kind"] == "id" and row["temperature"] == temperature
     }
 
-    def merit(row: DecodingRow) -> tuple[float, float]:
+    def merit(row: DecodingRow) -> tuple[bool, float, float]:
         timed = speeds.get((draft, row["tree"], row["verifier"]))
-        return (timed["value"] or 0.0 if timed else 0.0, row["tau"]["value"] or 0.0)
+        # A lossy rule speaks for a draft only where nothing else was measured.
+        return (row["lossless"], timed["value"] or 0.0 if timed else 0.0, row["tau"]["value"] or 0.0)
 
     best = max(rows, key=merit)
     base_tau = next(
@@ -263,7 +264,9 @@ def _work(results: Results, draft: str) -> list[tuple[str, str]]:
         == (results["base"], "id", temperature, best["tree"], best["verifier"])
     )
     gain = best["tau_gain"]
-    text = f"One call of the target yields {_figure(best['tau'])} tokens at home with {best['tree']}"
+    text = f"One call of the target yields {_figure(best['tau'])} tokens at home with {tree_name(best['tree'])}"
+    if not best["lossless"]:
+        text += f" and {best['verifier']} (lossless: false)"
     if draft != results["base"]:
         text += f"; with {results['base']}, {number(base_tau['value'], 2)}"
         if sign(gain) == 0:
@@ -298,7 +301,9 @@ def _lossless(results: Results) -> str:
     lossy = sorted({way["verifier"] for way in results["methods"] if not way["lossless"]})
     parts = []
     if lossy:
-        parts.append(f"Outputs are not the target's own with {', '.join(lossy)}, which is lossy by design.")
+        parts.append(
+            f"Outputs are not the target's own with {', '.join(lossy)}, which is lossy by design (lossless: false)."
+        )
     checks = [row["identical_outputs"] for row in results["decoding"] if row["lossless"]]
     found = [check for check in checks if check is not None]
     if not found:
@@ -311,7 +316,8 @@ def _lossless(results: Results) -> str:
         return " ".join(parts)
     same, total = sum(check["same"] for check in found), sum(check["of"] for check in found)
     if same == total:
-        parts.append(f"Lossless: at temperature 0, {same} of {total} outputs equal the target's own, token for token.")
+        who = "The others are lossless" if lossy else "Lossless"
+        parts.append(f"{who}: at temperature 0, {same} of {total} outputs equal the target's own, token for token.")
         return " ".join(parts)
     gap = max(check["largest_gap"] or 0.0 for check in found)
     dtype = results["models"]["target"]["dtype"]

@@ -32,6 +32,7 @@ class Recipe:
 
 RECIPES = [
     *(Recipe(str(path.relative_to(ROOT)), "train", TrainConfig, ()) for path in TRAIN),
+    Recipe("configs/bench/draft.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
     Recipe("configs/demo/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("configs/demo/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("configs/demo/seqkd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
@@ -39,6 +40,7 @@ RECIPES = [
     Recipe("configs/demo/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe("configs/demo/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
     Recipe("configs/distill/alpaca.yaml", "distill", DistillConfig, ("--out=o", "--target=t")),
+    Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
     Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
 ]
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import DraftModelProposer, Drawing, Generation, Proposal, SpeculativeDecoder, Tree
+from decode import DraftModelProposer, Drawing, Generation, Outcome, Proposal, Shape, SpeculativeDecoder, Tree
 from decode.forward import Block, Runner
 from decode.tree import TreeBatch
 from draftsmith.sampling import Sampling, generator
@@ -261,10 +261,10 @@ def test_invalid_combinations_are_refused() -> None:
     proposer = DraftModelProposer(model_of("llama", 2))
     with pytest.raises(ValueError, match="chains only.*use verifier mcsd or exact"):
         SpeculativeDecoder(target, proposer, "kary:4,2", "speculative")
-    with pytest.raises(ValueError, match="unknown; use one of exact, mcsd, speculative"):
+    with pytest.raises(ValueError, match="unknown; use one of block, exact, .*typical"):
         SpeculativeDecoder(target, proposer, "chain:2", "medusa")
-    with pytest.raises(ValueError, match="draft vocabulary 11 != target vocabulary 17"):
-        SpeculativeDecoder(target, DraftModelProposer(model_of("llama", 3, vocab=11)))
+    with pytest.raises(ValueError, match="takes all siblings from one draft.*use verifier specinfer"):
+        SpeculativeDecoder(target, DraftModelProposer([model_of("llama", 2), model_of("llama", 3)]), "kary:2,2", "kseq")
     with pytest.raises(ValueError, match="no nodes"):
         SpeculativeDecoder(target, proposer, Tree(()))
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):
@@ -285,6 +285,7 @@ class TwoShapes:
     Even rows get the chain a-b-c, odd rows the siblings a, b with c under b; the tokens are fixed.
     """
 
+    drafts = 1
     hidden_layers = (1, -1)
     trees = (Tree((-1, 0, 1)), Tree((-1, -1, 1)))
 
@@ -292,10 +293,10 @@ class TwoShapes:
         self.texts: list[list[int]] = []
         self.states: list[list[Tensor]] = []
 
-    def drawing(self, sampling: Sampling | None) -> Drawing:
-        return "deterministic"
+    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+        return frozenset({"deterministic"})
 
-    def check(self, target: PreTrainedModel, tree: Tree) -> None:
+    def check(self, target: PreTrainedModel, tree: Shape) -> None:
         return
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -304,7 +305,8 @@ class TwoShapes:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Tree,
+        tree: Shape,
+        drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,
         hidden_BTH: Sequence[Tensor],
@@ -336,13 +338,8 @@ class TwoShapes:
         guesses = [[-1, *(self.texts[row] * 2)[1:4]] for row in self.live]
         return Proposal(tree, torch.tensor(guesses), None, "deterministic")
 
-    def commit(
-        self,
-        paths: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        hidden: Sequence[Sequence[Tensor]],
-    ) -> None:
-        for row, block, states in zip(self.live, tokens, hidden, strict=True):
+    def commit(self, outcome: Outcome) -> None:
+        for row, block, states in zip(self.live, outcome.tokens, outcome.hidden, strict=True):
             if block:
                 self.texts[row] += block
                 self.states[row] = [torch.cat([old, new]) for old, new in zip(self.states[row], states, strict=True)]

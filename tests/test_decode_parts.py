@@ -13,6 +13,7 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, pa
 from decode.cache import TreeCache
 from decode.engine import _Run
 from decode.forward import Runner
+from decode.shape import kary
 from draftsmith.sampling import Sampling, generator
 
 GREEDY = Sampling(temperature=0.0)
@@ -44,7 +45,7 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
 
 
 def test_kary_is_breadth_first_with_ranks_and_depths() -> None:
-    tree = parse_tree("kary:2,3")
+    tree = kary((2, 3))
     assert tree.parents == (-1, -1, 0, 0, 0, 1, 1, 1)
     assert tree.depths == (1, 1, 2, 2, 2, 2, 2, 2)
     assert tree.ranks == (0, 1, 0, 1, 2, 0, 1, 2)
@@ -60,7 +61,7 @@ def test_a_chain_is_a_kary_of_ones() -> None:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_ancestors_are_the_path_to_the_root(branching: list[int]) -> None:
-    tree = parse_tree("kary:" + ",".join(map(str, branching)))
+    tree = kary(tuple(branching))
     for node in range(tree.size):
         path, at = set(), node
         while at >= 0:
@@ -160,7 +161,7 @@ def watched_run(
     """Bytes moved by the target's cache in each step, and the storage addresses after each."""
     generators = [generator(row) for row in range(len(prompts))]
     with torch.inference_mode():
-        run = _Run(decoder, prompts, GREEDY, 40, generators, eos, None)
+        run = _Run(decoder, prompts, GREEDY, 40, generators, eos, None, None)
         cache, moved, places = run.runner.cache, [0], []
         while run.live:
             run.step()
@@ -188,18 +189,28 @@ def test_no_step_copies_the_cache(tree: str, bound: int) -> None:
     assert all(place == places[0] for place in places)
 
 
-def test_rows_are_compacted_only_when_half_are_done() -> None:
+def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most() -> None:
     target = tiny_llama(1)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13, 3], [14], [2, 2]]
     lengths: set[int] = set()
+    left = 0
     for eos in range(17):
-        decoder = SpeculativeDecoder(target)
-        _, places, run = watched_run(decoder, prompts, frozenset({eos}))
+        generators = [generator(0)] * len(prompts)
+        run = _Run(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
+        while run.live:
+            rows, moved = len(run.batch), run.runner.cache.bytes_moved
+            with torch.inference_mode():
+                run.step()
+            if not run.live:
+                break
+            assert len(run.batch) == run.live == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
+            gone = rows - len(run.batch)
+            left += gone
+            # Each row that leaves makes room for one other at most, and every row keeps its one new cell.
+            cells = gone * max(run.runner.lengths) + rows
+            assert run.runner.cache.bytes_moved - moved <= cells * cell_bytes(run.runner)
         lengths |= {len(row.ids) for row in run.rows}
-        compactions = sum(a != b for a, b in zip(places, places[1:], strict=False))
-        assert compactions <= 3  # 8 -> 4 -> 2 -> 1
-        assert run.live == 0
-    assert len(lengths) > 5
+    assert len(lengths) > 5 and left > 30
 
 
 # Counts

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.commands.ways import markdown
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What `make demo` leaves behind and the README's lines read.
@@ -76,3 +78,8 @@ def test_readme_pictures_and_links_are_in_the_repository() -> None:
     assert any(target.endswith(".png") for target in local)
     for target in local:
         assert (ROOT / target).exists(), target
+
+
+def test_readme_holds_the_table_of_what_decode_can_do() -> None:
+    between = re.findall(r"<!-- ways: begin -->\n(.*?)\n<!-- ways: end -->", README, flags=re.DOTALL)
+    assert between == [markdown()], "put `python -c 'from draftsmith.commands.ways import *; print(markdown())'` there"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from draftsmith.__main__ import COMMANDS
-from draftsmith.commands.decode import DecodeConfig
+from draftsmith.commands.decoder import DecodeConfig
 from draftsmith.config import option_types, parse
 from draftsmith.errors import InputError
 from draftsmith.run import difference
@@ -222,7 +222,6 @@ def cases(pair: dict[str, Any]) -> list[list[str]]:
         ["decode", "--target", str(Path(prompts).parent), "--prompt", "a"],
         ["decode", "--target", target, "--prompt", "a", "--max_new_tokens", "96"],
         ["decode", "--target", target, "--prompt", "word " * 50, "--max_new_tokens", "40"],
-        ["decode", "--target", target, "--draft", draft, draft, "--prompt", "a"],
         ["decode", "--target", target, "--draft", draft, "--prompt", "a", "--tree", "bush:3"],
         [
             "decode",
@@ -241,7 +240,6 @@ def cases(pair: dict[str, Any]) -> list[list[str]]:
         ["decode", "--target", target, "--prompt", "a", "--proposer", "draft"],
         ["decode", "--target", target, "--prompt", "a", "--out", target],
         ["decode", "--target", target, "--prompt", "a", "--out", prompts + "/x.jsonl"],
-        ["decode", "--target", target, "--draft", pair["other"], "--prompt", "a"],
         ["distill", "--target", target, "--prompts", prompts, "--out", prompts],
         ["distill", "--target", target, "--prompts", prompts, "--out", prompts + "/sub"],
         ["distill", "--target", target, "--prompts", prompts, "--out", "o", "--max_new_tokens", "200"],

@@ -1,22 +1,31 @@
 """Models: what is loaded, what is refused, and how two are told apart."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.errors import InputError
 from draftsmith.models import (
+    Quantize,
     check_same_vocabulary,
     context_length,
+    dtype_name,
     eos_ids,
     fingerprint,
     load_model,
+    memory_bytes,
+    parameter_count,
+    quantization,
     resolve_device,
     vocabulary_size,
 )
+from draftsmith.sampling import Sampling, generator
 from draftsmith.text import load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
@@ -121,3 +130,98 @@ def test_a_fingerprint_follows_the_architecture(target_dir: str) -> None:
     before = fingerprint(model)
     model.config.rms_norm_eps = 0.5
     assert fingerprint(model) != before
+
+
+bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose layers hold whole blocks of 64 values, and odd ones too."""
+    torch.manual_seed(8)
+    config = LlamaConfig(
+        vocab_size=290,
+        hidden_size=64,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+    )
+    path = tmp_path_factory.mktemp("wide")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@bnb
+def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir: str) -> None:
+    whole, small = (load_model(wide_dir, device="cpu", quantize=how) for how in (None, "nf4"))
+    assert (quantization(whole), quantization(small)) == ("none", "nf4")
+    assert dtype_name(small) == "float32" and not small.training and small.device.type == "cpu"
+    assert parameter_count(small) == parameter_count(whole) == sum(p.numel() for p in whole.parameters())
+    linear = sum(p.numel() for name, p in whole.named_parameters() if "proj" in name)
+    saved = memory_bytes(whole) - memory_bytes(small)
+    # 32 bits become 4, a doubly quantised scale of 8 bits a block of 64, and little else.
+    assert saved == pytest.approx(linear * (32 - 4 - 8 / 64) / 8, rel=0.02)
+    ids_BT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.inference_mode():
+        exact, near = whole(input_ids=ids_BT).logits, small(input_ids=ids_BT).logits
+        alone = small(input_ids=ids_BT[:1, :1]).logits
+    error = float((exact - near).norm() / exact.norm())
+    assert 1e-3 < error < 0.5
+    torch.testing.assert_close(alone[0, 0], near[0, 0], atol=1e-4, rtol=1e-4)
+
+
+@bnb
+def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not_change(wide_dir: str) -> None:
+    model = load_model(wide_dir, device="cpu", quantize="nf4")
+    before = fingerprint(model)
+    assert before != fingerprint(load_model(wide_dir, device="cpu"))
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[3, 4]]))
+    assert fingerprint(model) == before
+    assert fingerprint(load_model(wide_dir, device="cpu", quantize="nf4")) == before
+    model.model.layers[0].mlp.up_proj.weight.quant_state.absmax[0] += 1
+    assert fingerprint(model) != before
+
+
+@bnb
+@pytest.mark.parametrize("how", ["nf4", "none"])
+def test_decoding_is_lossless_against_the_quantised_target(wide_dir: str, draft_dir: str, how: Quantize) -> None:
+    """The law is about the target that runs, whatever its precision; the draft may be quantised too."""
+    target = load_model(wide_dir, device="cpu", quantize="nf4")
+    drafts = [load_model(wide_dir, device="cpu"), load_model(draft_dir, device="cpu", quantize=how)]
+    prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]], 16
+    expected = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = list(prompt)
+            for _ in range(steps):
+                ids.append(int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            expected.append(ids[len(prompt) :])
+    for draft in drafts:
+        for tree, verifier in (("chain:3", "speculative"), ("kary:3,2", "mcsd")):
+            decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree, verifier)
+            batch = decoder.generate(prompts, Sampling(temperature=0.0), steps, [generator(i) for i in range(3)])
+            assert [row.output_ids for row in batch.generations] == expected
+            if draft is drafts[0]:
+                # The unquantised self drafts well, so that the run above was no string of rejections.
+                assert sum(row.stats.accepted for row in batch.generations) > steps
+
+
+def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="^--quantize int3: use none or nf4$"):
+        load_model(target_dir, device="cpu", quantize="int3")  # type: ignore[arg-type]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^--quantize nf4: needs bitsandbytes; pip install 'draftsmith\[bnb\]'"):
+        load_model(target_dir, device="cpu", quantize="nf4")
+
+
+@bnb
+def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.supported_torch_devices", {"cuda"})
+    with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes does not run on cpu") as caught:
+        load_model(target_dir, device="cpu", quantize="nf4")
+    assert "\n" not in str(caught.value)

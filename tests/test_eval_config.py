@@ -1,10 +1,13 @@
 """What an evaluation refuses, in one line, before any model is loaded."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decode import VERIFIERS, Growth, Tree
+from draftsmith.config import parse
 from draftsmith.errors import InputError
 from draftsmith.records import Prompt
 from eval.config import EvalConfig, Method, check
@@ -20,6 +23,30 @@ def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
     assert all(method.lossless for method in request.methods)
     assert request.base == "base" and request.drafts == {"base": "b", "mine": "m"}
     assert [sampling.temperature for sampling in request.samplings] == [0.0, 1.0]
+
+
+def test_trees_from_files_and_trees_that_grow_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "paths.json").write_text('{"paths": [[0], [1], [0, 0]], "stop": 0.1}')
+    (tmp_path / "rates.json").write_text('{"acceptance": [0.6, 0.2], "nodes": 6, "depth": 3}')
+    trees = [f"static:{tmp_path / 'paths.json'}", f"sequoia:{tmp_path / 'rates.json'}", "eagle2", "opt:nodes=8"]
+    methods = check(replace(GOOD, tree=trees)).methods
+    assert [method.verifier for method in methods] == ["mcsd", "mcsd", "exact", "exact"]
+    assert methods[0].shape == Tree((-1, -1, 0), 0.1)
+    assert methods[1].shape.size == 6 and methods[1].shape.depth <= 3
+    assert methods[2].shape == Growth(6, 10, 60)
+
+
+def test_every_verifier_is_accepted_on_a_chain() -> None:
+    methods = check(replace(GOOD, verifier=list(VERIFIERS))).methods
+    assert [method.verifier for method in methods] == list(VERIFIERS)
+    assert [method.verifier for method in methods if not method.lossless] == ["typical"]
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    (file := tmp_path / "tree.json").write_text('{"parents": [-1]}')
+    (method,) = check(replace(GOOD, tree=[f"static:{file}"])).methods
+    file.unlink()
+    assert method.shape == Tree((-1,))
 
 
 def test_a_value_may_hold_an_equals_sign() -> None:
@@ -45,6 +72,11 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         ({"tree": ["chain:2", "chain:2"]}, "names one value twice"),
         ({"verifier": ["speculativ"]}, "did you mean speculative?"),
         ({"tree": ["kary:2,2"], "verifier": ["speculative"]}, "valid on chains only"),
+        ({"tree": ["static:no/tree.json"]}, "--tree static:no/tree.json: no/tree.json: no such file"),
+        ({"tree": ["sequoia"]}, "names no file"),
+        ({"tree": ["eagle2:depth=2"], "verifier": ["kseq"]}, "'kseq' is not valid for drafts drawn 'deterministic'"),
+        ({"tree": ["opt"], "verifier": ["speculative"]}, "valid on chains only"),
+        ({"tree": ["eagle2"], "verifier": ["greedy"]}, "--tree eagle2 --verifier greedy: "),
         ({"temperature": []}, "--temperature: name at least one"),
         ({"temperature": [-1.0]}, "--temperature: -1.0"),
         ({"top_p": 0.0}, "--top_p: 0.0"),
@@ -64,6 +96,16 @@ def test_the_command_line_repeats_what_was_asked() -> None:
         "draftsmith eval --target t --draft base=b mine=m --id home=h.jsonl --ood away=a.jsonl --out o "
         "--temperature 1.0"
     )
+
+
+def test_quantisation_is_an_option_of_the_target_and_of_the_drafts() -> None:
+    words = ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o"]
+    assert (GOOD.quantize, GOOD.quantize_draft) == ("none", None)
+    config, _ = parse(EvalConfig, "eval", [*words, "--quantize", "nf4", "--quantize_draft", "none"])
+    assert (config.quantize, config.quantize_draft) == ("nf4", "none")
+    with pytest.raises(InputError, match="quantize") as caught:
+        parse(EvalConfig, "eval", [*words, "--quantize", "int3"])
+    assert "\n" not in str(caught.value)
 
 
 def _suite(*lengths: int) -> Suite:

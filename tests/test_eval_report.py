@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eval.config import Method
 from eval.report import render_page
 from eval.schema import ModelRow, Results, Training
 from eval.suites import Kind, Suite
+from eval.tables import memory
 from eval.words import lead
 
 CHROMIUM = next(
@@ -25,12 +27,15 @@ CHROMIUM = next(
 def _model(name: str) -> ModelRow:
     return ModelRow(
         name=name,
+        kind="draft",
         fingerprint="0123456789abcdef",
         model_type="llama",
         parameters=1000,
+        memory_bytes=4_120_000,
         vocabulary=17,
         context=64,
         dtype="float32",
+        quantize="none",
         device="cpu",
         training=Training(objective="ce", response_tokens=9000, epochs=2.0, steps=40, best_step=30)
         if name != "target"
@@ -46,10 +51,12 @@ def made_up(
     same: int | None = None,
     gap: float | None = None,
     offered: bool = True,
+    trees: Sequence[str] = ("chain:2",),
+    verifiers: Sequence[str] = ("speculative",),
 ) -> Results:
     """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
     rng = np.random.default_rng(0)
-    method = Method("chain:2", "speculative")
+    methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
     sets = [
         Suite(
             name,
@@ -77,23 +84,24 @@ def made_up(
                 measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts}
                 calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
                 first = [min(20 - c, c) if offered else 0 for c in calls]
-                measured.decodings[(*at, draft, method)] = {
-                    "target_calls": calls,
-                    "emitted": [20] * prompts,
-                    "proposed": [2 * c for c in calls],
-                    "accepted": [20 - c for c in calls],
-                    "depth_sum": [2 * c for c in calls],
-                    "accepted_by_depth": [[f, 0] for f in first],
-                    "reached_by_depth": [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)],
-                    "identical": (
-                        {"same": prompts if same is None else same, "of": prompts, "largest_gap": gap}
-                        if temperature == 0
-                        else None
-                    ),
-                }
-                seconds = {"decode_s": [0.15 * c for c in calls]}
-                way = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
-                runs.append({**way, **seconds, **emitted})
+                for method in methods:
+                    measured.decodings[(*at, draft, method)] = {
+                        "target_calls": calls,
+                        "emitted": [20] * prompts,
+                        "proposed": [2 * c for c in calls],
+                        "accepted": [20 - c for c in calls],
+                        "depth_sum": [2 * c for c in calls],
+                        "accepted_by_depth": [[f, 0] for f in first],
+                        "reached_by_depth": [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)],
+                        "identical": (
+                            {"same": prompts if same is None else same, "of": prompts, "largest_gap": gap}
+                            if temperature == 0
+                            else None
+                        ),
+                    }
+                    seconds = {"decode_s": [0.15 * c for c in calls]}
+                    way = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
+                    runs.append({**way, **seconds, **emitted})
             measured.speeds[at] = {
                 "prompt_ids": [prompt.id for prompt in suite.prompts],
                 "runs": runs,
@@ -103,7 +111,7 @@ def made_up(
         drafts=list(gains),
         base=next(iter(gains)),
         temperatures=[0.0, 1.0],
-        methods=[method],
+        methods=methods,
         bootstrap=300,
         seed=0,
     )
@@ -118,6 +126,7 @@ def made_up(
             "finished": "now",
             "cells_measured": 1,
             "cells_reused": 0,
+            "peak_memory_bytes": 1_234_000_000,
             "machine": {"cpu": "a cpu", "gpu": None, "threads": 1},
         },
     )
@@ -180,6 +189,55 @@ def test_everything_from_outside_is_escaped() -> None:
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
 
 
+def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft() -> None:
+    drafts: dict[str, dict[Kind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
+    found = made_up(drafts, BOTH, same=20, gap=3.0, verifiers=("typical", "exact"))
+    for row in found["decoding"]:
+        if row["verifier"] == "exact" and row["identical_outputs"]:
+            row["identical_outputs"] = {"same": 24, "of": 24, "largest_gap": None}
+    page = render_page(found)
+    rows = re.findall(r"<tr>.*?</tr>", page)
+    lossy = [row for row in rows if "typical" in row]
+    # Two drafts on two domains at two temperatures, decoded and timed.
+    assert len(lossy) == 16 and all(">typical, lossless: false</td>" in row for row in lossy)
+    assert not any("lossless: false" in row for row in rows if row not in lossy)
+    head = lead(found)
+    assert "typical, which is lossy by design (lossless: false)." in head.lossless
+    # Outputs of the lossy rule that differ are no failure of the lossless one.
+    assert (
+        "The others are lossless: at temperature 0, 96 of 96" in head.lossless
+        and "more than rounding" not in head.lossless
+    )
+    assert "typical" not in " ".join(text for finding in head.findings for _, text in finding.points)
+    alone = dict(lead(made_up(drafts, BOTH, verifiers=("typical",))).findings[0].points)
+    assert "and typical (lossless: false)" in alone["Tokens per call"]
+
+
+def test_memory_latency_and_quantisation_are_shown() -> None:
+    found = made_up({"base": BASE}, {"home": "id"})
+    found["models"]["target"]["quantize"] = "nf4"
+    page = render_page(found)
+    assert "held 1.23 GB, all of the process included" in page
+    assert "<td>4.12 MB</td>" in page and "nf4, float32" in page and "Draft alignment for t in nf4 ·" in page
+    speed = found["speed"]["domains"][0]
+    assert speed["tokens_per_s"] == pytest.approx(10) and speed["latency_s_per_token"] == pytest.approx(0.1)
+    assert "<td>10.0</td><td>100</td>" in page
+
+
+def test_a_tree_from_a_file_goes_by_the_name_of_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "wide.json").write_text('{"parents": [-1, -1]}')
+    found = made_up({"base": BASE}, {"home": "id"}, trees=(f"static:{file}",), verifiers=("mcsd",))
+    assert found["methods"][0]["tree"] == f"static:{file}"
+    page = render_page(found)
+    assert ">static:wide.json</td>" in page and "static:wide.json, verifier mcsd" in page
+    assert str(tmp_path) not in page
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (5_430_000_000, "5.43 GB")])
+def test_bytes_for_people(size: int, text: str) -> None:
+    assert memory(size) == text
+
+
 def test_the_same_results_draw_the_same_page() -> None:
     found = made_up({"base": BASE}, {"home": "id"})
     assert render_page(found) == render_page(found)
@@ -199,7 +257,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"draft-{'with-a-long-name-' * 3}{i}": {"id": 0.05 * i, "ood": 0.02 * i} for i in range(5)
     }
     suites: dict[str, Kind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
-    (root / "large.html").write_text(render_page(made_up(drafts, suites, prompts=8)))
+    trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
+    (root / "large.html").write_text(render_page(made_up(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
     return root
 
 

@@ -229,6 +229,6 @@ def test_what_cannot_be_loaded_is_refused_before_anything_runs(world: EvalConfig
 def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"results\.json: no such file"):
         render(str(tmp_path))
-    (tmp_path / "results.json").write_text('{"schema_version": 0}')
-    with pytest.raises(InputError, match="not results of schema version 1"):
+    (tmp_path / "results.json").write_text('{"schema_version": 1}')
+    with pytest.raises(InputError, match="not results of schema version 2"):
         render(str(tmp_path))

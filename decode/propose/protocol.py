@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.tree import Tree, TreeBatch
+from decode.tree import Shape, TreeBatch
 from draftsmith.sampling import Sampling
 
 # How the children of one node were chosen, which is what a verifier's correctness rests on:
-#   without_replacement  drawn from q one after another, each removed from q before the next; nothing is
-#                        pruned afterwards (that looks at what was drawn, and breaks every rule but "exact")
+#   without_replacement  drawn from q one after another, each removed from q before the next
+#   with_replacement     drawn from q independently; siblings may repeat a token
+#   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
 #   deterministic        a function of the context alone, such as the k most probable tokens
-Drawing = Literal["without_replacement", "deterministic"]
+# What was drawn at random is never pruned afterwards: that looks at the outcome, and breaks every rule but "exact".
+Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,40 +34,47 @@ class Proposal:
     """One step's drafted trees.
 
     `tokens_BM` are the drafted tokens in M indexing: column 0 (the root) is -1, and so is a node
-    that does not exist in that row. `q_BEV` are the fp32 laws that children were drawn from, before
-    any removal; None when deterministic.
+    that does not exist in that row. `q_BEV` are the fp32 laws over the target's vocabulary that
+    children were drawn from, before any removal; None when deterministic. With several drafts
+    the child of rank k was drawn by draft `k % drafts`, from law `slots_RM * drafts + k % drafts`.
     """
 
     tree: TreeBatch
     tokens_BM: Tensor
     q_BEV: Tensor | None
     drawing: Drawing
+    drafts: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of a proposal.
+
+    By row: `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the
+    target's own. A row that has ended has an empty path and no tokens and is never asked for again.
+    `hidden[b]` holds one `[path + 1, H]` tensor for each of `hidden_layers`: the target's states at
+    the root and at the accepted nodes. `p_BMV` are the target's laws at all nodes (one-hot when greedy).
+    """
+
+    paths: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]]
+    hidden: Sequence[Sequence[Tensor]]
+    p_BMV: Tensor
 
 
 class Session(Protocol):
     """A proposer at work on the rows of one `generate` call."""
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft one step. `u_BN` are float64 uniforms on the CPU, one a node; None when the law is
-        greedy.
+        """Draft one step. `u_BN` are float64 uniforms on the target's device, one a node (`tree.size`); None when
+        the drawing is deterministic.
         """
 
-    def commit(
-        self,
-        paths: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        hidden: Sequence[Sequence[Tensor]],
-    ) -> None:
-        """Learn the outcome, by row: accepted nodes (M indices), and their tokens followed by the
-        target's own.
-
-        `hidden[b]` holds one `[path + 1, H]` tensor for each of `hidden_layers`: the target's
-        states at the root and at the accepted nodes. A row that has ended has an empty token list
-        and is never asked for again.
-        """
+    def commit(self, outcome: Outcome) -> None:
+        """Learn what became of the last proposal."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Shrink the batch to these rows."""
+        """Go on with these rows of the batch, in this order."""
 
 
 class Proposer(Protocol):
@@ -73,18 +82,21 @@ class Proposer(Protocol):
     sessions.
     """
 
+    drafts: int
+    """How many laws a node's children are drawn from in turn; 1 but for several draft models."""
+
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty
         for none.
         """
 
-    def drawing(self, sampling: Sampling | None) -> Drawing:
-        """How children are chosen under this sampling; None asks for the general case, temperature
-        above 0.
+    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+        """The ways in which it can choose children on such a tree above temperature 0. At temperature 0 every
+        proposer is deterministic.
         """
 
-    def check(self, target: PreTrainedModel, tree: Tree) -> None:
+    def check(self, target: PreTrainedModel, tree: Shape) -> None:
         """Raise ValueError, in one line with the fix, when it cannot draft this tree for this
         target.
         """
@@ -95,7 +107,8 @@ class Proposer(Protocol):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Tree,
+        tree: Shape,
+        drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,
         hidden_BTH: Sequence[Tensor],

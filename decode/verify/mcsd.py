@@ -1,17 +1,26 @@
 """Multi-candidate speculative sampling without replacement (Yang et al. 2024, arXiv 2401.06706,
-algorithm 2).
+algorithm 2), also known as recursive rejection sampling without replacement.
 
-Legend: B rows, K siblings, M nodes with the root, V vocabulary, U uniforms a row: one for each
-depth and sibling rank (depth by depth), and one for the last token.
+Legend: B rows, K siblings, M nodes with the root, V vocabulary, U uniforms a row.
 """
 
 import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.tree import TreeBatch
-from decode.verify.rule import Verdict, Verifier, finish, match, residual
-from draftsmith.sampling import draw
+from decode.verify.rule import (
+    Node,
+    Rows,
+    Verdict,
+    Verifier,
+    among,
+    landing,
+    match,
+    nowhere,
+    one_a_sibling,
+    residual,
+    walk,
+)
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
@@ -24,48 +33,46 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """
     if u_BU is None:
         return match(proposal, p_BMV, None)
-    tree = proposal.tree
-    u_BU = u_BU.to(p_BMV.device)
-    rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
-    children_BMK = tree.children_RMK.expand(len(rows_B), -1, -1)
-    slots_BM = tree.slots_RM.expand(len(rows_B), -1)
-    at_B = torch.zeros_like(rows_B)
-    walking_B = torch.ones_like(rows_B, dtype=torch.bool)
-    open_B = torch.zeros_like(walking_B)
-    accepted_B = torch.zeros_like(at_B)
-    law_BV = p_BMV[:, 0]
-    nodes = []
-    used = 0
-    for width in tree.widths:
-        p_BV = p_BMV[rows_B, at_B]
-        q_BV = None if proposal.q_BEV is None else proposal.q_BEV[rows_B, slots_BM[rows_B, at_B]]
-        kids_BK = children_BMK[rows_B, at_B]
-        offer_BK = proposal.tokens_BM.gather(1, kids_BK)
-        next_B = torch.zeros_like(at_B)
-        for k in range(width):
-            x_B1 = offer_BK[:, k : k + 1]
-            asked_B = walking_B & (next_B == 0) & (x_B1[:, 0] >= 0)
-            x_B1 = x_B1.clamp(min=0)
-            point_BV = torch.zeros_like(p_BV).scatter_(1, x_B1, 1.0) if q_BV is None else None
-            now_BV = q_BV if q_BV is not None else point_BV
-            assert now_BV is not None
-            # u q < p rather than u < p / q: no division, and a token of target probability 0 is
-            # never accepted.
-            taken_B = asked_B & (u_BU[:, used + k] * now_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0])
-            next_B = torch.where(taken_B, kids_BK[:, k], next_B)
-            refused_B1 = (asked_B & ~taken_B).unsqueeze(1)
-            p_BV = torch.where(refused_B1, residual(p_BV, now_BV), p_BV)
-            if q_BV is not None and k + 1 < width:
-                q_BV = torch.where(refused_B1, without(q_BV, x_B1), q_BV)
-        used += width
-        law_BV = torch.where(walking_B.unsqueeze(1), p_BV, law_BV)
-        open_B = open_B | (walking_B & (next_B == 0) & (offer_BK >= 0).any(1))
-        walking_B = next_B > 0
-        accepted_B = accepted_B + walking_B
-        at_B = torch.where(walking_B, next_B, at_B)
-        nodes.append(next_B)
-    law_BV = torch.where(walking_B.unsqueeze(1), p_BMV[rows_B, at_B], law_BV)
-    return finish(proposal, nodes, accepted_B, open_B, draw(law_BV, u_BU[:, used]))
+    if proposal.q_BEV is None:
+        return walk(proposal, p_BMV, u_BU, landing, per_node=1)
+    return walk(proposal, p_BMV, u_BU, lambda node: in_turn(node, replacement=False), per_node=None)
+
+
+def in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
+    """Speculative sampling on one sibling after another, each against what the refusals before it have left of p.
+
+    Without replacement q loses the tokens that were refused; with replacement each sibling has its own q.
+    """
+    p_BV, q_BV = node.p_BV, node.law(0)
+    rank_B = torch.full_like(node.offer_BK[:, 0], -1)
+    width = node.offer_BK.shape[1]
+    for k in range(width):
+        x_B1 = node.offer_BK[:, k : k + 1]
+        asked_B = (rank_B < 0) & (x_B1[:, 0] >= 0)
+        x_B1 = x_B1.clamp(min=0)
+        if replacement and k:
+            q_BV = node.law(k)
+        # u q < p rather than u < p / q: no division, and a token of target probability 0 is
+        # never accepted.
+        fits_B = node.u_Bn[:, k] * q_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0]
+        rank_B = rank_B.masked_fill(asked_B & fits_B, k)
+        refused_B = asked_B & ~fits_B
+        if nowhere(refused_B):
+            if nowhere(rank_B < 0):
+                break
+            continue
+        who = among(refused_B)
+        p_BV = change(p_BV, who, refused_B, residual(p_BV[who], q_BV[who]))
+        if not replacement and k + 1 < width:
+            q_BV = change(q_BV, who, refused_B, without(q_BV[who], x_B1[who]))
+    return rank_B, p_BV
+
+
+def change(law_BV: Tensor, who: Rows, mask_B: Tensor, new_BV: Tensor) -> Tensor:
+    """The laws with those of the mask replaced; `new_BV` are of the rows `who`, which hold the mask."""
+    if isinstance(who, Tensor):
+        return law_BV.index_copy(0, who, new_BV)
+    return torch.where(mask_B.unsqueeze(1), new_BV, law_BV)
 
 
 def without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
@@ -75,19 +82,17 @@ def without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
     then (-1).
     """
     rest_BV = q_BV.scatter(1, x_B1, 0.0)
-    return rest_BV / rest_BV.sum(-1, keepdim=True).clamp_(min=torch.finfo(rest_BV.dtype).tiny)
-
-
-def uniforms(tree: TreeBatch) -> int:
-    """One for each depth and sibling rank, one for the last token."""
-    return sum(tree.widths) + 1
+    return rest_BV.div_(rest_BV.sum(-1, keepdim=True).clamp_(min=torch.finfo(rest_BV.dtype).tiny))
 
 
 MCSD = Verifier(
     name="mcsd",
+    title="multi-candidate, siblings drawn without replacement",
+    paper="Yang et al. 2024, arXiv 2401.06706",
     lossless=True,
     chains_only=False,
-    drawings=frozenset({"without_replacement", "deterministic"}),
-    uniforms=uniforms,
+    several_drafts=False,
+    drawings=("without_replacement", "deterministic"),
+    uniforms=one_a_sibling,
     run=verify,
 )

@@ -1,0 +1,202 @@
+"""Decoding side by side: this engine, transformers' generate and assisted generation, and the raw forward beneath.
+
+    python benchmarks/decode.py [--out FILE.json] [--sections forwards ways ...] [--device cuda --dtype bfloat16]
+
+Prints one JSON object. Without arguments it needs nothing but the clone: the target is configs/demo/target and the
+draft configs/bench/draft, both widened (`widen.py`) to the cost of a 99 M and a 7 M model; the prompts are held-out
+passages of the demo's corpus. README.md in this directory says what the sections hold and how to read them.
+"""
+
+# ruff: noqa: E402
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # Python puts this directory first, where this very file would hide the package `decode`.
+    sys.path[0] = str(ROOT)
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from benchmarks import sections
+from benchmarks.sections import Bench
+from benchmarks.ways import Pair, endless
+from benchmarks.widen import widen
+from draftsmith import corpus
+from draftsmith.config import parse
+from draftsmith.errors import InputError
+from draftsmith.io import write_text_atomic
+from draftsmith.models import dtype_name, load_model, resolve_device
+from draftsmith.text import Tokenizer, encode_text, load_tokenizer
+
+TARGET, DRAFT = ROOT / "configs" / "demo" / "target", ROOT / "configs" / "bench" / "draft"
+# Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not matter.
+POSITIONS = 8192
+TARGET_SHAPE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
+DRAFT_SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4}
+PASSAGE_CHARACTERS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Time ways of decoding with a target and a draft."""
+
+    target: str | None = None
+    """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
+    draft: str | None = None
+    sections: list[str] = field(default_factory=lambda: list(SECTIONS))
+    """Any of forwards, ways, verifiers, batch, context."""
+    ways: list[str] = field(
+        default_factory=lambda: [
+            "hf",
+            "ar",
+            "hf-assisted",
+            "hf-constant:4",
+            "chain:2",
+            "chain:4",
+            "chain:6",
+            "chain:8,stop=0.4",
+            "kary:4,2,2",
+            "kary:2,2,1",
+            "eagle2:depth=4,beam=4,nodes=16",
+            "prompt_lookup@chain:6",
+        ]
+    )
+    """Ways to set side by side (benchmarks/ways.py); `hf` and `ar` are always timed."""
+    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    rounds: int = 5
+    """Every round has other prompts and, above temperature 0, another seed."""
+    prompts: int = 3
+    """Prompts of one round, taken from the domains in turn."""
+    prompt_tokens: int = 64
+    max_new_tokens: int = 64
+    context: list[int] = field(default_factory=lambda: [128, 1024, 4000])
+    """Prompt lengths of the section `context`; the section `forwards` uses 128 and 4096 where they fit."""
+    verifier_trees: list[str] = field(default_factory=lambda: ["kary:3,2,1", "kary:2,2,2,2"])
+    """Trees of the section `verifiers`: 15 and 30 nodes."""
+    batch: list[int] = field(default_factory=lambda: [1, 4, 8])
+    threads: int = 2
+    """CPU threads of torch."""
+    device: str = "auto"
+    dtype: str = "auto"
+    out: str | None = None
+    """Also write the JSON to this file."""
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.sections) - set(SECTIONS)):
+            raise InputError(f"--sections {unknown[0]}: use any of {', '.join(SECTIONS)}")
+        if (self.target is None) != (self.draft is None):
+            raise InputError("--target and --draft go together; without both, the shipped pair is used")
+        for key in ("rounds", "prompts", "prompt_tokens", "max_new_tokens", "threads"):
+            if getattr(self, key) < 1:
+                raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
+
+
+SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
+    "forwards": lambda bench, options: sections.forwards(bench),
+    "ways": lambda bench, options: sections.ways(bench, options.ways, options.temperature, options.rounds),
+    "verifiers": lambda bench, options: sections.verifiers(bench, options.verifier_trees, options.rounds),
+    "batch": lambda bench, options: sections.batches(bench, options.batch, options.rounds),
+    "context": lambda bench, options: sections.contexts(bench, options.context, options.rounds),
+}
+
+
+def load_bench(options: Options) -> Bench:
+    """Models and prompts. `Bench.small` decodes the same tokens for less, where only counts are wanted."""
+    target, draft = (
+        load_model(name, device=options.device, dtype=options.dtype)
+        for name in (options.target or str(TARGET), options.draft or str(DRAFT))
+    )
+    small = pair = Pair(endless(target), endless(draft))
+    if options.target is None:
+        pair = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
+    tokenizer = load_tokenizer(options.target or str(TARGET))
+    return Bench(
+        pair=pair,
+        small=small,
+        prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
+        text=long_text(tokenizer, max([*options.context, *sections.FORWARD_CONTEXTS])),
+        max_new_tokens=options.max_new_tokens,
+    )
+
+
+def _wide(model: PreTrainedModel, shape: dict[str, int]) -> PreTrainedModel:
+    assert isinstance(model, LlamaForCausalLM)
+    return widen(model, **shape, max_position_embeddings=POSITIONS)
+
+
+def prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[tuple[str, list[int]]]:
+    """`count` pairs (domain, exactly `tokens` tokens) from held-out passages, the domains in turn."""
+    found: dict[str, list[list[int]]] = {}
+    for domain in corpus.DOMAINS:
+        rows = corpus.passages(domain, corpus.split(domain).heldout, max(PASSAGE_CHARACTERS, 8 * tokens))
+        encoded = (encode_text(tokenizer, row["text"])[:tokens] for row in rows)
+        found[domain] = [ids for ids in encoded if len(ids) == tokens]
+    names = list(found)
+    chosen = [(names[i % len(names)], i // len(names)) for i in range(count)]
+    if short := [domain for domain, place in chosen if place >= len(found[domain])]:
+        raise InputError(
+            f"--prompts: {count} in all; {short[0]} has no {tokens} tokens in so many passages; ask for fewer"
+        )
+    return [(domain, found[domain][place]) for domain, place in chosen]
+
+
+def long_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
+    """Held-out prose one passage after another, `tokens` tokens of it."""
+    ids: list[int] = []
+    for row in corpus.passages("prose", corpus.split("prose").heldout):
+        ids += encode_text(tokenizer, row["text"])
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise InputError(f"--context {tokens}: the held-out prose has only {len(ids)} tokens; ask for fewer")
+
+
+def setting(options: Options, bench: Bench) -> dict[str, Any]:
+    """Where and on what this was measured."""
+    target, draft = bench.pair.target, bench.pair.draft
+    cuda = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if cuda else platform.processor() or platform.machine(),
+        "dtype": dtype_name(target),
+        "threads": torch.get_num_threads(),
+        "load_average_before": os.getloadavg(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "target_parameters": target.num_parameters(),
+        "draft_parameters": draft.num_parameters(),
+        "options": asdict(options),
+    }
+
+
+def main() -> None:
+    """Run the sections that were asked for and print the JSON."""
+    options, _ = parse(Options, "decode", sys.argv[1:])
+    torch.set_num_threads(options.threads)
+    resolve_device(options.device)
+    bench = load_bench(options)
+    result: dict[str, Any] = {"setting": setting(options, bench)}
+    for name in options.sections:
+        started = time.monotonic()
+        result[name] = SECTIONS[name](bench, options)
+        sys.stderr.write(f"{name}: {time.monotonic() - started:.0f} s\n")
+        if options.out is not None:
+            write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
+    json.dump(result, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"benchmarks/decode.py: {error}")

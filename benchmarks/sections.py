@@ -1,0 +1,308 @@
+"""What `decode.py` measures, one function a section; each returns what goes into the JSON.
+
+Legend: s seconds, ms milliseconds; `rows` tokens of one forward; a *step* is one target forward that decides tokens.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.timing import Clock, Run, hugging_face_forwards, medians_s, rotated, runner_forwards, timed_run
+from benchmarks.ways import Pair, Way, build, decoder
+from decode import VERIFIERS, parse_tree
+from draftsmith.errors import InputError
+from draftsmith.models import context_length
+from draftsmith.sampling import Sampling, generator, row_seed
+
+FORWARD_ROWS = (1, 2, 5, 9, 17, 29, 61)
+FORWARD_CONTEXTS = (128, 4096)
+FORWARD_REPEATS = 15
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Models, prompts with their domain (as many for every round), and a long text.
+
+    `small` gives the tokens of `pair` for less.
+    """
+
+    pair: Pair
+    small: Pair
+    prompts: list[tuple[str, list[int]]]
+    text: list[int]
+    max_new_tokens: int
+
+
+def forwards(bench: Bench) -> dict[str, Any]:
+    """Milliseconds of one forward by number of rows, behind a short and a long context, and the ratio to one row."""
+    found: dict[str, Any] = {}
+    for name, model, row_counts in (
+        ("target", bench.pair.target, FORWARD_ROWS),
+        ("draft", bench.pair.draft, FORWARD_ROWS[:3]),
+    ):
+        limit = context_length(model)
+        for context in FORWARD_CONTEXTS:
+            if limit is not None and context + max(FORWARD_ROWS) > limit:
+                continue
+            found[f"{name}_behind_{context}"] = _by_rows(model, bench.text[:context], row_counts)
+    found["cost_of_zeros"] = _cost_of_zeros(bench.pair.target, bench.text[: FORWARD_CONTEXTS[0]])
+    return found
+
+
+def _by_rows(model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int]) -> dict[str, Any]:
+    made = {
+        "transformers": hugging_face_forwards(model, context, row_counts),
+        "ours": runner_forwards(model, context, row_counts, True),
+        # Our masks and cache with the model's own forward.
+        "ours_plain": runner_forwards(model, context, row_counts, False),
+    }
+    calls = {f"{name} {rows}": call for name, by_rows in made.items() for rows, call in by_rows.items()}
+    times_s = medians_s(calls, model.device, FORWARD_REPEATS)
+    return {
+        name: {
+            str(rows): {
+                "ms": 1e3 * times_s[f"{name} {rows}"],
+                "over_one_row": times_s[f"{name} {rows}"] / times_s[f"{name} {row_counts[0]}"],
+            }
+            for rows in row_counts
+        }
+        for name in made
+    }
+
+
+def _cost_of_zeros(model: PreTrainedModel, context: Sequence[int]) -> dict[str, float]:
+    """Seconds of the (widened) target's forward over those of one with random weights of the same shape."""
+    twin = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).to(model.device).eval()
+    calls = {
+        f"{name} {rows}": call
+        for name, each in (("wide", model), ("random", twin))
+        for rows, call in hugging_face_forwards(each, context, (1, 17)).items()
+    }
+    times_s = medians_s(calls, model.device, FORWARD_REPEATS)
+    return {f"{rows} rows": times_s[f"wide {rows}"] / times_s[f"random {rows}"] for rows in (1, 17)}
+
+
+def ways(bench: Bench, names: Sequence[str], temperatures: Sequence[float], rounds: int) -> dict[str, Any]:
+    """Every way on the same prompts, other ones in every round, by temperature; `_summary` says what is kept."""
+    names = list(dict.fromkeys(["hf", "ar", *names]))
+    return {f"T={temperature:g}": _ways_at(bench, names, temperature, rounds) for temperature in temperatures}
+
+
+def _ways_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> dict[str, Any]:
+    target = bench.pair.target
+    made = {name: build(name, bench.pair, temperature, bench.max_new_tokens) for name in names}
+    count = len(bench.prompts) // rounds
+    shares = [bench.prompts[turn * count : (turn + 1) * count] for turn in range(rounds)]
+    # By way, then round, then prompt.
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}
+    raw = {
+        "transformers": hugging_face_forwards(target, bench.prompts[0][1], (1,))[1],
+        "ours": runner_forwards(target, bench.prompts[0][1], (1,), True)[1],
+    }
+    raw_s: list[dict[str, float]] = []
+    with Clock(target=target, draft=bench.pair.draft) as clock:
+        for name in names:
+            made[name].decode([bench.prompts[0][1]], 0)
+        for turn, share in enumerate(shares):
+            raw_s.append(medians_s(raw, target.device, 5))
+            for place, (_, prompt) in enumerate(share):
+                for name in rotated(names, turn * len(share) + place):
+                    run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
+                    runs[name][turn].append(run)
+    limit_s = statistics.median(min(each.values()) for each in raw_s)
+    found: dict[str, Any] = {
+        "raw_forward_ms": {name: 1e3 * statistics.median(each[name] for each in raw_s) for name in raw},
+        "limit_tokens_per_s_without_draft": 1 / limit_s,
+    }
+    domains = [[domain for domain, _ in share] for share in shares]
+    for name in names:
+        found[name] = _summary(made[name], runs[name], domains, limit_s)
+        for baseline in ("ar", "hf"):
+            found[name][f"speed_over_{baseline}"] = statistics.median(
+                _speed(mine) / _speed(theirs) for mine, theirs in zip(runs[name], runs[baseline], strict=True)
+            )
+        if temperature == 0:
+            found[name]["greedy_equal"] = _equal(runs[name], runs["ar"])
+    return found
+
+
+def _speed(runs: Sequence[Run]) -> float:
+    return sum(_emitted(run) for run in runs) / sum(run.wall_s for run in runs)
+
+
+def _emitted(run: Run) -> int:
+    return sum(map(len, run.outputs))
+
+
+def _steps(way: Way, run: Run) -> int:
+    return run.calls["target"] - way.prefills
+
+
+def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> str:
+    pairs = [(a.outputs, b.outputs) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+
+def _summary(
+    way: Way, rounds: Sequence[Sequence[Run]], domains: Sequence[Sequence[str]], limit_s: float
+) -> dict[str, Any]:
+    """Speed, tau and where a step's time goes: medians over rounds, prefill included, counts over everything.
+
+    `overhead` is all that is not a forward of either model; `ms_per_step_after_prefill` leaves out what comes before
+    the end of the target's first forward.
+    """
+    pooled = [run for runs in rounds for run in runs]
+    by_domain: dict[str, list[int]] = {}
+    for names, runs in zip(domains, rounds, strict=True):
+        for domain, run in zip(names, runs, strict=True):
+            counts = by_domain.setdefault(domain, [0, 0])
+            counts[0] += _emitted(run)
+            counts[1] += _steps(way, run)
+
+    def per_step(seconds: Callable[[Run], float]) -> float:
+        return statistics.median(1e3 * sum(map(seconds, r)) / sum(_steps(way, run) for run in r) for r in rounds)
+
+    def per_call(model: str) -> float | None:
+        calls = sum(run.calls.get(model, 0) for run in pooled)
+        return 1e3 * sum(run.forward_s.get(model, 0.0) for run in pooled) / calls if calls else None
+
+    def forwards_s(run: Run) -> float:
+        return sum(run.forward_s.values())
+
+    speed = statistics.median(map(_speed, rounds))
+    return {
+        "tokens_per_s": speed,
+        "tau": sum(map(_emitted, pooled)) / sum(_steps(way, run) for run in pooled),
+        "tau_by_domain": {domain: emitted / steps for domain, (emitted, steps) in by_domain.items()},
+        "speed_over_limit_without_draft": speed * limit_s,
+        "ms_per_step": per_step(lambda run: run.wall_s),
+        "target_ms_per_step": per_step(lambda run: run.forward_s["target"]),
+        "draft_ms_per_step": per_step(lambda run: run.forward_s.get("draft", 0.0)),
+        "overhead_ms_per_step": per_step(lambda run: run.wall_s - forwards_s(run)),
+        "overhead_fraction": statistics.median(
+            1 - sum(map(forwards_s, runs)) / sum(run.wall_s for run in runs) for runs in rounds
+        ),
+        "ms_per_step_after_prefill": statistics.median(
+            1e3 * sum(run.after_prefill_s for run in runs) / sum(run.calls["target"] - 1 for run in runs)
+            for runs in rounds
+        ),
+        "draft_ms_per_forward": per_call("draft"),
+        "draft_forwards_per_step": sum(run.calls.get("draft", 0) for run in pooled)
+        / sum(_steps(way, run) for run in pooled),
+    }
+
+
+def verifiers(bench: Bench, trees: Sequence[str], seeds: int) -> dict[str, Any]:
+    """tau at temperature 1 of every verifier on the same tree, and of a grown deterministic tree of as many nodes.
+
+    Counts only: decoded with the small models, which give the same tokens. `standard_error` is over (prompt, seed).
+    A rule that is not valid for a tree says so.
+    """
+    found: dict[str, Any] = {}
+    for tree in trees:
+        shape = parse_tree(tree)
+        grown = f"eagle2:depth={shape.depth},beam={round(math.sqrt(shape.size))},nodes={shape.size}/exact"
+        names = (*(f"{tree}/{verifier}" for verifier in VERIFIERS), grown)
+        found[f"{shape.size} nodes"] = {name: _tau(bench, name, seeds) for name in names}
+    return found
+
+
+def _tau(bench: Bench, name: str, seeds: int) -> dict[str, Any]:
+    try:
+        engine = decoder(name, bench.small)
+    except InputError as error:
+        return {"refused": str(error)}
+    prompts = [prompt for _, prompt in bench.prompts]
+    counts: list[tuple[int, int]] = []
+    for seed in range(seeds):
+        generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
+        batch = engine.generate(prompts, Sampling(temperature=1.0), bench.max_new_tokens, generators)
+        counts += [(each.stats.emitted, each.stats.target_calls) for each in batch.generations]
+    calls = sum(count for _, count in counts)
+    tau = sum(emitted for emitted, _ in counts) / calls
+    # Of a ratio of sums: the spread of what each row emits beyond its share.
+    spread = math.sqrt(sum((emitted - tau * count) ** 2 for emitted, count in counts))
+    lossless = engine.verifier.lossless
+    return {"tau": tau, "standard_error": spread / calls, "target_calls": calls, "lossless": lossless}
+
+
+def batches(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Greedy decoding of several prompts at once: seconds a row and tokens a second of the whole batch."""
+    target = bench.pair.target
+    made = {name: build(name, bench.pair, 0.0, bench.max_new_tokens) for name in ("hf", "ar", "chain:4", "kary:2,2,1")}
+    cells = [(name, size) for size in sizes for name in made]
+    labels = [f"{name} {size}" for name, size in cells]
+    runs: dict[str, list[Run]] = {label: [] for label in labels}
+    of = dict(zip(labels, cells, strict=True))
+    with Clock(target=target, draft=bench.pair.draft) as clock:
+        for turn in range(-1, rounds):
+            for label in rotated(labels, turn):
+                name, size = of[label]
+                prompts = [bench.prompts[row % len(bench.prompts)][1] for row in range(size)]
+                run = timed_run(clock, target.device, partial(made[name].decode, prompts, turn))
+                if turn >= 0:
+                    runs[label].append(run)
+    found: dict[str, Any] = {}
+    for label, (name, size) in of.items():
+        found.setdefault(name, {})[str(size)] = {
+            "ms_per_row_and_token": statistics.median(1e3 * run.wall_s / _emitted(run) for run in runs[label]),
+            "tokens_per_s": statistics.median(_emitted(run) / run.wall_s for run in runs[label]),
+            "ms_per_step_after_prefill": _after_prefill_ms(runs[label]),
+            "equal_to_ar": runs[label][0].outputs == runs[f"ar {size}"][0].outputs,
+        }
+    return found
+
+
+def _after_prefill_ms(runs: Sequence[Run]) -> float:
+    return statistics.median(1e3 * run.after_prefill_s / (run.calls["target"] - 1) for run in runs)
+
+
+def contexts(bench: Bench, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step behind long prompts, after the prefill, beside the raw forward there.
+
+    tau is not reported: the shipped models were trained on short texts.
+    """
+    target = bench.pair.target
+    limit = min(context_length(model) or 10**9 for model in (target, bench.pair.draft))
+    found: dict[str, Any] = {}
+    for length in lengths:
+        if length + bench.max_new_tokens > limit:
+            found[str(length)] = {"left_out": f"the models reach {limit} positions"}
+            continue
+        found[str(length)] = _context(bench, bench.text[:length], rounds)
+    return found
+
+
+def _context(bench: Bench, prompt: list[int], rounds: int) -> dict[str, Any]:
+    target = bench.pair.target
+    made = {
+        name: build(name, bench.pair, 0.0, bench.max_new_tokens) for name in ("hf", "ar", "hf-constant:4", "chain:4")
+    }
+    raw = {
+        f"{name} {rows} rows": call
+        for name, by_rows in (
+            ("transformers", hugging_face_forwards(target, prompt, (1, 5))),
+            ("ours", runner_forwards(target, prompt, (1, 5), True)),
+        )
+        for rows, call in by_rows.items()
+    }
+    raw_s = medians_s(raw, target.device, FORWARD_REPEATS)
+    runs: dict[str, list[Run]] = {name: [] for name in made}
+    with Clock(target=target, draft=bench.pair.draft) as clock:
+        for turn in range(-1, rounds):
+            for name in rotated(list(made), turn):
+                run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
+                if turn >= 0:
+                    runs[name].append(run)
+    return {"raw_forward_ms": {name: 1e3 * value for name, value in raw_s.items()}} | {
+        name: {
+            "ms_per_step_after_prefill": _after_prefill_ms(each),
+            "greedy_equal": each[0].outputs == runs["ar"][0].outputs,
+        }
+        for name, each in runs.items()
+    }

@@ -1,0 +1,200 @@
+"""Clocks for the benchmarks: what a `generate` call spends in the forwards of each model, and what the rest costs.
+
+Legend: q tokens of one forward, T cells of a block.
+
+The library has no timers of its own; `Clock` wraps the two places that every forward goes through, ours
+(`decode.forward.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it is open. Both include
+the making of masks and positions. On CUDA it records events, which
+do not make the host wait, and reads them afterwards.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from decode.forward import Block, Runner, attention_windows
+from decode.packed import Packs
+from draftsmith.models import context_length
+
+Mark = Any  # seconds on a CPU, a recorded event on CUDA
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the clock of the device."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def between_s(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another; on CUDA after a synchronisation."""
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the model called `name`."""
+
+    name: str
+    start: Mark
+    end: Mark
+
+
+class Clock:
+    """While open (`with Clock(target=..., draft=...) as clock`), notes every forward of these models in `forwards`."""
+
+    def __init__(self, **models: PreTrainedModel) -> None:
+        self.forwards: list[Forward] = []
+        self._models = models
+        self._names = {id(model): name for name, model in models.items()}
+        self._inside = False
+
+    def __enter__(self) -> "Clock":
+        self._runner = Runner.prefill, Runner.forward
+        Runner.prefill = self._through_runner(Runner.prefill)  # type: ignore[method-assign]
+        Runner.forward = self._through_runner(Runner.forward)  # type: ignore[method-assign]
+        for model in self._models.values():
+            model.forward = self._through_model(model, model.forward)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Runner.prefill, Runner.forward = self._runner  # type: ignore[method-assign]
+        for model in self._models.values():
+            del model.forward  # the instance's; the class has its own
+
+    def _through_runner(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(runner: Runner, *values: Any, **options: Any) -> Any:
+            return self._note(runner.model, lambda: call(runner, *values, **options))
+
+        return timed
+
+    def _through_model(self, model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # `wraps` also passes on the signature, which generate and Runner look at.
+        @functools.wraps(forward)
+        def timed(*values: Any, **options: Any) -> Any:
+            return self._note(model, lambda: forward(*values, **options))
+
+        return timed
+
+    def _note(self, model: PreTrainedModel, call: Callable[[], Any]) -> Any:
+        name = self._names.get(id(model))
+        if name is None or self._inside:
+            return call()
+        self._inside = True
+        start = mark(model.device)
+        try:
+            return call()
+        finally:
+            self.forwards.append(Forward(name, start, mark(model.device)))
+            self._inside = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed call of a way. `calls` and `forward_s` are by model name."""
+
+    outputs: list[list[int]]
+    wall_s: float
+    after_prefill_s: float
+    calls: dict[str, int]
+    forward_s: dict[str, float]
+
+
+def timed_run(clock: Clock, device: torch.device, call: Callable[[], list[list[int]]]) -> Run:
+    """Time one call. `after_prefill_s` begins where the target's first forward ends."""
+    clock.forwards.clear()
+    synchronise(device)
+    started = time.perf_counter()
+    outputs = call()
+    end = mark(device)
+    synchronise(device)
+    wall_s = time.perf_counter() - started
+    first = next(forward for forward in clock.forwards if forward.name == "target")
+    calls: dict[str, int] = {}
+    forward_s: dict[str, float] = {}
+    for forward in clock.forwards:
+        calls[forward.name] = calls.get(forward.name, 0) + 1
+        forward_s[forward.name] = forward_s.get(forward.name, 0.0) + between_s(forward.start, forward.end)
+    return Run(outputs, wall_s, between_s(first.end, end), calls, forward_s)
+
+
+@torch.inference_mode()
+def hugging_face_forwards(
+    model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int]
+) -> dict[int, Callable[[], None]]:
+    """Plain forwards of so many tokens behind `context`, through transformers and its own cache (one for all)."""
+    cache = DynamicCache(config=model.config)
+    ids_1T = torch.tensor([list(context)], device=model.device)
+    model(input_ids=ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def once(tokens_1q: Tensor) -> None:
+        model(input_ids=tokens_1q, past_key_values=cache, use_cache=True)
+        cache.crop(-tokens_1q.shape[1])
+
+    return {rows: functools.partial(once, ids_1T[:, :1].repeat(1, rows)) for rows in row_counts}
+
+
+@torch.inference_mode()
+def runner_forwards(
+    model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int], fast: bool | Packs
+) -> dict[int, Callable[[], None]]:
+    """Forwards of chains of so many tokens behind `context`, through our own runner and its cache."""
+    runner = Runner(model, attention_windows(model), context_length(model), fast)
+    runner.prefill([list(context)], max(row_counts) + 1)
+
+    @torch.inference_mode()
+    def once(tokens_1q: Tensor, block: Block) -> None:
+        runner.open()
+        runner.forward(tokens_1q, block)
+        runner.keep([[]])
+
+    calls: dict[int, Callable[[], None]] = {}
+    for rows in row_counts:
+        offsets_1T = torch.arange(rows, device=runner.device).unsqueeze(0)
+        sees_1qT = torch.ones(1, rows, rows, dtype=torch.bool, device=runner.device).tril()
+        tokens_1q = torch.full((1, rows), context[0], device=runner.device)
+        calls[rows] = functools.partial(once, tokens_1q, Block(offsets_1T, sees_1qT, static=True))
+    return calls
+
+
+def medians_s(calls: dict[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median seconds of every call, interleaved in rotating order after two warm-ups."""
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-2, repeats):
+        for name in rotated(names, turn):
+            synchronise(device)
+            started = time.perf_counter()
+            calls[name]()
+            synchronise(device)
+            if turn >= 0:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names from another one on at every turn, so that none always runs behind the same other."""
+    shift = turn % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def tensor_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Equally long rows of tokens as int64 `[B, T]`."""
+    return torch.tensor([list(row) for row in rows], device=device)

@@ -1,0 +1,80 @@
+"""How often can a node's children be accepted at best? The optimal-transport bound for k candidates.
+
+Legend: H a set of tokens, P(H) the target's mass on it, Q(H) the chance that all candidates fall in H, V vocabulary;
+`...` any leading shape. Everything is float64.
+
+No lossless rule accepts one of the candidates more often than alpha* = 1 + min over H of P(H) - Q(H), and some rule
+does so that often (Hu et al., ICLR 2025, arXiv 2502.18779). For independent draws and for draws without
+replacement the minimum is at a prefix of the tokens in ascending order of p/q, so that one scan finds it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from decode.propose.protocol import Drawing
+
+# A draw of exponential rate r has come by time SURE / r but for a chance of e^-40, below what a double resolves of 1.
+SURE = 40.0
+START = 1e-16  # no draw has come before, but for the same chance
+STEP = 0.25  # of the trapezoidal rule in log t; its error is about exp(-pi^2 / STEP), 1e-17
+
+
+def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, drawing: Drawing) -> Tensor:
+    """alpha* `[...]` of k candidates from `q` against `p`, both `[..., V]`; k is at least 1.
+
+    "with_replacement": k independent draws. "without_replacement": k successive draws, fewer when q has fewer tokens;
+    Q(H) is then an integral over one variable, taken to about 1e-11. "top_and_one": the k - 1 most probable tokens and
+    one from the others. "deterministic": the k most probable tokens. Tokens without mass in q are never candidates.
+    """
+    if k < 1:
+        raise ValueError(f"k: {k} candidates; ask for at least one")
+    p_V, q_V = (law.double() / law.double().sum(-1, keepdim=True) for law in (p_V, q_V))
+    if drawing in ("deterministic", "top_and_one"):
+        best = q_V.topk(min(k if drawing == "deterministic" else k - 1, q_V.shape[-1]), dim=-1)
+        covered = (p_V.gather(-1, best.indices) * (best.values > 0)).sum(-1)
+        if drawing == "deterministic":
+            return covered
+        rest_V = q_V.scatter(-1, best.indices, 0.0)
+        rest_V = rest_V / rest_V.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.double).tiny)
+        return covered + torch.minimum(p_V, rest_V).sum(-1)
+    ratio_V = torch.where(q_V > 0, p_V / q_V, torch.inf)
+    order_V = ratio_V.argsort(dim=-1)
+    p_V, q_V = p_V.gather(-1, order_V), q_V.gather(-1, order_V)
+    inside_V = q_V.cumsum(-1) ** k if drawing == "with_replacement" else _all_inside(q_V, k)
+    return 1 + (p_V.cumsum(-1) - inside_V).min(-1).values.clamp(max=0)
+
+
+def _all_inside(q_V: Tensor, k: int) -> Tensor:
+    """For each prefix of the tokens, the chance that k successive draws without replacement all fall in it.
+
+    Draws without replacement are the order in which clocks ring that have exponential rates q(x): the first k ring in
+    H when fewer than k have not rung there before the first outside of H does, at a time t of rate r = 1 - q(H). The
+    chance that exactly j have rung by t is e_j(z) exp(-q(H) t), z(x) = exp(q(x) t) - 1, and the elementary symmetric
+    polynomials e_j of all prefixes are running sums, e_j(n) = e_j(n - 1) + z_n e_(j-1)(n - 1), in which nothing
+    cancels. Clocks that are sure to have rung are counted, and left out of the polynomials, which could overflow.
+    """
+    support = (q_V > 0).sum(-1, keepdim=True)
+    needed = support.clamp(max=k)
+    # Once `needed` clocks are sure to have rung nothing is left to integrate.
+    slowest = q_V.sort(dim=-1, descending=True).values.gather(-1, needed - 1).min()
+    first, last = math.log(START), math.log(SURE / float(slowest)) + 1
+    # Shifted and not subtracted, so that small masses outside keep all their digits and none is exactly 0.
+    outside_V = torch.nn.functional.pad(q_V.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+    miss_V = torch.zeros_like(q_V)
+    for place in range(math.ceil((last - first) / STEP) + 1):
+        t = math.exp(first + place * STEP)
+        rate_V = q_V * t
+        sure_V = rate_V > SURE
+        rung_V = sure_V.long().cumsum(-1)
+        z_V = torch.where(sure_V, 0.0, rate_V).expm1()
+        light_V = torch.where(sure_V, 0.0, rate_V).cumsum(-1)
+        e_V = torch.ones_like(q_V)
+        few_V = torch.zeros_like(q_V)
+        for j in range(k):
+            few_V += torch.where(j + rung_V < needed, e_V, 0.0)
+            e_V = (z_V * torch.nn.functional.pad(e_V[..., :-1], (1, 0), value=float(j == 0))).cumsum(-1)
+        # dt = t d(log t)
+        miss_V += few_V * torch.exp(-light_V - outside_V * t) * outside_V * (t * STEP)
+    return 1 - miss_V

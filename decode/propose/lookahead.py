@@ -1,0 +1,200 @@
+"""Lookahead decoding: the target drafts for itself, with a Jacobi window and the n-grams that it leaves behind.
+
+Legend: B rows, N drafted nodes, M = N + 1 with the root, W columns of the window, V vocabulary, T prompt positions,
+H hidden size.
+
+Fu et al. 2024 (arXiv 2402.02057), section 3. The window is `ngram - 1` levels of W guessed tokens; the token at level
+l in column j stands l + j places behind the root. It sees the root, level 0 up to its column, and the levels above it
+in its column. Level 0, column 0 is the root itself. What the target says behind the last level is the next level: the
+oldest moves out, and each column is an n-gram that goes into a pool under its first token. The pool's n-grams that
+begin with the root's token are the candidates of a step.
+
+Window and candidates are one tree: level 0 is a chain, the columns hang from it, the candidates from the root, and
+what begins alike is merged. So a right guess in the window is accepted like any candidate, and behind a candidate
+that is accepted whole the target's own token comes for free.
+"""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.propose.ngrams import NOTHING, Flat, Forest, Trie, check_static
+from decode.propose.protocol import Drawing, Outcome, Proposal
+from decode.tree import Shape, Tree
+from draftsmith.sampling import Sampling
+
+
+class LookaheadProposer:
+    """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them a step.
+
+    `from_text` also puts the n-grams of the prompt and the output into the pool.
+    """
+
+    drafts = 1
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True) -> None:
+        if window < 1 or ngram < 2 or candidates < 1:
+            raise ValueError(
+                f"lookahead: window={window}, ngram={ngram}, candidates={candidates}; needs at least 1, 2 and 1"
+            )
+        self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
+
+    def shape(self) -> Tree:
+        """A tree with room for every step: at each depth as many nodes as window and candidates can have there, all
+        of them siblings.
+        """
+        levels = self.ngram - 1
+        deep = max(self.window + levels - 2, levels)
+        counts = [
+            sum(0 <= depth - level < self.window for level in range(levels)) + self.candidates * (depth <= levels)
+            for depth in range(1, deep + 1)
+        ]
+        parents: list[int] = []
+        above = -1
+        for count in counts:
+            first = len(parents)
+            parents += [above] * count
+            above = first
+        return Tree(tuple(parents))
+
+    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+        """Window and pool follow from the text and the target's laws; nothing is drawn."""
+        return frozenset({"deterministic"})
+
+    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+        """Refuse a tree without room for window and candidates."""
+        needed = self.shape()
+        given, least = _widths(check_static("lookahead", tree)), _widths(needed)
+        if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
+            raise ValueError(
+                f"lookahead drafts up to {needed.size} nodes {needed.depth} deep, and this tree lacks room for them; "
+                f"use the tree of LookaheadProposer.shape() (the default), or lower window, ngram or candidates"
+            )
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Any length will do."""
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tree: Shape,
+        drawing: Drawing,
+        sampling: Sampling,
+        max_new_tokens: int,
+        hidden_BTH: Sequence[Tensor],
+        device: torch.device,
+    ) -> "LookaheadSession":
+        """Fill the windows with tokens of the prompts."""
+        return LookaheadSession(self, prompts, Forest(check_static("lookahead", tree), device))
+
+
+def _widths(tree: Tree) -> tuple[int, ...]:
+    return tree.on(torch.device("cpu")).widths
+
+
+class Pool:
+    """n-grams by their first token, at most `most` of a token; the least recently entered go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rests: dict[int, dict[tuple[int, ...], None]] = {}
+
+    def put(self, ngram: tuple[int, ...]) -> None:
+        """Enter an n-gram, or make it the most recent."""
+        rests = self._rests.setdefault(ngram[0], {})
+        rests.pop(ngram[1:], None)
+        rests[ngram[1:]] = None
+        if len(rests) > self._most:
+            del rests[next(iter(rests))]
+
+    def get(self, token: int) -> list[tuple[int, ...]]:
+        """What followed `token`, the most recent first."""
+        return list(reversed(self._rests.get(token, {})))
+
+
+class Window:
+    """One row: the levels (column 0 of level 0 is the root), how often they have moved, and the pool."""
+
+    def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
+        self._ngram = proposer.ngram
+        self._from_text = proposer.from_text
+        # Guesses to begin with. Seeded alike for every row and used by it alone: rows do not depend on their mates.
+        pick = random.Random(0)
+        self.levels = [pick.choices(prompt, k=proposer.window) for _ in range(proposer.ngram - 1)]
+        self.levels[0][0] = prompt[-1]
+        self._moves = 0
+        self.pool = Pool(proposer.candidates)
+        self._tail: list[int] = []
+        self._read(prompt)
+        self.ends: list[int] = []
+
+    def draft(self, trie: Trie) -> Flat:
+        """Enter candidates and window; `ends` are then the M indices of the columns' last cells."""
+        for rest in self.pool.get(self.levels[0][0]):
+            trie.add(rest)
+        chain, deeper = self.levels[0], self.levels[1:]
+        ends = [
+            trie.add([*chain[1 : column + 1], *(level[column] for level in deeper)]) for column in range(len(chain))
+        ]
+        flat = trie.flatten()
+        self.ends = [flat.places[end] for end in ends]
+        return flat
+
+    def advance(self, says: Sequence[int], emitted: Sequence[int]) -> None:
+        """`says` are the target's tokens behind `ends`; `emitted` is what the row now ends with.
+
+        Columns are harvested once all of them but the first token is the target's own, not what they began with. The
+        window moves one place however many tokens were emitted, as the paper's code does: its columns then stand for
+        later places than they were computed for, but dropping as many columns as tokens were accepted would end most
+        n-grams before they are whole.
+        """
+        if self._moves >= len(self.levels) - 1:
+            for ngram in zip(*self.levels, says, strict=True):
+                self.pool.put(ngram)
+        self._moves += 1
+        self.levels = [*self.levels[1:], list(says)]
+        self.levels[0][0] = emitted[-1]
+        self._read(emitted)
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        if not self._from_text:
+            return
+        text = [*self._tail, *tokens]
+        for end in range(self._ngram, len(text) + 1):
+            self.pool.put(tuple(text[end - self._ngram : end]))
+        self._tail = text[-(self._ngram - 1) :]
+
+
+class LookaheadSession:
+    """The windows of the rows; None for a row that has ended."""
+
+    def __init__(self, proposer: LookaheadProposer, prompts: Sequence[Sequence[int]], forest: Forest) -> None:
+        self._rows: list[Window | None] = [Window(proposer, prompt) for prompt in prompts]
+        self._forest = forest
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        """Draft windows and candidates."""
+        forest = self._forest
+        return forest.proposal([NOTHING if row is None else row.draft(forest.trie()) for row in self._rows])
+
+    def commit(self, outcome: Outcome) -> None:
+        """Read what the target says behind each column, and move the windows on."""
+        self._rows = [row if emitted else None for row, emitted in zip(self._rows, outcome.tokens, strict=True)]
+        live = [(place, row) for place, row in enumerate(self._rows) if row is not None]
+        if not live:
+            return
+        device = outcome.p_BMV.device
+        places_L1 = torch.tensor([[place] for place, _ in live], device=device)
+        ends_LW = torch.tensor([row.ends for _, row in live], device=device)
+        # max is several times faster than argmax on a CPU.
+        says = outcome.p_BMV[places_L1, ends_LW].max(-1).indices.tolist()
+        for (place, row), said in zip(live, says, strict=True):
+            row.advance(said, outcome.tokens[place])
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order."""
+        self._rows = [self._rows[row] for row in rows]

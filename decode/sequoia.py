@@ -1,0 +1,132 @@
+"""The best static tree for a measured acceptance: Sequoia's dynamic programme (arXiv 2402.12374, section 3.1).
+
+Its one assumption: the chance that a drafted token is accepted, given that its parent was, depends on its rank among
+its siblings only. `acceptance[k]` is that chance for rank k; siblings exclude one another, so the chances of all ranks
+add up to at most 1; ranks beyond the vector have 0. It belongs to one pair, temperature, verifier and domain.
+
+Legend: N drafted nodes at most (an axis of N + 1 counts from none), D levels at most (an axis of D + 1 likewise),
+K ranks (an axis of K + 1 ends in "no more children").
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from decode.tree import Tree
+
+Floats = NDArray[np.float64]
+
+LARGEST, DEEPEST = 256, 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """A tree's budget and what it buys: `length` expected emitted tokens a step, at `token_s` seconds each."""
+
+    nodes: int
+    depth: int
+    length: float
+    token_s: float
+
+
+def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
+    """Expected emitted tokens a step on this tree, the target's own token included: 1 plus, for every node, the
+    product of the acceptances on its path.
+    """
+    rates = (*acceptance, *([0.0] * tree.size))
+    reach: list[float] = []
+    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+        reach.append(rates[rank] * (1.0 if parent < 0 else reach[parent]))
+    return 1.0 + sum(reach)
+
+
+def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
+    """The tree of at most `nodes` nodes and `depth` levels with the greatest `expected_length`; a node that adds
+    nothing is left out, so a tree may be smaller. ValueError for numbers out of range.
+    """
+    rates_K = _rates(acceptance, nodes, depth)
+    below_DKN = _best(rates_K, nodes, depth)
+    parents: list[int] = []
+    # The nodes whose children are still to be placed: (node, levels left under it, nodes that it may have under it).
+    waiting = [(-1, len(below_DKN) - 1, nodes)]
+    for node, levels, budget in waiting:
+        for rank, rate in enumerate(rates_K):
+            if levels == 0 or budget == 0:
+                break
+            options = rate * (1 + below_DKN[levels - 1, 0, :budget]) + below_DKN[levels, rank + 1, budget - 1 :: -1]
+            chosen = int(options.argmax())
+            if options[chosen] <= 0:
+                break
+            waiting.append((len(parents), levels - 1, chosen))
+            parents.append(node)
+            budget -= chosen + 1
+    return Tree(tuple(parents))
+
+
+def best_size(
+    acceptance: Sequence[float], nodes: int, depth: int, verify_s: Mapping[int, float], draft_s: float
+) -> Size:
+    """The size within `nodes` and `depth` whose optimal tree emits a token in the least time: the minimum of
+    (depth * draft_s + verify_s) / length (Sequoia, section 3.3).
+
+    `verify_s[n]` are the seconds of a target forward over n tokens, the root included (1 is plain decoding), at a real
+    context length; `draft_s` those of a draft forward over one level. Only measured sizes are considered, and a larger
+    one is never taken to be cheaper than a smaller one. ValueError when none is in range.
+    """
+    if not all(size >= 1 and 0 < seconds < np.inf for size, seconds in verify_s.items()):
+        raise ValueError('verify_s: tokens from 1 and positive seconds, for example {"1": 0.02, "8": 0.021}')
+    if not 0 <= draft_s < np.inf:
+        raise ValueError(f"draft_s={draft_s} is not a time; use seconds, for example 0.002")
+    reach_DN = 1 + _best(_rates(acceptance, nodes, depth), nodes, depth)[:, 0]
+    found: Size | None = None
+    dearest = 0.0
+    for size in sorted(verify_s):
+        dearest = max(dearest, verify_s[size])
+        for levels in range(1, len(reach_DN)) if 2 <= size <= nodes + 1 else ():
+            length = float(reach_DN[levels, size - 1])
+            token_s = (levels * draft_s + dearest) / length
+            if found is None or token_s < found.token_s:
+                found = Size(size - 1, levels, length, token_s)
+    if found is None:
+        raise ValueError(f"verify_s: no size from 2 to {nodes + 1} tokens (nodes + 1); measure one, or raise nodes")
+    return found
+
+
+def _rates(acceptance: Sequence[float], nodes: int, depth: int) -> Floats:
+    """The checked acceptance, without ranks that a tree of this size cannot have or that are never accepted."""
+    if not all(0 <= rate <= 1 for rate in acceptance):
+        raise ValueError("acceptance: every entry must be a probability in [0, 1], for example [0.6, 0.15, 0.05]")
+    if sum(acceptance) > 1 + 1e-6:
+        raise ValueError(
+            f"acceptance: adds up to {sum(acceptance):.4g}, but at most one sibling is accepted; "
+            f"give P(this rank is the accepted one), for example [0.6, 0.15, 0.05]"
+        )
+    if not any(acceptance):
+        raise ValueError("acceptance: 0 at every rank, so no tree helps; measure it with a draft that is accepted")
+    for key, value, most in (("nodes", nodes, LARGEST), ("depth", depth, DEEPEST)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{key}={value} is not in 1..{most}; use for example {key}={most // 4}")
+    return np.trim_zeros(np.array(acceptance, dtype=np.float64)[:nodes], "b")
+
+
+def _best(rates_K: Floats, nodes: int, depth: int) -> Floats:
+    """`below_DKN[d, k, n]`: the most expected tokens from the children of rank k and later of one node, which share n
+    nodes and reach d levels down. Ends at the level from which more levels change nothing. Entries with n > N - k are
+    0: no tree needs them, because k nodes are already used.
+    """
+    below_DKN = np.zeros((depth + 1, len(rates_K) + 1, nodes + 1))
+    for level in range(1, depth + 1):
+        child_N = 1 + below_DKN[level - 1, 0, :nodes]
+        for rank in range(len(rates_K) - 1, -1, -1):
+            # A (max, +) convolution: what this child keeps for itself, against what it leaves to later siblings.
+            most = nodes - rank
+            mine_N = rates_K[rank] * child_N[:most]
+            theirs_N = np.concatenate((np.full(most - 1, -np.inf), below_DKN[level, rank + 1, :most]))
+            split_NN = sliding_window_view(theirs_N, most) + mine_N[::-1]
+            below_DKN[level, rank, 1 : most + 1] = split_NN.max(1)
+        if np.array_equal(below_DKN[level, 0], below_DKN[level - 1, 0]):
+            return below_DKN[:level]
+    return below_DKN

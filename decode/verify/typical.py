@@ -1,0 +1,54 @@
+"""Typical acceptance (Cai et al. 2024, Medusa, arXiv 2401.10774). Lossy: the output is not a sample of
+the target; tokens that the target finds plausible enough are taken as they were drafted.
+
+Legend: B rows, M nodes with the root, N drafted nodes, V vocabulary, U uniforms a row.
+"""
+
+import torch
+from torch import Tensor
+
+from decode.propose.protocol import Proposal
+from decode.verify.rule import Verdict, Verifier, finish_at, match
+from draftsmith.sampling import draw
+
+EPSILON = 0.09  # no token of at least this probability is refused
+DELTA = 0.3  # with high entropy less will do: delta exp(-entropy); delta = sqrt(epsilon), as the paper has it
+
+
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+    """Child x is plausible when p(x) > min(epsilon, delta exp(-H(p))). The longest path of plausible tokens is
+    accepted, the one most probable under the target among equals, and the next token is drawn from p at its end.
+
+    At temperature 0 p is one-hot, and only the most probable token is plausible: plain token equality.
+    """
+    if u_BU is None or proposal.tree.depth == 0:
+        return match(proposal, p_BMV, u_BU)
+    tree, tokens_BM = proposal.tree, proposal.tokens_BM
+    rows = len(tokens_BM)
+    rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)
+    above_BN = (tree.parents_RN + 1).expand(rows, -1)
+    floor_BM = (DELTA * torch.exp(-torch.special.entr(p_BMV).sum(2))).clamp_(max=EPSILON)
+    p_x_BN = p_BMV[rows_B1, above_BN, tokens_BM[:, 1:].clamp(min=0)]
+    fine_BN = (p_x_BN > floor_BM.gather(1, above_BN)) & (tokens_BM[:, 1:] >= 0)
+    sees_BNN = tree.sees_RMM[:, 1:, 1:]
+    fine_path_BN = ~(sees_BNN & ~fine_BN.unsqueeze(1)).any(2)
+    logp_BN = (sees_BNN * p_x_BN.clamp(min=torch.finfo(p_x_BN.dtype).tiny).log().unsqueeze(1)).sum(2)
+    # Depth counts first: a path's probability adds at most a half. The root, with no tokens, comes
+    # between: it beats a path that is refused, and every path that is not beats it.
+    score_BN = torch.where(fine_path_BN, tree.depths_RN + logp_BN.exp() / 2, 0.0)
+    best = torch.nn.functional.pad(score_BN, (1, 0), value=0.75).max(1)
+    law_BV = p_BMV[rows_B1, best.indices.unsqueeze(1)].squeeze(1)
+    return finish_at(proposal, best.indices, draw(law_BV, u_BU[:, 0]))
+
+
+TYPICAL = Verifier(
+    name="typical",
+    title="LOSSY: keep the longest path of plausible tokens",
+    paper="Cai et al. 2024, arXiv 2401.10774",
+    lossless=False,
+    chains_only=False,
+    several_drafts=True,
+    drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+    uniforms=lambda tree: 1,
+    run=verify,
+)

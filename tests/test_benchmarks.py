@@ -1,0 +1,267 @@
+"""The benchmarks' own machinery: a widened model is the same function at a larger cost, a carved one is a part."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import decode as bench_decode
+from benchmarks import sections
+from benchmarks.carve import carve
+from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
+from benchmarks.sections import Bench
+from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
+from benchmarks.ways import Pair, build, endless
+from benchmarks.widen import main as widen_main
+from benchmarks.widen import spread, wide_config, widen
+from decode.forward import Runner
+from draftsmith import corpus
+from draftsmith.errors import InputError
+from draftsmith.text import load_tokenizer
+
+VOCAB = 61
+
+
+def llama(*, key_value_heads: int, tied: bool, seed: int = 0, heads: int = 4) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-3,
+        initializer_range=0.4,
+        attention_bias=tied,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    model.eval()
+    # Norms of one would hide a norm that is not scaled.
+    for name, value in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.uniform_(value, 0.5, 1.5)
+    return model
+
+
+def greedy(model: Any, ids_BT: torch.Tensor, count: int) -> torch.Tensor:
+    mask_BT = torch.ones_like(ids_BT)
+    out_BT: torch.Tensor = model.generate(ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=count)
+    return out_BT[:, ids_BT.shape[1] :]
+
+
+def expected_parameters(model: LlamaForCausalLM) -> int:
+    c: Any = model.config
+    width, head = c.hidden_size, c.head_dim
+    rows = head * (c.num_attention_heads + 2 * c.num_key_value_heads)
+    attention = width * (rows + head * c.num_attention_heads) + (rows + width) * c.attention_bias
+    layer = attention + 3 * width * c.intermediate_size + 2 * width
+    return int(layer * c.num_hidden_layers + width + VOCAB * width * (1 if c.tie_word_embeddings else 2))
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_widened_model_is_the_same_function(key_value_heads: int, tied: bool) -> None:
+    model = llama(key_value_heads=key_value_heads, tied=tied)
+    wide = widen(model, hidden_size=80, intermediate_size=112, num_hidden_layers=5, max_position_embeddings=128)
+    assert wide.num_parameters() == expected_parameters(wide) > 5 * model.num_parameters()
+    assert wide.config.num_key_value_heads == wide.config.num_attention_heads * key_value_heads // 4
+    tokens_BT = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = wide(tokens_BT).logits, model(tokens_BT).logits
+    assert theirs.std() > 1
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert greedy(wide, tokens_BT, 20).equal(greedy(model, tokens_BT, 20))
+
+
+def test_width_alone_and_depth_alone() -> None:
+    model = llama(key_value_heads=2, tied=False)
+    tokens_1T = torch.arange(20)[None]
+    with torch.no_grad():
+        want = model(tokens_1T).logits
+        for shape in ({"hidden_size": 64}, {"intermediate_size": 64}, {"num_hidden_layers": 3}, {}):
+            torch.testing.assert_close(widen(model, **shape)(tokens_1T).logits, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "word"),
+    [({"hidden_size": 16}, "less than"), ({"hidden_size": 40}, "multiple of 16"), ({"num_hidden_layers": 1}, "less")],
+)
+def test_a_shape_that_cannot_be_had_is_refused(shape: dict[str, int], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        widen(llama(key_value_heads=2, tied=True), **shape)
+
+
+def test_layers_are_interleaved_evenly() -> None:
+    assert spread(2, 5) == [(0, False), (0, True), (1, False), (1, True), (1, True)]
+    assert [layer for layer, added in spread(6, 13) if not added] == [0, 1, 2, 3, 4, 5]
+
+
+def test_widened_model_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "configs/demo/base"
+    words = ["widen", "--model", source, "--out", str(tmp_path / "w"), "--hidden_size", "160"]
+    monkeypatch.setattr("sys.argv", [*words, "--num_hidden_layers", "2", "--max_position_embeddings", "1024"])
+    widen_main()
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    wide = LlamaForCausalLM.from_pretrained(tmp_path / "w")
+    tokens_1T = torch.randint(4096, (1, 50), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(wide(tokens_1T).logits, model(tokens_1T).logits, atol=1e-4, rtol=0)
+    assert (tmp_path / "w" / "tokenizer.json").is_file()
+
+
+def test_carved_draft_is_made_of_the_models_weights() -> None:
+    model = llama(key_value_heads=2, tied=True)
+    small = carve(model, 1, 12)
+    assert small.config.num_hidden_layers == 1
+    assert small.model.embed_tokens.weight.equal(model.model.embed_tokens.weight)
+    down, whole = small.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
+    assert down.shape == (32, 12)
+    assert set(down.T.contiguous().flatten().tolist()) <= set(whole.flatten().tolist())
+    # Nothing left out: the same model.
+    tokens_1T = torch.arange(20)[None]
+    with torch.no_grad():
+        assert carve(model, 2, 48)(tokens_1T).logits.equal(model(tokens_1T).logits)
+
+
+WAYS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact"]
+
+
+def tiny_bench() -> Bench:
+    pair = Pair(endless(llama(key_value_heads=2, tied=False)), endless(llama(key_value_heads=4, tied=True, seed=1)))
+    tokens = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = list(zip(["prose", "code", "prose", "code"], tokens, strict=True))
+    return Bench(pair=pair, small=pair, prompts=prompts, text=[t % VOCAB for t in range(40)], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_says_the_same_when_greedy(name: str) -> None:
+    bench = tiny_bench()
+    prompts = [ids for _, ids in bench.prompts]
+    want = greedy(bench.pair.target, torch.tensor(prompts), 8).tolist()
+    way = build(name, bench.pair, 0.0, 8)
+    assert [way.decode([prompt], 0)[0] for prompt in prompts] == want
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_sampling_is_a_function_of_the_seed(name: str) -> None:
+    bench = tiny_bench()
+    way = build(name, bench.pair, 1.0, 8)
+    first, again, other = (way.decode([bench.prompts[0][1]], seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("name", ["hf-fast", "hf-constant:x", "chain:0", "kary:2/speculative", "nobody@chain:2"])
+def test_a_way_that_means_nothing_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"--ways {name}: "):
+        build(name, tiny_bench().pair, 0.0, 8)
+
+
+def test_clock_notes_every_forward_once_and_leaves_no_trace() -> None:
+    bench = tiny_bench()
+    target, draft = bench.pair.target, bench.pair.draft
+    before = Runner.prefill, Runner.forward, target.forward
+    with Clock(target=target, draft=draft) as clock:
+        runs = {
+            name: timed_run(clock, target.device, partial(build(name, bench.pair, 0.0, 8).decode, [[1, 2]], 0))
+            for name in ("hf", "ar", "chain:8")
+        }
+    assert runs["hf"].calls == {"target": 8}
+    assert runs["ar"].calls == {"target": 1 + 8}  # the prefill, then a step a token
+    assert runs["chain:8"].calls["draft"] >= 8
+    for run in runs.values():
+        assert 0 < sum(run.forward_s.values()) < run.wall_s
+        assert 0 < run.after_prefill_s < run.wall_s
+    assert (Runner.prefill, Runner.forward, target.forward) == before
+
+
+def test_summary_of_known_runs() -> None:
+    way = build("chain:2", tiny_bench().pair, 0.0, 8)
+    run = Run([[0] * 8], 1.0, 0.8, {"target": 5, "draft": 8}, {"target": 0.5, "draft": 0.3})
+    slow = Run([[0] * 8], 3.0, 2.8, {"target": 9, "draft": 16}, {"target": 1.5, "draft": 0.9})
+    found = sections._summary(way, [[run, run], [run, slow], [run, run]], [["prose", "code"]] * 3, limit_s=0.25)
+    assert found["tokens_per_s"] == 8
+    assert found["speed_over_limit_without_draft"] == 2
+    assert found["tau"] == 6 * 8 / (5 * 4 + 8)
+    assert found["tau_by_domain"] == {"prose": 2, "code": 24 / 16}
+    assert found["ms_per_step"] == 250
+    assert (found["target_ms_per_step"], found["draft_ms_per_step"]) == (125, 75)
+    assert found["overhead_fraction"] == pytest.approx(0.2)
+    assert found["ms_per_step_after_prefill"] == pytest.approx(200)
+
+
+def test_calls_are_interleaved_and_rotate() -> None:
+    order: list[str] = []
+    medians_s({name: partial(order.append, name) for name in "abc"}, torch.device("cpu"), 1)
+    assert "".join(order) == "bca" + "cab" + "abc"
+    assert {rotated("abc", turn)[0] for turn in range(3)} == set("abc")
+
+
+def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "FORWARD_CONTEXTS", (16, 4096))
+    monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
+    monkeypatch.setattr(sections, "FORWARD_REPEATS", 2)
+    bench = tiny_bench()
+    forwards = sections.forwards(bench)
+    assert "target_behind_4096" not in forwards  # beyond the positions of these models
+    assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
+    assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain"}
+    ways = sections.ways(bench, ["chain:2"], [0.0, 1.0], rounds=2)
+    assert ways["T=0"]["chain:2"]["greedy_equal"] == ways["T=0"]["hf"]["greedy_equal"] == "4 of 4"
+    assert ways["T=1"]["ar"]["tau"] == ways["T=1"]["hf"]["tau"] == 1 <= ways["T=1"]["chain:2"]["tau"] <= 3
+    assert "greedy_equal" not in ways["T=1"]["chain:2"]
+    verified = sections.verifiers(bench, ["kary:2,1"], seeds=1)["4 nodes"]
+    assert "chains only" in verified["kary:2,1/speculative"]["refused"]
+    assert 1 <= verified["kary:2,1/mcsd"]["tau"] <= 3
+    assert all(cell["equal_to_ar"] for way in sections.batches(bench, [1, 3], 1).values() for cell in way.values())
+    contexts = sections.contexts(bench, [16, 100], rounds=1)
+    assert contexts["16"]["chain:4"]["greedy_equal"] is True
+    assert "left_out" in contexts["100"]
+    json.dumps([forwards, ways, verified, contexts])
+
+
+def test_prompts_are_held_out_passages_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(domain: str) -> corpus.Split:
+        text = "\n\n".join(f"{domain} paragraph {i} about some words and some more words" for i in range(200))
+        return corpus.Split((), (corpus.Document("one", text),), ())
+
+    monkeypatch.setattr(corpus, "split", split)
+    tokenizer = load_tokenizer(str(TARGET))
+    found = bench_decode.prompts(tokenizer, 5, 32)
+    assert [domain for domain, _ in found] == ["prose", "code", "unicode", "prose", "code"]
+    assert {len(ids) for _, ids in found} == {32}
+    assert len({tuple(ids) for _, ids in found}) == 5
+    with pytest.raises(InputError, match="ask for fewer"):
+        bench_decode.prompts(tokenizer, 5000, 32)
+    assert len(bench_decode.long_text(tokenizer, 1000)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"sections": ["wayz"]}, "--sections wayz"), ({"target": "x"}, "together"), ({"rounds": 0}, "1")],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, object], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        Options(**options)  # type: ignore[arg-type]
+
+
+def test_the_shipped_pair_is_what_the_readme_says() -> None:
+    sizes = []
+    for path, shape in ((TARGET, TARGET_SHAPE), (DRAFT, DRAFT_SHAPE)):
+        old = LlamaConfig.from_pretrained(path)
+        with torch.device("meta"):
+            wide = LlamaForCausalLM(wide_config(old, **shape, max_position_embeddings=POSITIONS))
+        sizes.append(wide.num_parameters())
+        assert old.vocab_size == 4096
+    assert 95e6 < sizes[0] < 100e6
+    assert 7e6 < sizes[1] < 8e6
+    assert sum(file.stat().st_size for file in DRAFT.iterdir()) <= 2.6e6

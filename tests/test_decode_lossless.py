@@ -1,0 +1,262 @@
+"""Laws 1, 2 and 4 for every way of drafting, every tree and every verifier that claims to be lossless.
+
+Worlds of five tokens: at temperature 0 outputs equal the target's own token for token, alone and in a batch of four;
+above it a chi-square test against the enumerated law; a row's output never depends on its batch mates. What is
+invalid is refused in one line, and what is valid is written down here, so that nothing drops out unseen.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import decode.propose.levels
+from decode import (
+    PROPOSERS,
+    VERIFIERS,
+    DraftModelProposer,
+    Generation,
+    HeadProposer,
+    LookaheadProposer,
+    PromptLookupProposer,
+    Proposer,
+    RetrievalProposer,
+    SpeculativeDecoder,
+)
+from draftsmith.heads import HEADS, Head
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.sampling import Sampling, draw_with_replacement, generator, probs
+from draftsmith.suffixes import SuffixIndex
+
+VOCAB = 5
+LENGTH = 3
+DRAWS = 4_000
+PROMPT = [1, 3]
+PROMPTS = [[1, 3], [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
+NEW_TOKENS = 18
+GREEDY = Sampling(temperature=0.0)
+LAW = Sampling(temperature=0.8, top_p=0.95)
+
+
+@cache
+def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        max_position_embeddings=48,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.45)
+    model.eval()
+    return model
+
+
+def head(kind: str) -> HeadProposer:
+    target = llama(2)
+    made: Head = Eagle3Head.fresh(target, draft_vocab=[0, 1, 3, 4]) if kind == "eagle3" else HEADS[kind].fresh(target)
+    made.eval()
+    noise = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.25 * torch.randn(parameter.shape, generator=noise))
+    return HeadProposer(made)
+
+
+def index() -> SuffixIndex:
+    noise = torch.Generator().manual_seed(5)
+    return SuffixIndex.build([torch.randint(VOCAB, (60,), generator=noise).tolist() for _ in range(3)])
+
+
+def blockwise() -> HeadProposer:
+    made = head("medusa").head
+    return HeadProposer(made, chains_only=True)
+
+
+WAYS: dict[str, Callable[[], Proposer]] = {
+    "draft": lambda: DraftModelProposer(llama(7)),
+    "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
+    "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
+    "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
+    "eagle": lambda: head("eagle"),
+    "eagle3": lambda: head("eagle3"),
+    "medusa": lambda: head("medusa"),
+    "hydra": lambda: head("hydra"),
+    "blockwise": blockwise,
+    "prompt_lookup": PromptLookupProposer,
+    "lookahead": lambda: LookaheadProposer(window=3, ngram=3, candidates=3),
+    "retrieval": lambda: RetrievalProposer(index()),
+}
+TREES = [
+    "chain:3",
+    "chain:3,stop=0.3",
+    "kary:3,2",
+    "kary:3,2,1,stop=0.15",
+    "eagle2:depth=3,beam=2,nodes=5",
+    "opt:nodes=4,depth=3,gain=0.3",
+]
+LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
+
+
+@cache
+def proposer(way: str) -> Proposer:
+    return WAYS[way]()
+
+
+def decoder(way: str, tree: str, verifier: str) -> SpeculativeDecoder:
+    drafting = proposer(way)
+    shape = drafting.shape() if isinstance(drafting, LookaheadProposer) else tree
+    return SpeculativeDecoder(llama(2), drafting, shape, verifier)
+
+
+def valid(way: str) -> list[tuple[str, str]]:
+    """The pairs of tree and verifier that this way of drafting takes; a refusal is one line with a reason."""
+    found = []
+    for tree, verifier in itertools.product(TREES, LOSSLESS):
+        try:
+            decoder(way, tree, verifier)
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) > 20, error
+            continue
+        found.append((tree, verifier))
+    return found
+
+
+def run(
+    made: SpeculativeDecoder, rows: list[int], sampling: Sampling, prompts: list[list[int]] = PROMPTS
+) -> list[Generation]:
+    batch = made.generate([prompts[r] for r in rows], sampling, NEW_TOKENS, [generator(r) for r in rows])
+    return batch.generations
+
+
+@cache
+def own_greedy(row: int) -> list[int]:
+    prompt = torch.tensor([PROMPTS[row]])
+    output = llama(2).generate(  # type: ignore[operator]
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, len(PROMPTS[row]) :]]
+
+
+# How many of TREES x LOSSLESS each way takes.
+VALID = {
+    **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
+    "several drafts": 12,
+    "blockwise": 20,
+    "prompt_lookup": 10,
+    "lookahead": 24,
+    "retrieval": 10,
+}
+
+
+def test_every_way_and_every_verifier_is_here() -> None:
+    kinds = {way.split(",")[0] for way in WAYS} - {"several drafts"}
+    assert kinds == set(PROPOSERS)
+    assert {verifier for way in WAYS for _, verifier in valid(way)} == set(LOSSLESS)
+    assert {way: len(valid(way)) for way in WAYS} == VALID
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_is_the_targets_own(way: str) -> None:
+    accepted = 0
+    for tree, verifier in valid(way):
+        for rows in ([0], [3, 1, 0, 2]):
+            generations = run(decoder(way, tree, verifier), rows, GREEDY)
+            assert [g.output_ids for g in generations] == [own_greedy(r) for r in rows], (tree, verifier)
+            accepted += sum(g.stats.accepted for g in generations)
+    assert accepted > 0, "nothing was ever accepted, so nothing was tried"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
+    for tree, verifier in valid(way):
+        together = run(decoder(way, tree, verifier), [3, 1, 0, 2], LAW)
+        for place, row in enumerate([3, 1, 0, 2]):
+            alone = run(decoder(way, tree, verifier), [row], LAW)[0]
+            assert (alone.output_ids, alone.stats) == (together[place].output_ids, together[place].stats), (
+                tree,
+                verifier,
+                row,
+            )
+
+
+@torch.inference_mode()
+def exact_law(sampling: Sampling) -> Tensor:
+    """Probability of every continuation of PROMPT, `[V ** LENGTH]`."""
+    sequences = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
+    inputs = torch.cat([torch.tensor(PROMPT).expand(len(sequences), -1), sequences], dim=1)
+    logits = llama(2)(input_ids=inputs).logits[:, len(PROMPT) - 1 : -1]
+    return probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1).double().prod(1)
+
+
+def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) -> float:
+    """Chi-square of decoded rows against the exact law, over its 1e-5 critical value; infinite for the impossible."""
+    generators = [generator(1000 + row) for row in range(draws)]
+    batch = made.generate([PROMPT] * draws, sampling, LENGTH, generators)
+    ids = torch.tensor([g.output_ids for g in batch.generations])
+    code = (ids * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
+    counts, law = torch.bincount(code, minlength=VOCAB**LENGTH).double(), exact_law(sampling)
+    if float(counts[law == 0].sum()):
+        return float("inf")
+    expected = law / law.sum() * draws
+    large = expected >= 8
+    seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
+    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
+    used = wanted > 0
+    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
+    return value / float(chi2.ppf(1 - 1e-5, int(used.sum()) - 1))
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("way", WAYS)
+def test_output_law_is_the_targets(way: str, verifier: str) -> None:
+    trees = [tree for tree, name in valid(way) if name == verifier]
+    # One plain tree and one that depends on what was drawn: the law of the others follows from the same code.
+    chosen = {next((t for t in trees if "kary:3,2" == t), trees[0] if trees else ""), trees[-1] if trees else ""} - {""}
+    if not chosen:
+        pytest.skip(f"{way} gives nothing that {verifier} is valid for")
+    for tree in sorted(chosen):
+        assert statistic(decoder(way, tree, verifier), LAW) < 1, tree
+
+
+def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same test, with one thing wrong at a time."""
+    made = decoder("draft", "kary:3,2", "mcsd")
+    assert statistic(made, LAW, 16_000) < 1
+    with monkeypatch.context() as patch:
+        # Children drawn with replacement under the rule for draws without.
+        patch.setattr(decode.propose.levels, "draw_without_replacement", draw_with_replacement)
+        assert statistic(made, LAW, 16_000) > 1.5
+    with monkeypatch.context() as patch:
+        # The target's law without its temperature.
+        patch.setattr("decode.engine.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
+        assert statistic(made, LAW, 16_000) > 1.5
+    with monkeypatch.context() as patch:
+        # Drawn nodes pruned afterwards, the improbable first.
+        whole = decode.propose.levels.LevelSession._proposal
+
+        def pruned(self: object, tokens_BM: Tensor, laws: list[Tensor], depth: int) -> object:
+            kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
+            return whole(self, kept, laws, depth)  # type: ignore[arg-type]
+
+        patch.setattr(decode.propose.levels.LevelSession, "_proposal", pruned)
+        assert statistic(made, LAW, 16_000) > 1.5

@@ -1,0 +1,333 @@
+"""Heads and padded drafts in an evaluation: their laws are those that decoding drafts from, and a run with them."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from decode import PROPOSERS, Outcome, parse_tree
+from draftsmith.drafts import check_draft_vocabulary, draft_fingerprint, kind_of
+from draftsmith.errors import InputError
+from draftsmith.heads import Head, save_head
+from draftsmith.heads.eagle import EagleHead
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.hydra import HydraHeads
+from draftsmith.heads.medusa import MedusaHeads
+from draftsmith.models import load_model, memory_bytes
+from draftsmith.sampling import Sampling, acceptance, probs
+from draftsmith.text import load_tokenizer
+from eval import EvalConfig, evaluate
+from eval.estimate import Continuation, Place, alpha_sums, first_logits
+
+V = 23
+LAW = Sampling(temperature=1.0)
+LAWS = [Sampling(temperature=0.0), LAW, Sampling(temperature=0.7, top_k=5, top_p=0.9)]
+HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
+    "eagle": lambda target: EagleHead.fresh(target, seed=3),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
+}
+
+
+def tiny(vocabulary: int, seed: int, layers: int = 3) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+def made(name: str, target: PreTrainedModel) -> Head:
+    """A head with every parameter away from where it began."""
+    head = HEADS[name](target).eval()
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
+    return head
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny(V, 0)
+
+
+def texts(vocabulary: int = V) -> list[Continuation]:
+    """Prompts of one, two, six and three tokens, and what follows."""
+    random = torch.Generator().manual_seed(2)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, vocabulary, (count,), generator=random).tolist()
+
+    sizes = [(1, 6), (2, 3), (6, 5), (3, 1)]
+    return [Continuation(f"p{i}", draw(prompt), draw(output)) for i, (prompt, output) in enumerate(sizes)]
+
+
+def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The target's and the draft's laws `[T, V]` along a whole text, and the target's forward."""
+    ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
+    with torch.inference_mode():
+        out = target(input_ids=ids, output_hidden_states=True)
+        place = Place(alone_B=torch.tensor([len(row.prompt_ids) == 1]))
+        return probs(out.logits[0], LAW), probs(first_logits(draft, out, ids, place)[0], LAW), out
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("index", range(4))
+def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: int, target: LlamaForCausalLM) -> None:
+    """Step by step along a text, the law at the root of each proposal is the teacher-forced one."""
+    head, row = made(name, target), texts()[index]
+    _, expected_TV, out = read(target, head, row)
+    states = [out.hidden_states[layer] for layer in head.hidden_layers]
+    proposer, first = PROPOSERS[kind_of(head)].make(head), len(row.prompt_ids) - 1
+    proposer.check(target, parse_tree("chain:1"))
+    with torch.inference_mode():
+        session = proposer.start(
+            [row.prompt_ids],
+            parse_tree("chain:1"),
+            "without_replacement",
+            LAW,
+            10,
+            [state[:, :first] for state in states],
+            torch.device("cpu"),
+        )
+        for step, token in enumerate(row.output_ids):
+            q_BEV = session.propose(torch.tensor([[0.5]], dtype=torch.float64)).q_BEV
+            assert q_BEV is not None
+            torch.testing.assert_close(q_BEV[0, 0], expected_TV[first + step], atol=2e-5, rtol=0)
+            at = slice(first + step, first + step + 1)
+            session.commit(Outcome([[]], [[token]], [[state[0, at] for state in states]], torch.empty(0)))
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("max_logits", [1, 2 * 4 * V, 2 * 4 * V * 3, 10**9])
+def test_alpha_of_a_head_is_its_first_law_against_the_targets(
+    name: str, max_logits: int, target: LlamaForCausalLM
+) -> None:
+    head, rows = made(name, target), texts()
+    expected = []
+    for row in rows:
+        p_TV, q_TV, _ = read(target, head, row)
+        where = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) - 1 + len(row.output_ids))
+        expected.append(float(acceptance(p_TV[where], q_TV[where]).sum()))
+    cell = alpha_sums(target, head, rows, LAW, batch_size=4, max_logits=max_logits)
+    assert cell["sum"] == pytest.approx(expected, abs=1e-4)
+    assert cell["count"] == [6, 3, 5, 1]
+
+
+@pytest.mark.parametrize("own", [V - 6, V + 9])
+@pytest.mark.parametrize("sampling", LAWS)
+def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, target: LlamaForCausalLM) -> None:
+    """Tokens that the draft lacks have q = 0; its padding is no part of its law; unknown ones are read as its last."""
+    draft, rows = tiny(own, 4, layers=1), texts()
+    expected = []
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:-1]])
+        with torch.inference_mode():
+            p_TV = probs(target(input_ids=ids).logits[0], sampling)
+            logits = draft(input_ids=ids.clamp(max=own - 1)).logits[0]
+        q_TV = torch.zeros_like(p_TV)
+        q_TV[:, : min(own, V)] = probs(logits[:, : min(own, V)], sampling)
+        torch.testing.assert_close(q_TV.sum(-1), torch.ones(len(q_TV)))
+        expected.append(float(torch.minimum(p_TV, q_TV)[len(row.prompt_ids) - 1 :].sum()))
+    cell = alpha_sums(target, draft, rows, sampling, batch_size=3)
+    assert cell["sum"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_head_fingerprints_follow_kind_weights_and_draft_vocabulary(target: LlamaForCausalLM) -> None:
+    seen = {draft_fingerprint(made(name, target)) for name in HEADS}
+    assert len(seen) == 4
+    head = made("eagle3", target)
+    assert draft_fingerprint(head) in seen and len(draft_fingerprint(head)) == 16
+    assert isinstance(head, Eagle3Head)
+    head.set_draft_vocab(range(1, V - 4))
+    assert draft_fingerprint(head) not in seen
+    assert memory_bytes(made("medusa", target)) == 4 * 3 * (16 * 16 + 16 + 16 * V)
+
+
+def renamed(tokenizer: PreTrainedTokenizerBase, path: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """The tokenizer saved beside nothing else, its JSON changed."""
+    tokenizer.save_pretrained(path)
+    values = json.loads((path / "tokenizer.json").read_text())
+    change(values)
+    (path / "tokenizer.json").write_text(json.dumps(values))
+    return str(path)
+
+
+def test_what_a_draft_calls_its_tokens(
+    target_dir: str, draft_dir: str, other_vocabulary_dir: str, tmp_path: Path
+) -> None:
+    big, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
+    for source in (draft_dir, other_vocabulary_dir):
+        check_draft_vocabulary(source, load_model(source, device="cpu"), big, tokenizer)
+
+    def swap(values: dict[str, Any]) -> None:
+        words = values["model"]["vocab"]
+        words["A"], words["B"] = words["B"], words["A"]
+
+    def rename_added(values: dict[str, Any]) -> None:
+        (end,) = (token for token in values["added_tokens"] if token["content"] == "</s>")
+        end["content"] = "<end>"
+        values["model"]["vocab"]["<end>"] = values["model"]["vocab"].pop("</s>")
+
+    padded = load_model(other_vocabulary_dir, device="cpu")
+    swapped = renamed(tokenizer, tmp_path / "swapped", swap)
+    for draft in (padded, load_model(draft_dir, device="cpu")):
+        with pytest.raises(InputError, match=r"token \d+ is '[AB]' to it and '[AB]' to the target") as caught:
+            check_draft_vocabulary(swapped, draft, big, tokenizer)
+        assert "\n" not in str(caught.value)
+    check_draft_vocabulary(renamed(tokenizer, tmp_path / "added", rename_added), padded, big, tokenizer)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match="300 tokens and the target's has 290, and it has no tokenizer"):
+        check_draft_vocabulary(str(tmp_path / "none"), padded, big, tokenizer)
+    check_draft_vocabulary(str(tmp_path / "none"), load_model(draft_dir, device="cpu"), big, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def world(
+    target_dir: str,
+    draft_dir: str,
+    other_vocabulary_dir: str,
+    prompts_file: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> EvalConfig:
+    """A language model, one of a padded vocabulary, and two heads; a chain, a tree from a file and one that grows."""
+    root = tmp_path_factory.mktemp("heads")
+    model = load_model(target_dir, device="cpu")
+    save_head(EagleHead.fresh(model), root / "eagle")
+    save_head(MedusaHeads.fresh(model, num_heads=2), root / "medusa")
+    (root / "tree.json").write_text('{"parents": [-1, -1, 0]}')
+    return EvalConfig(
+        target=target_dir,
+        draft=[
+            f"base={draft_dir}",
+            f"padded={other_vocabulary_dir}",
+            f"eagle={root / 'eagle'}",
+            f"medusa={root / 'medusa'}",
+        ],
+        id=[f"home={prompts_file}"],
+        out=str(root / "out"),
+        tree=["chain:2", f"static:{root / 'tree.json'}", "eagle2:depth=2,beam=2,nodes=4"],
+        max_prompts=3,
+        max_new_tokens=6,
+        speed_prompts=1,
+        bootstrap=100,
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than measuring these models, and is tested elsewhere."""
+    monkeypatch.setattr("eval.run.write_report", lambda results, out: out)
+
+
+def results_of(config: EvalConfig) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((Path(config.out) / "results.json").read_text())
+    return loaded
+
+
+@pytest.mark.usefixtures("no_report")
+def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
+    summary = evaluate(world)
+    results = results_of(world)
+    assert [way["verifier"] for way in results["methods"]] == ["speculative", "mcsd", "exact"]
+    assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
+    assert [results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")] == [
+        "draft",
+        "draft",
+        "eagle",
+        "medusa",
+    ]
+    assert results["models"]["padded"]["vocabulary"] == 300
+    assert len(results["decoding"]) == 4 * 3 * 2
+    for row in results["decoding"]:
+        # Lossless, whatever drafts: at temperature 0 the target's own outputs.
+        assert row["lossless"] is True
+        assert row["identical_outputs"] == (None if row["temperature"] else {"same": 3, "of": 3, "largest_gap": None})
+    assert all(0 < row["alpha"]["value"] < 1 for row in results["alpha"] if row["temperature"])
+    for row in results["speed"]["domains"]:
+        assert row["latency_s_per_token"] == pytest.approx(row["decode_s"] / row["tokens"])
+        assert row["tokens_per_s"] == pytest.approx(1 / row["latency_s_per_token"])
+    assert results["clock"]["peak_memory_bytes"] > sum(m["memory_bytes"] for m in results["models"].values())
+    assert summary["peak_memory_bytes"] == results["clock"]["peak_memory_bytes"]
+    assert all(way["latency_s_per_token"] > 0 for cell in summary["cells"] for way in cell["decoding"])
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConfig, tmp_path: Path) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text('{"parents": [-1]}')
+    config = replace(
+        world,
+        draft=world.draft[:1],
+        out=str(tmp_path / "out"),
+        tree=[f"static:{tree}"],
+        verifier=["typical", "exact"],
+        speed_prompts=1,
+        temperature=[1.0],
+    )
+    summary = evaluate(config)
+    results = results_of(config)
+    assert [way["lossless"] for way in results["methods"]] == [False, True]
+    assert [way["lossless"] for way in summary["cells"][0]["decoding"]] == [False, True]
+    assert [row["lossless"] for row in results["speed"]["domains"]] == [True, False, True]
+    evaluate(config)
+    assert results_of(config)["clock"]["cells_measured"] == 0
+    tree.write_text('{"parents": [-1, 0]}')
+    evaluate(config)
+    # The target's outputs and alpha are kept; decoding, twice, and the clock are of another tree.
+    assert results_of(config)["clock"]["cells_measured"] == 3
+    depths = {len(row["accept_at"]) for row in results_of(config)["decoding"]}
+    assert depths == {2}
+
+
+def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world: EvalConfig, tmp_path: Path) -> None:
+    config = replace(world, out=str(tmp_path / "out"), tree=["chain:3"])
+    with pytest.raises(InputError, match="^--draft medusa: tree of depth 3, but there are 2 heads"):
+        evaluate(config)
+    assert not (tmp_path / "out" / "cells").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.usefixtures("no_report")
+def test_a_target_in_four_bits_is_measured_as_itself(world: EvalConfig, tmp_path: Path) -> None:
+    config = replace(
+        world,
+        draft=[world.draft[0], world.draft[2]],
+        out=str(tmp_path / "out"),
+        tree=["chain:2"],
+        temperature=[0.0],
+        speed_prompts=0,
+        quantize="nf4",
+        quantize_draft="none",
+    )
+    evaluate(config)
+    whole = {key: row for key, row in results_of(config)["models"].items()}
+    assert {key: row["quantize"] for key, row in whole.items()} == {"target": "nf4", "base": "none", "eagle": "none"}
+    for row in results_of(config)["decoding"]:
+        assert row["identical_outputs"] == {"same": 3, "of": 3, "largest_gap": None}
+    evaluate(replace(config, quantize_draft=None))
+    small = results_of(config)["models"]
+    assert small["base"]["quantize"] == "nf4" and small["base"]["fingerprint"] != whole["base"]["fingerprint"]
+    assert small["base"]["parameters"] == whole["base"]["parameters"]
+    # What does not depend on the draft's precision is kept: the target's outputs, and the head's alpha and decoding.
+    assert results_of(config)["clock"]["cells_reused"] == 3
+    evaluate(replace(config, quantize="none"))
+    assert results_of(config)["clock"]["cells_reused"] == 0
