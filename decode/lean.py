@@ -184,6 +184,8 @@ class LeanForward:
             packed_down=packed("down", down),
         )
 
+    # Writes into views of the cache, which autograd forbids.
+    @torch.no_grad()
     def run(
         self,
         tokens_Bq: Tensor,

@@ -196,7 +196,8 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most() -> None:
     left = 0
     for eos in range(17):
         generators = [generator(0)] * len(prompts)
-        run = _Run(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
+        with torch.inference_mode():
+            run = _Run(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
         while run.live:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():

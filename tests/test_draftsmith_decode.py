@@ -436,11 +436,13 @@ def test_a_padded_vocabulary_is_taken_and_another_tokenizer_is_not(
     a, b = (token for token, number in vocabulary.items() if number in (70, 71))
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     path.write_text(json.dumps(content))
-    for name, reason in (("bare", "no tokenizer to compare"), ("foreign", "token 70 is ")):
+    for name, reason in (
+        ("bare", "its vocabulary has 300 tokens and the target's has 290, and it has no tokenizer"),
+        ("foreign", "token 70 is "),
+    ):
         code, out, err = door(*words, tmp_path / name)
         assert (code, out) == (2, ""), err
         assert len(err.strip().splitlines()) == 1
-        assert "its vocabulary has 300 tokens and the target's has 290" in err
         assert reason in err
 
 
@@ -461,7 +463,7 @@ REFUSED = [
     ("--datastore {datastore}", "only --proposer retrieval reads it", "leave out --datastore"),
     ("--proposer retrieval --datastore none.jsonl", "none.jsonl: no such file", ""),
     ("--draft {draft} --tree chian:4", "unknown kind 'chian'", "write chain:4"),
-    ("--draft {draft} --tree static:none.json", "none.json: cannot be read", "expected a tree"),
+    ("--draft {draft} --tree static:none.json", "none.json: no such file", "expected a tree"),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
     ("--draft {draft} --tree static:{interleaved}", "{interleaved}", "breadth-first order"),
     ("--draft {draft} --tree sequoia:{parents}", "{parents}", "unknown key 'parents'"),

@@ -265,7 +265,7 @@ def test_training_sees_what_decoding_does(
         decoder = SpeculativeDecoder(model)
     else:
         # The same model as a drafter: its own logits at every node of its chain, through its own cache.
-        import decode.propose.draft_model as drafting
+        import decode.propose.levels as drafting
 
         monkeypatch.setattr(drafting, "probs", recording)
         target = load_model(draft_dir, device="cpu")
