@@ -1,10 +1,10 @@
-"""Linear layers for a handful of rows on a CPU: weights packed once by oneDNN, and a plain layer for one row.
+"""Linear layers for a handful of rows on a CPU: weights packed once, and a plain layer for one row.
 
 Verifying a tree multiplies every weight matrix with 5 to 60 rows. The plain layer's library repacks the matrix at
-every such call, which costs more than the product; oneDNN multiplies with a matrix that was packed beforehand at
-nearly the cost of reading it. In fp32 one to three rows are as fast or faster without packing; in half precision
-the packed layer is always ahead. Which one is taken depends on dtype, size and rows alone, never on a timing, so
-that runs repeat to the bit.
+every such call, which costs more than the product. In fp32 a matrix packed beforehand is multiplied by a kernel of our
+own (`draftsmith.native`) at nearly the cost of reading it, or by oneDNN where that kernel cannot be built; in half
+precision by oneDNN. Which way is taken depends on the machine, dtype, size and rows alone, never on a timing, so that
+runs repeat to the bit.
 
 Legend: X rows, I inputs, O outputs of all fused layers together.
 
@@ -20,12 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from draftsmith.native import MOST_ROWS, kernel
+
 # Measured on an AVX-512 server CPU with weights that no cache holds: below, the plain layer is as fast; above, the
-# product itself is what costs.
-_FEWEST_ROWS = 4
-_MOST_ROWS = 256
+# product itself is what costs. (Half precision is always packed.)
+_FEWEST_ROWS_NATIVE, _FEWEST_ROWS_ONEDNN = 2, 4
+# A smaller model may live in a cache, where the plain layer keeps up for two and three rows.
+_LARGE_BYTES = 1 << 26
 # Smaller fp32 matrices stay in a core's cache, and the call itself costs more than repacking them.
-_SMALLEST = 1 << 19
+_SMALLEST_NATIVE, _SMALLEST_ONEDNN = 1 << 16, 1 << 19
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,6 +61,8 @@ class PackedLinear:
         self._stamp: tuple[int, ...] = ()
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
+        self.outputs = sum(weight.shape[1 if transposed else 0] for weight in self.weights)
+        self._native = kernel() if self.weights[0].dtype == torch.float32 else None
         self._run = torch.ops.mkldnn._linear_pointwise.default
         self._run_binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -75,8 +80,9 @@ class PackedLinear:
         )
         if self._packed is None or stamp != self._stamp:
             weights = [weight.detach().t() if self.transposed else weight.detach() for weight in self.weights]
-            weight_OI = weights[0] if len(weights) == 1 else torch.cat(weights)
-            self._packed = torch.ops.mkldnn._reorder_linear_weight.default(weight_OI.contiguous())
+            weight_OI = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
+            reorder = torch.ops.mkldnn._reorder_linear_weight.default
+            self._packed = reorder(weight_OI) if self._native is None else self._native.pack(weight_OI)
             self._bias = None
             if any(bias is not None for bias in self.biases):
                 self._bias = torch.cat(
@@ -91,12 +97,17 @@ class PackedLinear:
     def __call__(self, x_XI: Tensor) -> Tensor:
         """All layers' outputs side by side."""
         packed = self._fresh()
+        if self._native is not None:
+            rows_XI = x_XI.reshape(-1, x_XI.shape[-1]).contiguous()
+            return self._native.linear(rows_XI, packed, self.outputs, self._bias, None).view(*x_XI.shape[:-1], -1)
         output: Tensor = self._run(x_XI, packed, self._bias, "none", [], "")
         return output
 
     def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
         """`self(x_XI) + other_XO`, added while the product is written."""
         packed = self._fresh()
+        if self._native is not None:
+            return self._native.linear(x_XI.contiguous(), packed, self.outputs, self._bias, other_XO.contiguous())
         output: Tensor = self._run_binary(x_XI, other_XO, packed, self._bias, "add")
         return output
 
@@ -121,12 +132,17 @@ class Packs:
         devices = {parameter.device.type for parameter in parameters}
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         self.available = devices == {"cpu"} and packing_available(self.dtype) and size <= _physical_memory() // 4
+        self._large = size >= _LARGE_BYTES
+        self._native = self.available and self.dtype == torch.float32 and kernel() is not None
         self._packed: dict[str, PackedLinear] = {}
 
     def useful(self, rows: int) -> bool:
         """Whether this many rows should go through packed layers."""
-        fewest = _FEWEST_ROWS if self.dtype == torch.float32 else 1
-        return self.available and fewest <= rows <= _MOST_ROWS
+        if self.dtype != torch.float32:
+            fewest = 1
+        else:
+            fewest = _FEWEST_ROWS_NATIVE if self._native and self._large else _FEWEST_ROWS_ONEDNN
+        return self.available and fewest <= rows <= MOST_ROWS
 
     def layer(
         self, name: str, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None], transposed: bool = False
@@ -146,7 +162,8 @@ class Packs:
             for tensor in tensors
         ):
             return None
-        if self.dtype == torch.float32 and sum(weight.numel() for weight in weights_OI) < _SMALLEST:
+        smallest = _SMALLEST_NATIVE if self._native else _SMALLEST_ONEDNN
+        if self.dtype == torch.float32 and sum(weight.numel() for weight in weights_OI) < smallest:
             return None
         known = self._packed.get(name)
         if known is None or not known.same(weights_OI, biases_O):

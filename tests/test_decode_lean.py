@@ -140,7 +140,8 @@ def test_lean_equals_the_models_own_forward(name: str, lengths: list[int]) -> No
 def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packing_available(torch.float32):
         pytest.skip("this torch has no packed linear layer")
-    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
     with torch.inference_mode(False):
         model = build(name)
     plain = walk(runner(model, False), [9, 4], 1)
@@ -216,7 +217,8 @@ def test_opting_out_is_the_model_itself_to_the_bit() -> None:
 def test_a_changed_weight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not packing_available(torch.float32):
         pytest.skip("this torch has no packed linear layer")
-    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
     model = build("qwen2")
     packs = Packs(model)
     before = walk_quietly(model, packs)
@@ -241,7 +243,8 @@ def walk_quietly(model: PreTrainedModel, fast: bool | Packs) -> list[Tensor]:
 def test_the_model_is_left_as_it_was_and_the_packed_copies_go(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packing_available(torch.float32):
         pytest.skip("this torch has no packed linear layer")
-    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
     model = tiny_gpt2() if name == "gpt2" else build(name)
     plain = walk_quietly(model, False)  # Leaves transformers' own marks.
     attributes = {key: set(vars(module)) for key, module in model.named_modules()}
