@@ -68,14 +68,16 @@ class Clock:
         self._runner = Runner.prefill, Runner.forward
         Runner.prefill = self._through_runner(Runner.prefill)  # type: ignore[method-assign]
         Runner.forward = self._through_runner(Runner.forward)  # type: ignore[method-assign]
-        for model in self._models.values():
-            model.forward = self._through_model(model, model.forward)
+        # On the class: a forward of an instance's own would keep the engine from its lean path.
+        self._classes = {type(model): type(model).forward for model in self._models.values()}
+        for kind, forward in self._classes.items():
+            kind.forward = self._through_model(forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         Runner.prefill, Runner.forward = self._runner  # type: ignore[method-assign]
-        for model in self._models.values():
-            del model.forward  # the instance's; the class has its own
+        for kind, forward in self._classes.items():
+            kind.forward = forward
 
     def _through_runner(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -84,11 +86,11 @@ class Clock:
 
         return timed
 
-    def _through_model(self, model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _through_model(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         # `wraps` also passes on the signature, which generate and Runner look at.
         @functools.wraps(forward)
-        def timed(*values: Any, **options: Any) -> Any:
-            return self._note(model, lambda: forward(*values, **options))
+        def timed(model: PreTrainedModel, *values: Any, **options: Any) -> Any:
+            return self._note(model, lambda: forward(model, *values, **options))
 
         return timed
 

@@ -23,7 +23,7 @@ from decode.masks import LiveMask, additive, causal_mask
 from decode.packed import Packs
 
 # Prompts go in by so many cells at a time: the memory of a mask and of the activations is then bounded.
-_CHUNK = 512
+_CHUNK = 256
 
 _FULL = ("full_attention",)
 _SLIDING = ("sliding_attention",)

@@ -201,13 +201,14 @@ class LeanForward:
         """One forward behind `cache.column`. `positions_Bq` may have one row for all, none above `top_position`.
 
         `masks` are additive, `[1 or B, 1, q, P]`, by kind of layer or one for all; None sees everything, but in
-        the first chunk of a prefill means causal. `prefill` computes no logits and never uses packed weights.
+        the first chunk of a prefill means causal. `prefill` computes no logits, and takes packed weights
+        only where their rounding does not depend on how many rows there are.
         """
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
         total = rows * queries
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
-        packed = not prefill and self.packs.useful(total)
+        packed = self.packs.useful(total) and (self.packs.native or not prefill)
         news, alls = cache.views(rows, groups, size, queries, self.embedding_VD)
         attend = self._attention(masks, queries)
         wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}

@@ -133,7 +133,7 @@ class Packs:
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         self.available = devices == {"cpu"} and packing_available(self.dtype) and size <= _physical_memory() // 4
         self._large = size >= _LARGE_BYTES
-        self._native = self.available and self.dtype == torch.float32 and kernel() is not None
+        self.native = self.available and self.dtype == torch.float32 and kernel() is not None
         self._packed: dict[str, PackedLinear] = {}
 
     def useful(self, rows: int) -> bool:
@@ -141,7 +141,7 @@ class Packs:
         if self.dtype != torch.float32:
             fewest = 1
         else:
-            fewest = _FEWEST_ROWS_NATIVE if self._native and self._large else _FEWEST_ROWS_ONEDNN
+            fewest = _FEWEST_ROWS_NATIVE if self.native and self._large else _FEWEST_ROWS_ONEDNN
         return self.available and fewest <= rows <= MOST_ROWS
 
     def layer(
@@ -162,7 +162,7 @@ class Packs:
             for tensor in tensors
         ):
             return None
-        smallest = _SMALLEST_NATIVE if self._native else _SMALLEST_ONEDNN
+        smallest = _SMALLEST_NATIVE if self.native else _SMALLEST_ONEDNN
         if self.dtype == torch.float32 and sum(weight.numel() for weight in weights_OI) < smallest:
             return None
         known = self._packed.get(name)
