@@ -30,6 +30,7 @@ from decode.verify import VERIFIERS, Verifier
 from draftsmith.models import context_length
 from draftsmith.sampling import Sampling, probs, uniforms
 
+_KEPT_BLOCKS = 64
 OnTokens = Callable[[int, list[int], list[bool]], None]
 
 
@@ -110,6 +111,10 @@ class SpeculativeDecoder:
         self._check(prompts, max_new_tokens, generators)
         if not prompts:
             return Batch([], 0.0, 0.0)
+        if self.target.training:
+            raise ValueError(
+                "the target is in training mode; call target.eval() first, dropout would change its outputs"
+            )
         began = self._clock()
         run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
         prefilled = self._clock()
@@ -125,9 +130,10 @@ class SpeculativeDecoder:
             offsets_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
             block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1)
             if tree.rows == 1:
-                # A static proposer hands out the same arrays at every step; one entry is all that
-                # is ever live.
-                self._blocks = {tree: block}
+                # A static proposer hands out the same few arrays: its tree, and that tree cut to a depth.
+                if len(self._blocks) >= _KEPT_BLOCKS:
+                    self._blocks.clear()
+                self._blocks[tree] = block
         return block
 
     def _check(

@@ -46,6 +46,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         raise ValueError(f"{name} is in training mode; call model.eval() first, dropout would change its outputs")
     if "position_ids" not in signature(model.forward).parameters or getattr(config, "alibi", False):
         raise ValueError(f"{name} does not take position_ids (ALiBi?); a token tree needs them, use another model")
+    if getattr(config, "attention_layers", None) is not None:
+        raise ValueError(f"{name} masks by its own table of cells (GPT-Neo), which no tree fits; use another model")
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("eager", "sdpa"):
         raise ValueError(

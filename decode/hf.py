@@ -102,6 +102,9 @@ def _check(
             raise ValueError(f"speculative decoding cannot honour the stopping criterion {type(criterion).__name__}")
     if (config.num_beams or 1) > 1:
         raise ValueError(f"speculative decoding draws single sequences; num_beams {config.num_beams} must be 1")
+    for name in ("penalty_alpha", "prompt_lookup_num_tokens", "dola_layers"):
+        if getattr(config, name, None):
+            raise ValueError(f"speculative decoding does not do what {name} asks for; leave it out")
     if asked := [name for name in _UNSUPPORTED_OUTPUTS if getattr(config, name, None)]:
         raise ValueError(f"speculative decoding does not return what {asked[0]} asks for; set it to False")
     if model_kwargs.get("inputs_embeds") is not None:

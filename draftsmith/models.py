@@ -193,7 +193,14 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the model's positions reach, or None when its config does not say."""
+    """How many tokens the model's positions reach, or None when its config does not say.
+
+    Where rotary frequencies change once a text is longer than the pretrained context (longrope), it is that context:
+    beyond it every cached key would have to be computed again.
+    """
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and isinstance(rope.get("original_max_position_embeddings"), int):
+        return int(rope["original_max_position_embeddings"])
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(model.config, key, None)
         if isinstance(value, int):

@@ -279,6 +279,53 @@ def test_invalid_combinations_are_refused() -> None:
     assert decoder.generate([], GREEDY, 4, []).generations == []
 
 
+def test_training_mode_is_refused_when_it_is_switched_on_later() -> None:
+    target, draft = model_of("llama", 1), model_of("llama", 2)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "chain:2")
+    for model, words in ((target, "target is in training mode"), (draft, "draft is in training mode")):
+        model.train()
+        try:
+            with pytest.raises(ValueError, match=words):
+                decoder.generate([PROMPTS[0]], GREEDY, 4, [generator(0)])
+        finally:
+            model.eval()
+
+
+def test_a_rope_that_changes_with_length_ends_the_context() -> None:
+    """Behind the pretrained context longrope would change every key that is already cached."""
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.0],
+            "long_factor": [4.0, 4.0],
+            "original_max_position_embeddings": 24,
+        },
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    decoder = SpeculativeDecoder(model, DraftModelProposer(model), "chain:4")
+    with pytest.raises(ValueError, match="context of 24 tokens"):
+        decoder.generate([[1] * 20], GREEDY, 5, [generator(0)])
+    prompt = torch.tensor([[1, 2, 3]])
+    wanted = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=21,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    got = decoder.generate([[1, 2, 3]], GREEDY, 21, [generator(0)]).generations[0].output_ids
+    assert got == wanted[0, 3:].tolist()
+
+
 class TwoShapes:
     """A proposer for the protocol's promises: a tree per row, and the target's hidden states.
 

@@ -27,6 +27,7 @@ from decode import (
     Proposer,
     RetrievalProposer,
     SpeculativeDecoder,
+    Tree,
 )
 from draftsmith.heads import HEADS, Head
 from draftsmith.heads.eagle3 import Eagle3Head
@@ -236,6 +237,24 @@ def test_output_law_is_the_targets(way: str, verifier: str) -> None:
         pytest.skip(f"{way} gives nothing that {verifier} is valid for")
     for tree in sorted(chosen):
         assert statistic(decoder(way, tree, verifier), LAW) < 1, tree
+
+
+@pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
+@pytest.mark.parametrize("parents", [(-1, -1, 1, 2), (-1, -1, 0, 1, 3), (-1, -1, -1, 0, 1, 2, 3, 4, 5)])
+def test_below_a_node_that_does_not_exist_there_is_nothing(verifier: str, parents: tuple[int, ...]) -> None:
+    """With fewer tokens than siblings a node is missing, and so is all that hangs below it, however deep."""
+    made = SpeculativeDecoder(llama(2), proposer("draft"), Tree(parents), verifier)
+    for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.3, top_k=2)):
+        assert statistic(made, sampling) < 1 or sampling.top_k == 1
+        for row in run(made, [0, 1, 2, 3], sampling):
+            assert all(0 <= token < VOCAB for token in row.output_ids)
+            if sampling.top_k == 1:
+                # One chain exists at each step: the tree's first child everywhere.
+                chain = Tree(parents).children
+                length, at = 0, 0
+                while chain[at]:
+                    at, length = chain[at][0], length + 1
+                assert row.stats.proposed == length * row.stats.target_calls
 
 
 def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

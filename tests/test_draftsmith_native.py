@@ -62,7 +62,7 @@ def test_threads_do_not_change_the_bits() -> None:
 def test_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernel.__wrapped__() is not None
-    (kept,) = (tmp_path / "draftsmith").iterdir()
+    (kept,) = (tmp_path / "draftsmith").glob("*.so")
     calls: list[list[str]] = []
     run = subprocess.run
 
@@ -73,6 +73,18 @@ def test_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess, "run", counting)
     assert kernel.__wrapped__() is not None
     assert [command[1:] for command in calls] == [["--version"]] and kept.exists()
+
+
+@built
+@pytest.mark.parametrize("left", [0, 1000, 8192])
+def test_a_torn_library_is_built_again(tmp_path: Path, left: int) -> None:
+    code = "import torch; from draftsmith.native import kernel; assert kernel() is not None"
+    env = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        # In a process of its own: loading a torn library is a bus error.
+        assert subprocess.run([sys.executable, "-c", code], env=env, cwd=Path.cwd()).returncode == 0
+        (kept,) = (tmp_path / "draftsmith").glob("*.so")
+        kept.write_bytes(kept.read_bytes()[:left])
 
 
 def test_without_a_compiler_there_is_none_and_nothing_is_said(tmp_path: Path) -> None:

@@ -60,7 +60,11 @@ class DraftModelProposer:
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Refuse what does not fit the context of a draft."""
+        """Refuse what does not fit the context of a draft, and a draft that was put back into training."""
+        if any(model.training for model in self.models):
+            raise ValueError(
+                "a draft is in training mode; call eval() on it first, dropout would change what it drafts"
+            )
         for limit in self._limits:
             check_context("draft", limit, prompts, max_new_tokens)
 

@@ -70,7 +70,9 @@ class HeadProposer:
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Heads reach as far as their target, whose own context is checked."""
+        """Heads reach as far as their target, whose own context is checked; one in training is refused."""
+        if self.head.training:
+            raise ValueError("the head is in training mode; call eval() on it first")
 
     def start(
         self,

@@ -186,9 +186,9 @@ class LevelSession:
                 laws.append(q_BeV)
             chain = level.slot_c.numel() == 1
             tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.slot_c, level.rank_c]
-            if previous_Be is not None and (stop or plan.levels[depth - 1].draws > 1):
-                # A node that does not exist or was not expanded has no children. Without a stop only siblings
-                # can be missing, so a chain skips this.
+            if previous_Be is not None and (stop or any(above.draws > 1 for above in plan.levels[:depth])):
+                # A node that does not exist or was not expanded has no children, nor have those. Without a stop
+                # only siblings can be missing, so a chain skips this.
                 tokens_Bc = tokens_Bc.masked_fill(previous_Be[:, level.slot_c] < 0, -1)
             drafted.append(tokens_Bc)
             if depth + 1 == len(plan.levels):

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.io import atomic_file, sha256_file, write_text_atomic
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("linear.c")
@@ -78,7 +80,7 @@ def kernel() -> Kernel | None:
         return None
     try:
         built = Kernel(_load(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("no native linear layer: %s", error)
         return None
     return built if _right(built) else None
@@ -90,7 +92,9 @@ def _load(compiler: str) -> ctypes.CDLL:
         b"\0".join([SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor()])
     ).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
-    if cached.is_file():
+    seal = cached.with_suffix(".sha256")
+    # Loading a torn library would kill the process, so a kept one is only taken whole.
+    if cached.is_file() and seal.is_file() and seal.read_text() == sha256_file(cached):
         return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "linear.so"
@@ -98,9 +102,9 @@ def _load(compiler: str) -> ctypes.CDLL:
         subprocess.run(command, capture_output=True, check=True, timeout=60)
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
-            beside = cached.with_name(f"{cached.name}.{os.getpid()}")
-            shutil.copyfile(library, beside)
-            beside.replace(cached)
+            with atomic_file(cached) as beside:
+                shutil.copyfile(library, beside)
+            write_text_atomic(seal, sha256_file(library))
         except OSError as error:
             log.info("the native linear layer is not kept: %s", error)
         return ctypes.CDLL(str(library))
