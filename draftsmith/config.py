@@ -58,8 +58,12 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     fields = {field.name: instance[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, said in given.items():
         # YAML reads a word such as '# a heading' as nothing at all; what was typed is meant.
-        if types.get(key) == str | None and fields[key] is None and said[-1] not in ("null", "~"):
-            fields[key] = said[-1]
+        if types.get(key) == str | None and said[-1] not in ("null", "~"):
+            group, _, name = key.rpartition(".")
+            if not group:
+                fields[key] = said[-1] if fields[key] is None else fields[key]
+            elif getattr(fields[group], name) is None:
+                fields[group] = dataclasses.replace(fields[group], **{name: said[-1]})
     try:
         return cls(**fields), "json" in given and given["json"][-1:] != ["false"]
     except InputError as error:

@@ -1,17 +1,51 @@
-"""The processes a launcher started: who this one is, and waiting for the others."""
+"""The processes a launcher started: who this one is, what was asked of them, waiting for the others, being stopped."""
 
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 
 from draftsmith.errors import InputError, RunError
 from draftsmith.models import resolve_device
 
 TIMEOUT = timedelta(hours=12)
+# What a shell says of a program that SIGTERM ended.
+TERMINATED = 143
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a launcher asked for: how the processes share the weights, and how many there are.
+
+    kind: `single`, `ddp` (a copy each), `zero` (DeepSpeed, its stage in its config), `fsdp`.
+    """
+
+    kind: Literal["single", "ddp", "zero", "fsdp"]
+    processes: int
+
+
+class Terminated(SystemExit):
+    """SIGTERM came, and what had been done is kept. The exit code is 143."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+@dataclass
+class Stop:
+    """Whether SIGTERM came. While `held` it only sets `asked`; otherwise the program ends there and then."""
+
+    held: bool = False
+    asked: bool = False
 
 
 def launched() -> int:
@@ -30,13 +64,35 @@ def alone(command: str) -> None:
         raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
 
 
+def asked() -> Asked:
+    """What the launcher's environment asks for; RunError for what nothing here can do."""
+    for variable, what, instead in (
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", "use FSDP or DeepSpeed"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config", "use FSDP or DeepSpeed without it"),
+    ):
+        if _true(variable):
+            raise RunError(f"the launcher asks for {what}, which nothing here does; {instead}")
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if dynamo != "no":
+        raise RunError(f"the launcher asks for dynamo_backend {dynamo}; leave it out and set `compile` instead")
+    if _true("ACCELERATE_USE_DEEPSPEED"):
+        return Asked("zero", launched())
+    if _true("ACCELERATE_USE_FSDP"):
+        return Asked("fsdp", launched())
+    return Asked("ddp" if launched() > 1 else "single", launched())
+
+
+def _true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+
+
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
     """What accelerate must be told about the processes a launcher started; empty for one.
 
     Without a named backend launched CPU processes can each come up believing that they are alone. The time limit is
     long because one process may generate or tokenise while the others wait.
     """
-    if launched() == 1:
+    if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
         return {}
     return {"timeout": TIMEOUT} | ({"backend": "gloo"} if on_cpu else {})
 
@@ -50,29 +106,58 @@ def join(device: str) -> PartialState:
 
 
 def on_main(work: Callable[[], None]) -> None:
-    """Run `work` on the main process while the others wait; the InputError it raises is raised by all of them."""
-    message: list[str | None] = [None]
+    """Run `work` on the main process while the others wait; what it fails with, they all fail with, in one line.
+
+    InputError stays one; RunError, an operating system's refusal and a file that cannot be read become RunError.
+    """
+    failure: list[tuple[bool, str] | None] = [None]
     if is_main():
         try:
             work()
         except InputError as error:
-            message = [str(error)]
+            failure = [(True, str(error))]
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            failure = [(False, f"{place}{error.strerror or error}")]
+        except (RunError, SafetensorError) as error:
+            failure = [(False, str(error))]
     if launched() > 1:
-        broadcast_object_list(message)
-    if message[0] is not None:
-        raise InputError(message[0])
+        broadcast_object_list(failure)
+    if failure[0] is not None:
+        by_user, message = failure[0]
+        raise (InputError if by_user else RunError)(" ".join(message.split()))
 
 
 def check(found: int) -> None:
     """RunError unless as many processes found each other as were launched."""
     # For several processes on CPUs `accelerate launch` sets their address, and then starts one process alone.
-    asked = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
-    if asked and resolve_device("auto").type == "cpu":
+    several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
+    if several and resolve_device("auto").type == "cpu":
         raise RunError(
             "accelerate was asked for several processes and started only one, as it does on CPUs; "
-            "launch with --multi_gpu (it means several, and works on CPUs too)"
+            "launch with --multi_gpu (it means several, and works on CPUs too), or with a file of configs/accelerate"
         )
     if found != launched():
         raise RunError(
             f"{launched()} processes were launched but only {found} found each other; check the accelerate config"
         )
+
+
+@contextmanager
+def terminable() -> Iterator[Stop]:
+    """SIGTERM raises Terminated in the block, or, while `stop.held`, is left to the block to act upon."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals are the main thread's
+        return
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        stop.asked = True
+        if not stop.held:
+            raise Terminated
+
+    before = signal.signal(signal.SIGTERM, arrived)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,7 @@ from draftsmith.errors import InputError
 from draftsmith.io import canonical_json
 from draftsmith.text import Tokenizer, encode_messages, encode_text, hub_has_address
 
-KEYS = ("messages", "prompt", "text")
+KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def read_prompts(
     """Read `source` (a .jsonl/.json/.parquet file, or `owner/name[:split]` on the hub) into prompts.
 
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first
-    `prompt_tokens` tokens are the prompt); optional `id` and `domain`. Rows that are empty, too short for that or
-    longer than `max_tokens` are skipped with their reason. A row without an `id` gets a hash of its tokens, with
+    `prompt_tokens` tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are
+    read as `messages`, see `iterate_rows`. Rows that are empty, too short for that or longer than `max_tokens` are
+    skipped with their reason. A row without an `id` gets a hash of its tokens, with
     its count where the same prompt came before. `limit` stops after that many rows. Raises InputError that names
     file, line and key for a row that cannot be understood.
     """
@@ -101,7 +102,59 @@ def read_prompts(
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub."""
+    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
+
+    Rows as ShareGPT has them (`conversations`: `from` and `value`) or Alpaca (`instruction`, `input`, `output`) come
+    with `messages` in their place.
+    """
+    for number, row in _rows(source):
+        yield number, _as_messages(row, f"{source}:{number}")
+
+
+def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row with `messages` where it has another key for a chat, else as it is."""
+    if row.get("messages") is not None or row.get("prompt") is not None:
+        return row
+    if row.get("conversations") is not None:
+        # Its ids name what a row was cut out of, and come again.
+        kept = {key: value for key, value in row.items() if key not in ("conversations", "id")}
+        turns = _sharegpt(row["conversations"], where)
+        return kept | ({"messages": turns} if turns else {"prompt": ""})
+    if isinstance(row.get("instruction"), str):
+        # `text`, where there is one, is all three under one heading that every row shares.
+        kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
+        asked = "\n\n".join(part for key in ("instruction", "input") if (part := _string(row, key, where).strip()))
+        output = _string(row, "output", where)
+        answer = [{"role": "assistant", "content": output}] if output else []
+        return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
+    return row
+
+
+# ShareGPT's names of who speaks; files that were put together from several sources have them all.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+
+
+def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
+    """Turns as chat templates want them: the user first, one turn at a time; empty where nobody asks."""
+    if not isinstance(value, list):
+        raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects")
+    turns: list[dict[str, str]] = []
+    for index, turn in enumerate(value):
+        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+            raise InputError(f"{where}: key 'conversations[{index}]': expected text under 'from' and under 'value'")
+        speaker: str = turn["from"]
+        role = _SPEAKERS.get(speaker, speaker)
+        if role == "assistant" and not any(each["role"] == "user" for each in turns):
+            # The rest of an answer whose question is in another row.
+            continue
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{turn['value']}"
+        else:
+            turns.append({"role": role, "content": turn["value"]})
+    return turns if any(each["role"] == "user" and each["content"].strip() for each in turns) else []
+
+
+def _rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     path = Path(source)
     if path.is_dir():
         raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")

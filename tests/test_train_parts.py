@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import decode.engine
 from decode import DraftModelProposer, SpeculativeDecoder
@@ -22,9 +23,11 @@ from draftsmith.models import load_model
 from draftsmith.sampling import Sampling, generator, probs
 from draftsmith.text import Tokenizer, load_tokenizer
 from train.config import Optim
-from train.data import IGNORE, Examples, collate, divide, load_examples, order
-from train.loop import learning_rate, make_optimizer, valid_logits
+from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, order
+from train.loop import expected_tokens, learning_rate, make_optimizer
 from train.losses import LOSSES, NEEDS_TARGET, cross_entropy, forward_kl
+from train.teacher import find_head
+from train.trainees.lm import _hidden
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,13 @@ def write_set(directory: Path, rows: list[tuple[list[int], list[int]]]) -> str:
     part = {"file": "part-00000.parquet", "rows": len(rows), "sha256": sha256_file(directory / "part-00000.parquet")}
     (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
     return str(directory)
+
+
+def valid_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Logits `[N, V]` at the positions that predict a response token, the way the trainee makes them."""
+    head = find_head(model, "draft")
+    rows_N = (batch.labels_BT.reshape(-1) != IGNORE).nonzero().squeeze(1)
+    return head.finish(F.linear(_hidden(model, batch, rows_N, None), head.weight_VH, head.bias_V))
 
 
 def examples_of(tmp_path: Path, rows: list[tuple[list[int], list[int]]], max_length: int = 32) -> Examples:
@@ -70,7 +80,7 @@ def test_losses_are_per_token_and_fp32() -> None:
         assert found.shape == (6,)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, loss(draft.bfloat16().float(), target.bfloat16().float(), tokens))
-        assert (name in NEEDS_TARGET) == (name == "fkl")
+        assert (name in NEEDS_TARGET) == (name != "ce")
 
 
 def test_the_gradient_of_kl_is_the_difference_of_the_laws() -> None:
@@ -90,6 +100,14 @@ def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
     assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
     assert learning_rate(Optim(lr=1.0), 0, 10) == 1.0
     assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
+
+
+def test_tokens_a_target_call_is_expected_to_give() -> None:
+    assert expected_tokens([0.5, 0.25]) == 1 + 0.5 + 0.125
+    # One alpha is that of every depth of a chain of five: (1 - a^6) / (1 - a).
+    assert expected_tokens([0.8]) == pytest.approx((1 - 0.8**6) / 0.2)
+    assert expected_tokens([1.0]) == 6
+    assert expected_tokens([0.0]) == 1
 
 
 def test_decay_is_for_matrices_only(draft_dir: str) -> None:

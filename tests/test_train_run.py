@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.models import load_model
 from train.data import collate, load_examples, order
-from train.loop import valid_logits
-from train.losses import cross_entropy
+from train.objective import parse_objective
+from train.trainees.lm import LMTrainee
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -47,7 +46,7 @@ import pathlib, draftsmith.io, train.checkpoint, train.loop
 MOMENTS = {
     "in the middle of a step": "before(train.loop, 'learning_rate', 8)",
     "after the best weights, before the checkpoint": "before(train.checkpoint, 'save', 2)",
-    "while a checkpoint is written": "before(train.checkpoint.torch, 'save', 2)",
+    "while a checkpoint is written": "before(train.checkpoint, 'save_file', 6)",
     "before a checkpoint gets its name": (
         "before(pathlib.Path, 'rename', 2, lambda a, b: a.name.startswith('.step_'))"
     ),
@@ -186,7 +185,7 @@ def test_a_step_is_its_rows_however_they_are_divided(
     two = launched(run("2p4", 4, 1), tmp_path)
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("4 steps") == 1
-    assert json.loads((tmp_path / "2p4/run/run.json").read_text())["processes"] == 2
+    assert json.loads((tmp_path / "2p4/draftsmith.json").read_text())["processes"] == 2
     start = load_file(Path(draft_dir) / "model.safetensors")
     expected = load_file(tmp_path / "8x1" / "run" / "best" / "model.safetensors")
     assert json.loads((tmp_path / "8x1/draftsmith.json").read_text())["best_step"] == 4
@@ -203,18 +202,19 @@ def test_a_step_is_its_rows_however_they_are_divided(
 
 def difference_of_means(distilled: str, draft_dir: str) -> float:
     """How far the gradient of a mean over forwards is from that of the mean over tokens, for the first 8 rows."""
-    model = load_model(draft_dir, device="cpu")
+    trainee = LMTrainee(load_model(draft_dir, device="cpu"), parse_objective("ce"))
     examples = load_examples([distilled], None, 48)
-    rows = order(len(examples.rows), 0, 8, 0)
-    losses = []
-    for row in rows:
-        batch = collate(examples, [int(row)])
-        tokens = batch.labels_BT[batch.labels_BT >= 0]
-        losses.append(cross_entropy(valid_logits(model, batch), None, tokens))
-    per_token = torch.autograd.grad(torch.cat(losses).mean(), list(model.parameters()), retain_graph=True)
-    means: Tensor = torch.stack([loss.mean() for loss in losses]).mean()
-    per_forward = torch.autograd.grad(means, list(model.parameters()))
-    return max(float((a - b).abs().max()) for a, b in zip(per_token, per_forward, strict=True))
+    sums = [trainee(collate(examples, [int(row)])) for row in order(len(examples), 0, 8, 0)]
+    parameters = list(trainee.draft.parameters())
+    # A trainee's gradient can be taken once.
+    each = [torch.autograd.grad(one.loss, parameters) for one in sums]
+    tokens = [int(one.tokens) for one in sums]
+    worst = 0.0
+    for gradients in zip(*each, strict=True):
+        per_token = torch.stack(gradients).sum(0) / sum(tokens)
+        per_forward = torch.stack([g / n for g, n in zip(gradients, tokens, strict=True)]).mean(0)
+        worst = max(worst, float((per_token - per_forward).abs().max()))
+    return worst
 
 
 def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
@@ -330,18 +330,49 @@ def test_a_fresh_model_learns_text(
     assert "its hidden_size is 16, other.json says 32" in err
 
 
+SECRET = "0123456789abcdef" * 2 + "deadbeef"
+ENV = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + SECRET}
+
+
+def no_secret(directory: Path, *texts: str) -> None:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in "".join(texts)
+    assert {path.name for path in directory.iterdir()} == {"draft"}
+
+
 @pytest.mark.slow
 def test_wandb_offline_keeps_its_run_in_the_run_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
-    secret = "0123456789abcdef" * 2 + "deadbeef"
-    env = {"WANDB_API_KEY": secret, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + secret}
-    child = spawn(*words, "--steps", "3", "--tracker", "wandb", cwd=tmp_path, env=env)
-    code, out, err = child.wait()
+    code, out, err = spawn(*words, "--steps", "3", "--tracker", "wandb", cwd=tmp_path, env=ENV).wait()
     assert code == 0, err
     runs = list((tmp_path / "draft" / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
-    assert b"heldout_loss" in runs[0].read_bytes()
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    assert not [path for path in files if secret.encode() in path.read_bytes()]
-    assert secret not in out + err
-    assert {path.name for path in tmp_path.iterdir()} == {"draft"}
+    written = runs[0].read_bytes()
+    for curve in (b"heldout_loss", b"tokens_per_s", b"memory_gib", b"grad_norm"):
+        assert curve in written
+    # Lineage: the data by its hash, and the draft by its fingerprint and record.
+    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
+    for side, name in (("training", "data"), ("heldout", "heldout-data")):
+        assert f"{name}-{record['data'][side]['digest'][:16]}".encode() in written
+    assert f"draft-{record['fingerprint']}".encode() in written
+    no_secret(tmp_path, out, err)
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_the_curves_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    code, out, err = spawn(*words, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path, env=ENV).wait()
+    assert code == 0, err
+    found: dict[str, list[tuple[int, float]]] = {}
+    for directory in {path.parent for path in (tmp_path / "draft/run").rglob("events.out.tfevents*")}:
+        events = reader.EventAccumulator(str(directory))
+        events.Reload()
+        found |= {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    losses = [(line["step"], line["loss"]) for line in metrics(tmp_path / "draft") if "loss" in line]
+    assert [step for step, _ in found["loss"]] == [step for step, _ in losses] == [1, 2, 3]
+    assert [value for _, value in found["loss"]] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert {"heldout_loss", "tokens_per_s", "memory_gib"} <= found.keys()
+    # What the clock says is in no file that two runs could be compared by.
+    assert "tokens_per_s" not in (tmp_path / "draft/run/metrics.jsonl").read_text()
+    no_secret(tmp_path, out, err)

@@ -1,101 +1,199 @@
-"""State that a killed run continues from, bit for bit, and the draft checkpoint it ends with."""
+"""State that a killed run continues from, bit for bit, and the draft checkpoint it ends with.
+
+A checkpoint is a directory `checkpoints/step_N` of safetensors files, with `files.json`, which has their hashes: a
+file that is not what was written is found before it is used, and the checkpoint before it taken instead.
+"""
 
 import json
+import logging
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from draftsmith.errors import InputError
-from draftsmith.io import atomic_dir, make_dir, read_json, remove_leftovers, write_json_atomic
+from draftsmith.errors import InputError, RunError
+from draftsmith.io import (
+    atomic_dir,
+    make_dir,
+    read_json,
+    remove_leftovers,
+    sha256_file,
+    write_json_atomic,
+)
+from draftsmith.processes import on_main
 from draftsmith.run import difference
+from draftsmith.sampling import row_seed
 from draftsmith.text import Tokenizer
+from train.parallel import Engine, World, gather_optimizer, gather_weights, load_optimizer, load_weights
 
-KEPT = 2
+log = logging.getLogger(__name__)
+
+_FILES = "files.json"
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is. Data order and schedule are functions of `step` alone."""
+    """How far training is. Data order and schedule are functions of `step` alone.
+
+    best: the held-out figure that `best_by` names, at `best_step`, where all figures were `best_figures`.
+    """
 
     step: int = 0
     best_step: int = 0
-    best_loss: float | None = None
+    best: float | None = None
+    best_figures: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
     stopped: bool = False
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, tied ones once, on the CPU."""
-    found = dict(model.named_parameters())
-    persistent = model.state_dict().keys()
-    found |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}  # type: ignore[misc]
-    return {name: value.detach().cpu().contiguous() for name, value in found.items()}
+@dataclass(frozen=True)
+class Layout:
+    """How a step's rows are divided. Another layout of as many rows gives the same run up to rounding."""
+
+    batch_size: int
+    accumulation: int
+    processes: int
+    sharing: str
 
 
-def load_weights(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Put what `weights` gave back in place."""
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
-    with torch.no_grad():
-        for name, value in values.items():
-            places[name].copy_(value)
+@dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints stay: the newest `keep` of those at multiples of `every`, and the very newest."""
+
+    keep: int
+    every: int
 
 
-def save_best(run_dir: Path, model: nn.Module) -> None:
-    """Keep the weights with the lowest held-out loss so far."""
-    with atomic_dir(run_dir / "best") as directory:
-        save_file(weights(model), directory / "model.safetensors")
+def save_best(run_dir: Path, engine: Engine) -> None:
+    """Keep the weights that are the best so far. Every process calls it."""
+    weights = gather_weights(engine)
+
+    def write() -> None:
+        with atomic_dir(run_dir / "best") as directory:
+            save_file(weights, directory / "model.safetensors")
+            _seal(directory)
+
+    on_main(write)
 
 
-def load_best(run_dir: Path, model: nn.Module) -> None:
-    """Put the best weights so far into the model."""
-    load_weights(model, load_file(run_dir / "best" / "model.safetensors"))
+def load_best(run_dir: Path) -> dict[str, Tensor]:
+    """The best weights so far, by name; RunError when the file is not what was written."""
+    reason = _damage(run_dir / "best")
+    if reason is not None:
+        raise RunError(f"{run_dir / 'best'}: {reason}; delete `checkpoints` beside it to train again from the start")
+    return load_file(run_dir / "best" / "model.safetensors")
 
 
-def save(
-    run_dir: Path,
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    position: Position,
-) -> None:
-    """Write `checkpoints/step_N` whole or not at all, and drop all but the newest two. Every process calls it."""
+def save(run_dir: Path, engine: Engine, position: Position, layout: Layout, keeping: Keeping) -> None:
+    """Write `checkpoints/step_N` whole or not at all, and drop what is not to be kept. Every process calls it.
+
+    RunError, one line, in every process when it cannot be written; what was there before then still is.
+    """
     states = gather_object([_random_state()])
-    if accelerator.is_main_process:
+    weights, moments = gather_weights(engine), gather_optimizer(engine)
+
+    def write() -> None:
         with atomic_dir(run_dir / "checkpoints" / f"step_{position.step:08d}") as directory:
-            save_file(weights(model), directory / "model.safetensors")
-            torch.save(optimizer.state_dict(), directory / "optimizer.pt")
+            save_file(weights, directory / "model.safetensors")
+            save_file(moments, directory / "optimizer.safetensors")
             for rank, state in enumerate(states):
                 save_file(state, directory / f"random_{rank}.safetensors")
             (directory / "position.json").write_text(json.dumps(asdict(position)))
-        for old in _checkpoints(run_dir)[:-KEPT]:
+            (directory / "layout.json").write_text(json.dumps(asdict(layout)))
+            _seal(directory)
+        _drop_old(run_dir, keeping)
+
+    on_main(write)
+
+
+def _drop_old(run_dir: Path, keeping: Keeping) -> None:
+    *older, newest = _checkpoints(run_dir)
+    # One that was made because the run was told to stop would not be there had it not been.
+    regular = [path for path in [*older, newest] if _step(path) % keeping.every == 0]
+    for old in older:
+        if old not in regular[-keeping.keep :]:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 
-def load_newest(
-    run_dir: Path, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Position:
-    """Continue from the newest checkpoint, or from the start when there is none."""
-    found = _checkpoints(run_dir)
-    if not found:
-        return Position()
-    newest = found[-1]
-    load_weights(model, load_file(newest / "model.safetensors"))
-    optimizer.load_state_dict(torch.load(newest / "optimizer.pt", weights_only=True, map_location="cpu"))
-    _restore_random_state(load_file(newest / f"random_{accelerator.process_index}.safetensors"))
-    return Position(**read_json(newest / "position.json", "the position of a training run"))
+def newest(run_dir: Path, world: World) -> Path | None:
+    """The newest checkpoint that is whole, or None when there is none at all. Every process calls it.
+
+    A damaged one is passed over with a warning; RunError when all are damaged.
+    """
+    found: list[str | None] = [None]
+
+    def look() -> None:
+        there = _checkpoints(run_dir)
+        for path in reversed(there):
+            reason = _damage(path)
+            if reason is None:
+                found[0] = str(path)
+                return
+            log.warning("%s: %s; continuing from the checkpoint before it", path, reason)
+        if there:
+            raise RunError(f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to start again")
+
+    on_main(look)
+    if world.size > 1:
+        broadcast_object_list(found)
+    return None if found[0] is None else Path(found[0])
+
+
+def restore_weights(path: Path, draft: nn.Module) -> None:
+    """Put a checkpoint's weights into a draft that is not wrapped yet."""
+    load_weights(draft, load_file(path / "model.safetensors"))
+
+
+def restore_rest(path: Path, engine: Engine, layout: Layout, seed: int) -> Position:
+    """Optimizer and random states of a checkpoint; its position."""
+    load_optimizer(engine, load_file(path / "optimizer.safetensors"))
+    position = Position(**read_json(path / "position.json", "the position of a training run"))
+    before = Layout(**read_json(path / "layout.json", "the layout of a training run"))
+    rank = engine.world.accelerator.process_index
+    if before == layout:
+        _restore_random_state(load_file(path / f"random_{rank}.safetensors"))
+        return position
+    if engine.world.accelerator.is_main_process:
+        log.warning("continuing a run of %s as %s: the same up to rounding", _words(before), _words(layout))
+    torch.manual_seed(row_seed(seed, f"process {rank} from step {position.step}"))
+    return position
+
+
+def _words(layout: Layout) -> str:
+    return f"{layout.batch_size} x {layout.accumulation} x {layout.processes} processes ({layout.sharing})"
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step_*"))
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _seal(directory: Path) -> None:
+    hashes = {path.name: sha256_file(path) for path in sorted(directory.iterdir())}
+    (directory / _FILES).write_text(json.dumps(hashes))
+
+
+def _damage(directory: Path) -> str | None:
+    """Why a directory is not what was written, or None when it is."""
+    try:
+        hashes = read_json(directory / _FILES, "the list of a checkpoint's files")
+        for name, there in hashes.items():
+            if sha256_file(directory / name) != there:
+                return f"{name} is not what was written"
+    except InputError:
+        return f"{_FILES} cannot be read"
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read"
+    return None
 
 
 def _random_state() -> dict[str, Tensor]:
@@ -130,11 +228,14 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     remove_leftovers(run_dir / "checkpoints")
 
 
-def publish(out: Path, model: PreTrainedModel, tokenizer: Tokenizer | None, record: dict[str, Any]) -> None:
-    """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half is not loadable."""
+def publish(out: Path, write: Callable[[Path], None], tokenizer: Tokenizer | None, record: dict[str, Any]) -> None:
+    """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half is not loadable.
+
+    write: puts the draft's own files into a directory.
+    """
     staging = out / "run" / "final"
     with atomic_dir(staging) as directory:
-        model.save_pretrained(directory)
+        write(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         (directory / "draftsmith.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")

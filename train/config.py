@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith.errors import InputError
+from train.objective import parse_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,71 @@ class Optim:
     """Gradients are scaled down to this global norm; 0 leaves them alone."""
 
 
+Kind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
+
+# Which options of a head each kind has.
+_HEAD_OPTIONS: dict[str, frozenset[str]] = {
+    "lm": frozenset(),
+    "eagle": frozenset({"noise", "features", "features_gib"}),
+    "eagle3": frozenset({"draft_vocab_size", "test_steps", "step_decay", "features", "features_gib"}),
+    "medusa": frozenset({"num_heads", "num_layers", "step_decay", "features", "features_gib"}),
+    "hydra": frozenset({"num_heads", "num_layers", "step_decay", "features", "features_gib"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """What only heads have; null is the value of the paper. An option that `kind` does not have is refused."""
+
+    num_heads: int | None = None
+    """Medusa, Hydra: how many tokens ahead; 4."""
+    num_layers: int | None = None
+    """Medusa, Hydra: residual layers of each head; 1."""
+    draft_vocab_size: int | None = None
+    """EAGLE-3: how many of the target's tokens it can draft, the commonest in the data; null is all."""
+    test_steps: int | None = None
+    """EAGLE-3: how many steps it is trained to go on its own features; 7."""
+    step_decay: float | None = None
+    """EAGLE-3, Medusa, Hydra: what the loss of each further step weighs, as a share of the one before; 0.8."""
+    noise: float | None = None
+    """EAGLE-1: features that go in are moved by up to this much while training; 0.1."""
+    features: str | None = None
+    """A directory to keep the target's hidden states in, for other epochs and runs; null computes them every time."""
+    features_gib: float | None = None
+    """The most that directory may hold, GiB; 16."""
+
+    def check(self, kind: str) -> None:
+        """InputError for an option that the kind does not have, or a value that means nothing."""
+        given = {key: value for key, value in vars(self).items() if value is not None}
+        for key in given:
+            if key not in _HEAD_OPTIONS[kind]:
+                known = ", ".join(sorted(_HEAD_OPTIONS[kind])) or "none"
+                raise InputError(f"head.{key}: kind {kind} has no such option; it has {known}")
+        for key in ("num_heads", "num_layers", "draft_vocab_size", "test_steps"):
+            if given.get(key, 1) < 1:
+                raise InputError(f"head.{key}: {given[key]} must be at least 1")
+        if not 0 < given.get("step_decay", 1) <= 1:
+            raise InputError(f"head.step_decay: {given['step_decay']} must be above 0 and at most 1")
+        if not 0 <= given.get("noise", 0) < math.inf:
+            raise InputError(f"head.noise: {given['noise']} must not be negative")
+        if not 0 < given.get("features_gib", 1) < math.inf:
+            raise InputError(f"head.features_gib: {given['features_gib']} must be above 0")
+        if "features_gib" in given and "features" not in given:
+            raise InputError("head.features_gib: goes with head.features, the directory that it bounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicy:
+    """Sequences that the draft continues itself, for the target to score (GKD, DistillSpec)."""
+
+    fraction: float = 0.0
+    """Share of the sequences whose response is the draft's own, drawn anew at every step; 0 for none."""
+    max_new_tokens: int = 128
+    """The longest such response."""
+    temperature: float = 1.0
+    """Of the draft while it answers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Fit a draft model to a distilled set (or to text)."""
@@ -34,21 +100,37 @@ class TrainConfig:
     """The draft checkpoint: an ordinary Hugging Face directory when training is done; `run/` in it holds the rest."""
     data: list[str]
     """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end with an answer."""
+    kind: Kind = "lm"
+    """What is trained: a language model, or a head on the target's hidden states."""
     draft: str | None = None
-    """Weights to start from: a directory or hub name."""
+    """Weights to start from: a directory or hub name. A head without it starts fresh."""
     draft_config: str | None = None
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it must have."""
     target: str | None = None
-    """The teacher. Needed by `fkl`; with `ce` it adds the held-out alpha."""
+    """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns; with `ce` it
+    adds alpha."""
     tokenizer: str | None = None
     """Default: the target's, else the draft's."""
-    objective: Literal["ce", "fkl"] = "ce"
-    """ce: cross-entropy on the response tokens (sequence-level KD). fkl: KL(target || draft) per token."""
+    objective: str = "ce"
+    """ce (cross-entropy: sequence-level KD on the target's answers), fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha,
+    lk_hybrid:eta=3, sums such as `0.9*fkl+0.1*ce`; `@adaspec:keep=0.4` behind it selects tokens."""
+    temperature: float = 1.0
+    """Divides the logits of draft and target in the objective (not in `ce`, not in what is reported)."""
+    reference: str | None = None
+    """The draft that `@adaspec` compares with: one that was distilled already."""
     heldout: list[str] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Empty: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: float = 0.05
     max_length: int = 512
-    """Tokens of prompt and response; what is longer is cut, text is packed into blocks of this length."""
+    """Tokens of prompt and response; what is longer is cut, text is cut into blocks of this length."""
+    packing: bool = False
+    """Several prompts and responses to a row of `max_length` tokens, none seeing another; `batch_size` counts rows."""
+    replay: list[str] = field(default_factory=list)
+    """General data to mix in, same kinds as `data`, so that what the draft knew elsewhere is kept."""
+    replay_fraction: float = 0.0
+    """Share of the sequences that come from `replay`."""
+    on_policy: OnPolicy = field(default_factory=OnPolicy)
+    head: HeadOptions = field(default_factory=HeadOptions)
     batch_size: int = 8
     """Sequences per process and forward."""
     accumulation: int = 1
@@ -56,16 +138,24 @@ class TrainConfig:
     epochs: float = 1.0
     steps: int | None = None
     """Optimizer steps; overrides `epochs`."""
+    gradient_checkpointing: bool = False
+    """Compute the draft's layers again for the gradient instead of keeping what they gave: less memory, more time."""
+    compile: bool = False
+    """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
     eval_every: int = 100
     """Steps between held-out evaluations; one is also made at the start and at the end."""
     patience: int = 0
-    """Stop after this many evaluations without a better held-out loss; 0 never stops early."""
+    """Stop after this many evaluations that were not the best; 0 never stops early."""
+    best_by: Literal["auto", "alpha", "loss"] = "auto"
+    """Which held-out figure says which weights are the best. auto: alpha where it is measured, else the loss."""
     save_every: int = 100
     """Steps between checkpoints that a killed run continues from."""
+    keep: int = 2
+    """How many of those stay."""
     optim: Optim = field(default_factory=Optim)
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast of the forward. Weights and optimizer stay fp32. auto: bf16 where an accelerator has it."""
-    tracker: Literal["none", "wandb"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """metrics.jsonl is always written; wandb adds Weights & Biases (WANDB_MODE=offline needs no account)."""
     project: str = "draftsmith"
     """Name of the W&B project."""
@@ -74,18 +164,24 @@ class TrainConfig:
     dtype: str = "auto"
     """Of the target."""
     trust_remote_code: bool = False
+    smoke: bool = False
+    """Try the recipe out: tiny random models of the same families, made-up data, a few steps, nothing downloaded."""
 
     def __post_init__(self) -> None:
-        positive = ("max_length", "batch_size", "accumulation", "eval_every", "save_every")
+        positive = ("max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep")
         for key in positive:
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
         if not self.data:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
-        if self.draft is None and self.draft_config is None:
+        self._check_kind()
+        if self.kind == "lm" and self.draft is None and self.draft_config is None:
             raise InputError("draft: give `draft` (weights to start from) or `draft_config` (a config.json)")
-        if self.objective == "fkl" and self.target is None:
-            raise InputError("target: objective fkl needs the target as its teacher")
+        objective = parse_objective(self.objective, self.temperature)
+        if objective.needs_reference != (self.reference is not None):
+            raise InputError("reference: goes with an objective that ends in @adaspec; give both or neither")
+        if bool(self.replay) != (self.replay_fraction > 0) or not 0 <= self.replay_fraction < 1:
+            raise InputError("replay_fraction: must be above 0 and below 1 with `replay`, and 0 without it")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
         if not 0 < self.epochs < math.inf:
@@ -107,3 +203,34 @@ class TrainConfig:
         ):
             if not 0 <= value < math.inf:
                 raise InputError(f"{key}: {value} must not be negative")
+
+    def _check_kind(self) -> None:
+        self.head.check(self.kind)
+        policy = self.on_policy
+        if not 0 <= policy.fraction <= 1:
+            raise InputError(f"on_policy.fraction: {policy.fraction} must be between 0 and 1")
+        if policy.max_new_tokens < 1:
+            raise InputError(f"on_policy.max_new_tokens: {policy.max_new_tokens} must be at least 1")
+        if not 0 < policy.temperature < math.inf:
+            raise InputError(f"on_policy.temperature: {policy.temperature} must be above 0")
+        if policy.fraction > 0:
+            if self.target is None:
+                raise InputError("target: on_policy needs the target, which must score what the draft says")
+            if self.packing:
+                raise InputError("packing: rows of answers that are yet to be drawn cannot be packed; set it to false")
+        if self.kind == "lm":
+            return
+        for key, why in (
+            ("draft_config", "a head has the shape that its target gives it"),
+            ("reference", "heads are not trained with @adaspec"),
+            ("gradient_checkpointing", "is for draft language models; a head has one layer"),
+            ("compile", "is for draft language models; a head costs little beside its target"),
+        ):
+            if getattr(self, key):
+                raise InputError(f"{key}: {why}; leave it out for kind {self.kind}")
+        if self.target is None:
+            raise InputError(f"target: kind {self.kind} is trained on the target's hidden states; name the target")
+        if policy.fraction > 0:
+            raise InputError(
+                f"on_policy: kind {self.kind} drafts from the target's states; set on_policy.fraction to 0"
+            )

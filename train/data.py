@@ -1,6 +1,6 @@
 """Training data: rows of prompt and response tokens, their order, and the batches made of them.
 
-Legend: B sequences, T tokens of the longest of them.
+Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens.
 """
 
 import glob
@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -22,20 +23,31 @@ from draftsmith.errors import InputError
 from draftsmith.io import hash_json, read_json, sha256_file
 from draftsmith.records import check_messages, iterate_rows, whole
 from draftsmith.text import Tokenizer, encode_messages, encode_text
+from train.packing import layout, pack
 
 # Its bars would draw over our own progress.
 datasets.disable_progress_bars()
 
 IGNORE = -100
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
+# What the target thought at each response token: its likeliest tokens, and the mass of all the others.
+_TEACHER = datasets.Features(
+    {
+        "top_ids": datasets.List(datasets.List(datasets.Value("int32"))),
+        "top_logprobs": datasets.List(datasets.List(datasets.Value("float32"))),
+        "tail_mass": datasets.List(datasets.Value("float32")),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
 
-    `valid_tokens[i]` is how many tokens of row i are predicted; `dropped` counts rows that had none. `digest`
-    identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from.
+    What is shuffled and dealt out is a *unit*: a row, or, where `groups` is given, the rows that are packed together.
+    `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
+    identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
+    `stored` whether every row has the teacher's columns. Units from `replay_from` on are general data to mix in.
     """
 
     rows: datasets.Dataset
@@ -45,6 +57,22 @@ class Examples:
     digest: str
     max_token: int
     targets: frozenset[str]
+    stored: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
+    replay_from: int | None = None
+
+    def __len__(self) -> int:
+        """How many units there are."""
+        return len(self.valid_tokens)
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The teacher's columns at the valid tokens of a batch, in the order of its labels; rows short of K end in -inf."""
+
+    top_ids_NK: Tensor
+    top_logprobs_NK: Tensor
+    tail_N: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,15 +80,28 @@ class Batch:
     """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or IGNORE.
 
     There is no attention mask: under causal attention nothing that counts looks at padding on the right, and
-    without a mask attention takes its fast kernel.
+    without a mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document,
+    and `documents_BT`, its number in the row (-1 for padding). `stored` is there when the data has the columns.
     """
 
     ids_BT: Tensor
     labels_BT: Tensor
+    positions_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+    stored: StoredRows | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        return Batch(self.ids_BT.to(device), self.labels_BT.to(device))
+        stored = self.stored
+        return Batch(
+            self.ids_BT.to(device),
+            self.labels_BT.to(device),
+            None if self.positions_BT is None else self.positions_BT.to(device),
+            None if self.documents_BT is None else self.documents_BT.to(device),
+            None
+            if stored is None
+            else StoredRows(stored.top_ids_NK.to(device), stored.top_logprobs_NK.to(device), stored.tail_N.to(device)),
+        )
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
@@ -77,18 +118,15 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
             table, digest = _text(source, tokenizer, max_length)
         tables.append(table)
         digests.append(digest)
+    # Teacher columns count only where every source has them.
+    if not all("top_ids" in table.column_names for table in tables):
+        tables = [table.select_columns(list(_FEATURES)) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     return _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
 
 
 def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: frozenset[str]) -> Examples:
-    lengths = {
-        name: np.concatenate(
-            [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in _chunks(rows, name)]
-            or [np.zeros(0)]
-        ).astype(np.int64)
-        for name in ("prompt_ids", "response_ids")
-    }
+    lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence has nothing to be predicted from.
     first = np.maximum(lengths["prompt_ids"], 1)
     valid = np.minimum(lengths["prompt_ids"] + lengths["response_ids"], max_length) - first
@@ -97,7 +135,21 @@ def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: fro
         raise InputError(f"data: no response token fits in max_length {max_length}; raise max_length")
     largest = [pc.max(chunk.flatten()).as_py() for name in lengths for chunk in _chunks(rows, name)]
     max_token = max(token for token in largest if token is not None)
-    return Examples(rows.select(keep), max_length, valid[keep], int(len(valid) - len(keep)), digest, max_token, targets)
+    return Examples(
+        rows=rows.select(keep),
+        max_length=max_length,
+        valid_tokens=valid[keep],
+        dropped=int(len(valid) - len(keep)),
+        digest=digest,
+        max_token=max_token,
+        targets=targets,
+        stored="top_ids" in rows.column_names,
+    )
+
+
+def _lengths(rows: datasets.Dataset, name: str) -> npt.NDArray[np.int64]:
+    counted = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in _chunks(rows, name)]
+    return np.concatenate(counted or [np.zeros(0)]).astype(np.int64)
 
 
 def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
@@ -110,7 +162,7 @@ def _distilled(directory: Path) -> tuple[datasets.Dataset, str, str | None]:
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
-    paths = []
+    paths, parts = [], []
     for part in manifest["parts"]:
         path = directory / part["file"]
         if not path.is_file():
@@ -118,9 +170,26 @@ def _distilled(directory: Path) -> tuple[datasets.Dataset, str, str | None]:
         if sha256_file(path) != part["sha256"]:
             raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
         paths.append(glob.escape(str(path)))
-    table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=["prompt_ids", "response_ids"])
+        parts.append(path)
+    features = datasets.Features(_FEATURES | (_TEACHER if _has_teacher(parts) else {}))
+    table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
     assert isinstance(table, datasets.Dataset)
-    return table.cast(_FEATURES), hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
+    table = table.cast(features)
+    if "top_ids" in features:
+        answers = _lengths(table, "response_ids")
+        for name in _TEACHER:
+            wrong = np.flatnonzero(_lengths(table, name) != answers)
+            if len(wrong):
+                raise InputError(
+                    f"{directory}: row {wrong[0] + 1}: key '{name}' must have one entry a token of response_ids; "
+                    f"make the set again"
+                )
+    return table, hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
+
+
+def _has_teacher(parts: Sequence[Path]) -> bool:
+    names = [set(pq.read_schema(path).names) for path in parts]
+    return all(set(_TEACHER) <= each for each in names)
 
 
 def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
@@ -168,7 +237,7 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     of memory. Raises InputError when there is only one prompt.
     """
     hashes = np.empty(len(examples.rows), dtype=np.uint64)
-    for index, row in enumerate(examples.rows):
+    for index, row in enumerate(examples.rows.select_columns(list(_FEATURES))):
         key = np.asarray(row["prompt_ids"] or row["response_ids"], dtype=np.int32)
         hashes[index] = int.from_bytes(hashlib.sha256(key.tobytes()).digest()[:8], "big")
     prompts = np.unique(hashes)
@@ -202,18 +271,104 @@ def order(count: int, start: int, stop: int, seed: int) -> npt.NDArray[np.int64]
     return np.concatenate(pieces)
 
 
+def packed(examples: Examples, seed: int) -> Examples:
+    """The same rows, several to a unit of at most `max_length` tokens; the same for the same data and seed."""
+    assert examples.groups is None and examples.replay_from is None, "pack first, then mix"
+    lengths = np.minimum(
+        _lengths(examples.rows, "prompt_ids") + _lengths(examples.rows, "response_ids"), examples.max_length
+    )
+    groups = pack(lengths, examples.max_length, seed)
+    return replace(
+        examples,
+        groups=tuple(map(tuple, groups)),
+        valid_tokens=np.array([examples.valid_tokens[group].sum() for group in groups], dtype=np.int64),
+        digest=hash_json([examples.digest, "packed", seed]),
+    )
+
+
+def with_replay(examples: Examples, replay: Examples) -> Examples:
+    """`examples`, and after their units those of `replay`, for `units` to mix in. Both packed, or neither."""
+    assert (examples.groups is None) == (replay.groups is None), "both packed, or neither"
+    assert examples.max_length == replay.max_length
+    stored = examples.stored and replay.stored
+    parts = [each.rows if stored else each.rows.select_columns(list(_FEATURES)) for each in (examples, replay)]
+    groups = None
+    if examples.groups is not None and replay.groups is not None:
+        shift = len(examples.rows)
+        groups = examples.groups + tuple(tuple(shift + row for row in group) for group in replay.groups)
+    return replace(
+        examples,
+        rows=datasets.concatenate_datasets(parts),
+        valid_tokens=np.concatenate([examples.valid_tokens, replay.valid_tokens]),
+        dropped=examples.dropped + replay.dropped,
+        digest=hash_json([examples.digest, "replay", replay.digest]),
+        max_token=max(examples.max_token, replay.max_token),
+        targets=examples.targets | replay.targets,
+        stored=stored,
+        groups=groups,
+        replay_from=len(examples),
+    )
+
+
+def units(examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0) -> npt.NDArray[np.int64]:
+    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
+
+    Place g is replay when floor((g + 1) f) > floor(g f): a function of the place alone, so that it is the same
+    however a step is divided (law 6) and wherever a run resumes. Data and replay are each shuffled anew every epoch of
+    their own. Without replay this is `order`.
+    """
+    if examples.replay_from is None:
+        return order(len(examples), start, stop, seed)
+    main, general = examples.replay_from, len(examples) - examples.replay_from
+    # How much replay stands before each place, rounded so that 10 * 0.1 is one.
+    before = np.floor(np.arange(start, stop + 1) * fraction + 1e-9).astype(np.int64)
+    is_replay = np.diff(before) > 0
+    found = np.empty(stop - start, dtype=np.int64)
+    if (~is_replay).any():
+        found[~is_replay] = order(main, start - int(before[0]), stop - int(before[-1]), seed)
+    if is_replay.any():
+        # Another stream: the same permutation for both would tie which rows meet in a step.
+        found[is_replay] = main + order(general, int(before[0]), int(before[-1]), seed + 2**32)
+    return found
+
+
 def collate(examples: Examples, indices: Iterable[int]) -> Batch:
-    """Rows as one right-padded batch."""
-    sequences, firsts = [], []
-    for index in indices:
-        row = examples.rows[int(index)]
-        sequences.append((row["prompt_ids"] + row["response_ids"])[: examples.max_length])
-        firsts.append(max(len(row["prompt_ids"]), 1))
-    width = max(map(len, sequences))
-    ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)
+    """Units as one right-padded batch."""
+    groups = [[int(i)] if examples.groups is None else list(examples.groups[int(i)]) for i in indices]
+    documents = [[examples.rows[row] for row in group] for group in groups]
+    lengths = [[_length(row, examples.max_length) for row in group] for group in documents]
+    width = max(map(sum, lengths))
+    ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
     labels_BT = torch.full_like(ids_BT, IGNORE)
-    for b, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
-        tokens = torch.tensor(sequence)
-        ids_BT[b, : len(sequence)] = tokens
-        labels_BT[b, first - 1 : len(sequence) - 1] = tokens[first:]
-    return Batch(ids_BT, labels_BT)
+    for b, group in enumerate(documents):
+        start = 0
+        for row, length in zip(group, lengths[b], strict=True):
+            tokens = torch.tensor((row["prompt_ids"] + row["response_ids"])[:length])
+            first = max(len(row["prompt_ids"]), 1)
+            ids_BT[b, start : start + length] = tokens
+            labels_BT[b, start + first - 1 : start + length - 1] = tokens[first:]
+            start += length
+    stored = _stored([row for group in documents for row in group], examples.max_length) if examples.stored else None
+    if examples.groups is None:
+        return Batch(ids_BT, labels_BT, stored=stored)
+    return Batch(ids_BT, labels_BT, *layout(lengths, width), stored=stored)
+
+
+def _length(row: dict[str, Any], limit: int) -> int:
+    return min(len(row["prompt_ids"]) + len(row["response_ids"]), limit)
+
+
+def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
+    ids, logprobs, tails = [], [], []
+    for row in rows:
+        # A token that has nothing before it is not predicted, one beyond the limit is not there.
+        valid = slice(0 if row["prompt_ids"] else 1, _length(row, limit) - len(row["prompt_ids"]))
+        ids += row["top_ids"][valid]
+        logprobs += row["top_logprobs"][valid]
+        tails += row["tail_mass"][valid]
+    width = max((len(each) for each in ids), default=0)
+    return StoredRows(
+        torch.tensor([each + [0] * (width - len(each)) for each in ids], dtype=torch.long).reshape(len(ids), width),
+        torch.tensor([each + [-math.inf] * (width - len(each)) for each in logprobs]).reshape(len(ids), width),
+        torch.tensor(tails),
+    )

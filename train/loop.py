@@ -1,13 +1,14 @@
 """The training loop: batches in, loss per valid token, an optimizer step, held-out figures, checkpoints.
 
-Legend: B sequences, T tokens, N valid response tokens, V vocabulary.
+Legend: D depths of a draft (1 for a language model), V vocabulary.
 """
 
 import json
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,30 +16,29 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftsmith.errors import RunError
 from draftsmith.io import write_text_atomic
+from draftsmith.processes import Stop, Terminated
 from draftsmith.progress import progress
-from draftsmith.sampling import Sampling, acceptance, probs
-from train import checkpoint
-from train.checkpoint import Position
+from train import checkpoint, parallel
+from train.checkpoint import Keeping, Layout, Position
 from train.config import Optim, TrainConfig
-from train.data import IGNORE, Batch, Examples, collate, order
-from train.losses import LOSSES, NEEDS_TARGET
+from train.data import Batch, Examples, collate, units
+from train.parallel import Engine, World
+from train.sums import Sums
 
-# alpha is quoted while training for sampling at temperature 1, the law the losses are about.
-_LAW = Sampling(temperature=1.0)
+# tau is quoted for a chain of this many drafted tokens where the draft can go to any depth.
+CHAIN = 5
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run is made of. `model` is the bare draft; the loop wraps it for the processes there are."""
+    """Everything a run is made of. `trainee` is bare; the loop hands it to the processes."""
 
     config: TrainConfig
-    accelerator: Accelerator
-    model: PreTrainedModel
-    target: PreTrainedModel | None
+    world: World
+    trainee: nn.Module
     training: Examples
     heldout: Examples
     steps: int
@@ -61,144 +61,200 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
 
 
-def valid_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits `[N, V]` at the positions that predict a response token."""
-    logits_BTV: Tensor = model(input_ids=batch.ids_BT, use_cache=False).logits
-    return logits_BTV[batch.labels_BT != IGNORE]
+def layout(job: Job) -> Layout:
+    """How this run divides a step's rows."""
+    return Layout(job.config.batch_size, job.config.accumulation, job.world.size, job.world.kind)
 
 
 def global_batch(job: Job, step: int) -> tuple[list[list[int]], int]:
-    """This process's rows of optimizer step `step`, one list a forward, and the valid tokens of all processes.
+    """This process's units of optimizer step `step`, one list a forward, and the valid tokens of all processes.
 
-    The rows of a step are one run of the shuffled stream, dealt to (forward, process) in turn; so the same rows
+    The units of a step are one run of the shuffled stream, dealt to (forward, process) in turn; so the same units
     make a step however they are divided between batch size, accumulation and processes (law 6).
     """
-    config, world = job.config, job.accelerator.num_processes
-    size = config.batch_size * config.accumulation * world
-    rows = order(len(job.training.rows), step * size, (step + 1) * size, config.seed)
+    config, world = job.config, job.world
+    size = config.batch_size * config.accumulation * world.size
+    rows = units(job.training, step * size, (step + 1) * size, config.seed, config.replay_fraction)
     valid = int(job.training.valid_tokens[rows].sum())
-    shares = rows.reshape(config.accumulation, world, config.batch_size)
-    return [list(map(int, share)) for share in shares[:, job.accelerator.process_index]], valid
+    shares = rows.reshape(config.accumulation, world.size, config.batch_size)
+    return [list(map(int, share)) for share in shares[:, world.accelerator.process_index]], valid
 
 
-def training_step(job: Job, wrapped: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
-    """One optimizer step; returns its loss per valid token, gradient norm, rate and tokens."""
-    config, accelerator = job.config, job.accelerator
-    loss_fn = LOSSES[config.objective]
-    forwards, valid = global_batch(job, step)
-    rate = learning_rate(config.optim, step, job.steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    for index, rows in enumerate(forwards):
-        batch = collate(job.training, rows).to(accelerator.device)
-        last = index == len(forwards) - 1
-        with nullcontext() if last else accelerator.no_sync(wrapped):
-            target_NV = None
-            with accelerator.autocast():
-                if config.objective in NEEDS_TARGET and job.target is not None:
-                    with torch.no_grad():
-                        target_NV = valid_logits(job.target, batch)
-                draft_NV = valid_logits(wrapped, batch)
-            tokens_N = batch.labels_BT[batch.labels_BT != IGNORE]
-            loss = loss_fn(draft_NV, target_NV, tokens_N).sum()
-            # Processes average their gradients; times their number, the average is the sum that is wanted.
-            accelerator.backward(loss * (accelerator.num_processes / valid))
-        total += loss.detach().double()
-    limit = config.optim.clip_norm or math.inf
-    norm = accelerator.clip_grad_norm_(wrapped.parameters(), limit)
-    loss_per_token = float(accelerator.reduce(total, reduction="sum")) / valid
-    for name, value in (("loss", loss_per_token), ("gradient norm", float(norm))):
-        if not math.isfinite(value):
-            raise RunError(f"step {step + 1}: the {name} is {value}; lower optim.lr (now {config.optim.lr})")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss_per_token, "lr": rate, "grad_norm": float(norm), "tokens": valid}
+def expected_tokens(alphas: list[float]) -> float:
+    """Tokens a target call gives, estimated: 1 + alpha_1 + alpha_1 alpha_2 + ..., as if depths were independent.
+
+    One alpha stands for every depth of a chain of CHAIN tokens (Leviathan et al. 2023, equation 1).
+    """
+    chain = alphas * CHAIN if len(alphas) == 1 else alphas
+    return 1.0 + sum(math.prod(chain[: depth + 1]) for depth in range(len(chain)))
 
 
-@torch.no_grad()
-def evaluate(job: Job) -> dict[str, float]:
-    """Held-out loss, and held-out alpha when there is a target, per valid token over all processes."""
-    config, accelerator = job.config, job.accelerator
-    job.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    # Longest first: rows of like length share a batch, and memory runs out at the start or not at all.
-    longest = np.argsort(-job.heldout.valid_tokens, kind="stable")
-    for rows in _dealt(longest.tolist(), config.batch_size, accelerator):
-        batch = collate(job.heldout, rows).to(accelerator.device)
-        tokens_N = batch.labels_BT[batch.labels_BT != IGNORE]
-        with accelerator.autocast():
-            draft_NV = valid_logits(job.model, batch)
-            target_NV = valid_logits(job.target, batch) if job.target is not None else None
-        sums[0] += LOSSES[config.objective](draft_NV, target_NV, tokens_N).double().sum()
-        if target_NV is not None:
-            sums[1] += acceptance(probs(target_NV, _LAW), probs(draft_NV, _LAW)).double().sum()
-        sums[2] += len(tokens_N)
-    job.model.train()
-    loss, alpha, count = accelerator.reduce(sums, reduction="sum").tolist()
-    if not math.isfinite(loss):
-        raise RunError(f"the held-out loss is {loss}; the draft or the target gives numbers that are not finite")
-    figures = {"heldout_loss": loss / count}
-    if job.target is not None:
-        figures["heldout_alpha"] = alpha / count
+def _vector(sums: Sums) -> Tensor:
+    """Loss, tokens, alpha of every depth, their tokens: fp64, so that they add up exactly enough."""
+    parts = (sums.loss, sums.tokens, sums.depth_alpha_D, sums.depth_tokens_D)
+    return torch.cat([part.detach().double().reshape(-1) for part in parts])
+
+
+def _alphas(vector: list[float]) -> list[float]:
+    """Alpha by depth, as far as it was measured."""
+    depths = (len(vector) - 2) // 2
+    pairs = zip(vector[2 : 2 + depths], vector[2 + depths :], strict=True)
+    return [alpha / tokens for alpha, tokens in pairs if tokens]
+
+
+def _curves(vector: list[float], prefix: str) -> dict[str, float]:
+    alphas = _alphas(vector)
+    if not alphas:
+        return {}
+    figures = {f"{prefix}alpha": alphas[0], f"{prefix}tau": expected_tokens(alphas)}
+    if len(alphas) > 1:
+        figures |= {f"{prefix}alpha_{depth}": alpha for depth, alpha in enumerate(alphas, start=1)}
     return figures
 
 
-def _dealt(rows: list[int], size: int, accelerator: Accelerator) -> Iterator[list[int]]:
-    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    yield from batches[accelerator.process_index :: accelerator.num_processes]
+def training_step(job: Job, engine: Engine, step: int, stop: Stop) -> dict[str, float]:
+    """One optimizer step; returns its loss per valid token, gradient norm, rate, tokens, and alpha with a teacher.
+
+    `stop.asked` is set in every process when it was set in any.
+    """
+    config, accelerator = job.config, job.world.accelerator
+    forwards, valid = global_batch(job, step)
+    rate = learning_rate(config.optim, step, job.steps)
+    parallel.set_rate(engine, rate)
+    total: Tensor | None = None
+    for index, rows in enumerate(forwards):
+        batch = _batch(job, job.training, rows)
+        with parallel.accumulating(engine, last=index == len(forwards) - 1):
+            sums = parallel.forward(engine, batch)
+            # Processes average their gradients; times their number, the average is the sum that is wanted.
+            parallel.backward(engine, sums.loss * (job.world.size / valid))
+        total = _vector(sums) if total is None else total + _vector(sums)
+    assert total is not None
+    told = torch.tensor([float(stop.asked)], dtype=torch.float64, device=total.device)
+    *vector, stops = accelerator.reduce(torch.cat([total, told]), reduction="sum").tolist()
+    stop.asked = stops > 0
+    loss = vector[0] / valid
+    _check_finite(step, "loss", loss, config)
+    norm = parallel.step(engine, config.optim.clip_norm)
+    _check_finite(step, "gradient norm", norm, config)
+    return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
 
 
-def fit(job: Job) -> tuple[Position, dict[str, float]]:
-    """Train to the end, from wherever the run was left. The model then holds the best weights seen."""
-    config, accelerator, model = job.config, job.accelerator, job.model
-    optimizer = make_optimizer(model, config.optim)
-    position = checkpoint.load_newest(job.run_dir, accelerator, model, optimizer)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    metrics = Metrics(job.run_dir / "metrics.jsonl", accelerator, position.step)
-    model.train()
+def _check_finite(step: int, name: str, value: float, config: TrainConfig) -> None:
+    if not math.isfinite(value):
+        raise RunError(f"step {step + 1}: the {name} is {value}; lower optim.lr (now {config.optim.lr})")
+
+
+@torch.no_grad()
+def evaluate(job: Job, engine: Engine) -> dict[str, float]:
+    """Held-out loss, and held-out alpha and tau when there is a teacher, per valid token over all processes."""
+    job.trainee.eval()
+    total: Tensor | None = None
+    for rows, counts in _dealt(job):
+        vector = _vector(parallel.forward(engine, _batch(job, job.heldout, rows)))
+        vector = vector if counts else torch.zeros_like(vector)
+        total = vector if total is None else total + vector
+    job.trainee.train()
+    assert total is not None
+    vector = job.world.accelerator.reduce(total, reduction="sum").tolist()
+    if not math.isfinite(vector[0]):
+        raise RunError(f"the held-out loss is {vector[0]}; the draft or the target gives numbers that are not finite")
+    return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
+
+
+def _batch(job: Job, examples: Examples, rows: list[int]) -> Batch:
+    return collate(examples, rows).to(job.world.device)
+
+
+def _dealt(job: Job) -> Iterator[tuple[list[int], bool]]:
+    """This process's batches of held-out units, and whether each counts: sharded weights need all to go in step."""
+    # Longest first: rows of like length share a batch, and memory runs out at the start or not at all.
+    longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
+    size, world = job.config.batch_size, job.world.size
+    batches = [longest[i : i + size] for i in range(0, len(longest), size)]
+    for index in range(job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world):
+        yield (batches[index], True) if index < len(batches) else (batches[-1], False)
+
+
+def fit(job: Job, stop: Stop) -> Position:
+    """Train to the end, from wherever the run was left; the best weights are then `run/best`.
+
+    Raises Terminated after SIGTERM, with a checkpoint made; RunError when a number is not finite.
+    """
+    config = job.config
+    draft = job.trainee.draft
+    assert isinstance(draft, nn.Module)
+    found = checkpoint.newest(job.run_dir, job.world)
+    if found is not None:
+        checkpoint.restore_weights(found, draft)
+    engine = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
+    position = Position()
+    if found is not None:
+        position = checkpoint.restore_rest(found, engine, layout(job), config.seed)
+    metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
+    job.trainee.train()
+    keeping = Keeping(config.keep, config.save_every)
+    stop.held = True
     if position.step == 0:
-        position = _judge(job, position, metrics)
-    note = _note(position)
+        position = _judge(job, engine, position, metrics)
+    note = _note(config, position)
     with progress(f"train {config.objective}", job.steps, position.step) as advance:
         while position.step < job.steps and not position.stopped:
             started = time.perf_counter()
-            figures = training_step(job, wrapped, optimizer, position.step)
+            figures = training_step(job, engine, position.step, stop)
             position = replace(position, step=position.step + 1)
-            speed = figures["tokens"] / (time.perf_counter() - started)
-            metrics.write(position.step, figures, clock={"tokens_per_s": speed})
+            clock = {"tokens_per_s": figures["tokens"] / (time.perf_counter() - started), "memory_gib": memory_gib()}
+            metrics.write(position.step, figures, clock)
             if position.step % config.eval_every == 0 or position.step == job.steps:
-                position = _judge(job, position, metrics)
-                note = _note(position)
-            if position.step % config.save_every == 0 or position.stopped:
-                checkpoint.save(job.run_dir, accelerator, model, optimizer, position)
+                position = _judge(job, engine, position, metrics)
+                note = _note(config, position)
+            if position.step % config.save_every == 0 or position.stopped or stop.asked:
+                checkpoint.save(job.run_dir, engine, position, layout(job), keeping)
+            if stop.asked:
+                raise Terminated
             advance(1, f"loss {figures['loss']:.3f} {note}")
-    checkpoint.load_best(job.run_dir, model)
-    return position, evaluate(job)
+    stop.held = False
+    return position
 
 
-def _judge(job: Job, position: Position, metrics: "Metrics") -> Position:
+def memory_gib() -> float:
+    """The most memory this process has held, GiB: on its GPU, or without one altogether."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Linux counts kilobytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _judge(job: Job, engine: Engine, position: Position, metrics: "Metrics") -> Position:
     """Evaluate; keep the weights when they are the best so far; stop when they have long not been."""
-    figures = evaluate(job)
+    figures = evaluate(job, engine)
     metrics.write(position.step, figures)
-    loss = figures["heldout_loss"]
-    if position.best_loss is None or loss < position.best_loss:
-        if job.accelerator.is_main_process:
-            checkpoint.save_best(job.run_dir, job.model)
-        job.accelerator.wait_for_everyone()
-        return replace(position, best_loss=loss, best_step=position.step, evaluations_since_best=0)
+    by_alpha = judged_by(job.config, figures) == "alpha"
+    value = figures["heldout_alpha"] if by_alpha else figures["heldout_loss"]
+    if position.best is None or (value > position.best if by_alpha else value < position.best):
+        checkpoint.save_best(job.run_dir, engine)
+        return replace(position, best=value, best_step=position.step, best_figures=figures, evaluations_since_best=0)
     since = position.evaluations_since_best + 1
     stopped = 0 < job.config.patience <= since
     return replace(position, evaluations_since_best=since, stopped=stopped)
 
 
-def _note(position: Position) -> str:
-    return f"best held-out {position.best_loss:.3f} at step {position.best_step}"
+def judged_by(config: TrainConfig, figures: dict[str, float]) -> str:
+    """What `best_by` comes to with these held-out figures: `alpha` or `loss`."""
+    if config.best_by == "auto":
+        return "alpha" if "heldout_alpha" in figures else "loss"
+    return config.best_by
+
+
+def _note(config: TrainConfig, position: Position) -> str:
+    by = judged_by(config, position.best_figures)
+    return f"best held-out {by} {position.best:.3f} at step {position.best_step}"
 
 
 class Metrics:

@@ -105,20 +105,15 @@ class EagleHead(nn.Module):
         """V."""
         return self.config.vocab_size
 
-    def forward(
+    def states(
         self,
         input_ids_BT: Tensor,
         features_BTH: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, T, V]` of the token after each input token, and the predicted features `[B, T, H]` under them.
-
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. The mask is 4-D and
-        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal, behind what is cached. Positions default
-        to the cells' own places.
-        """
+    ) -> Tensor:
+        """The predicted features `[B, T, H]` of `forward`, without the logits that they give."""
         dtype = self.fc.weight.dtype
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
@@ -133,4 +128,21 @@ class EagleHead(nn.Module):
             past_key_values=past_key_values,
             position_embeddings=self.rotary.tables(states_BTH, position_ids),
         )
+        return states_BTH
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, T, V]` of the token after each input token, and the predicted features `[B, T, H]` under them.
+
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. The mask is 4-D and
+        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal, behind what is cached. Positions default
+        to the cells' own places.
+        """
+        states_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
         return self.borrowed.project(states_BTH), states_BTH

@@ -248,6 +248,26 @@ class Eagle3Head(nn.Module):
         fused: Tensor = self.fc(torch.cat([state.to(self.fc.weight.dtype) for state in hidden], dim=-1))
         return fused
 
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """The head's own features `[B, T, H]` of `forward`, before its norm and without the logits that they give."""
+        dtype = self.fc.weight.dtype
+        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
+        features_BTH = features_BTH.to(dtype)
+        if attention_mask is None:
+            attention_mask = causal_mask(input_ids_BT.shape[1], cached(past_key_values), features_BTH)
+        if position_ids is None:
+            position_ids = default_positions(input_ids_BT, cached(past_key_values))
+        tables = self.rotary.tables(features_BTH, position_ids)
+        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, attention_mask, tables, past_key_values)
+        return g_BTH
+
     def forward(
         self,
         input_ids_BT: Tensor,
@@ -261,15 +281,7 @@ class Eagle3Head(nn.Module):
         `features_BTH[:, t]` is `fuse` of the states, or the head's own feature, at the position before token
         `input_ids_BT[:, t]`. Mask and positions as for `EagleHead.forward`.
         """
-        dtype = self.fc.weight.dtype
-        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
-        features_BTH = features_BTH.to(dtype)
-        if attention_mask is None:
-            attention_mask = causal_mask(input_ids_BT.shape[1], cached(past_key_values), features_BTH)
-        if position_ids is None:
-            position_ids = default_positions(input_ids_BT, cached(past_key_values))
-        tables = self.rotary.tables(features_BTH, position_ids)
-        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, attention_mask, tables, past_key_values)
+        g_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
         return self.borrowed.cap(self.lm_head(self.norm(g_BTH))), g_BTH
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:

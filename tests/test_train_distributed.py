@@ -1,0 +1,242 @@
+"""Every way to share weights between processes, run for real on two of them: equal to one process, and handed over."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith.errors import RunError
+from train.config import TrainConfig
+from train.parallel import make_world
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "accelerate"
+NO_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+    reason="needs DeepSpeed (pip install 'draftsmith[deepspeed]'), and g++, with which it compiles on CPUs",
+)
+
+# A command in each of the processes that a launch starts, told to stop by SIGTERM at a step; and its exit codes.
+DRIVER = """
+import json, os, signal, sys
+import train.loop
+from draftsmith.__main__ import main
+job = json.load(open(sys.argv[1]))
+real = train.loop.learning_rate
+def watched(optim, step, steps):
+    if step == job["stop_at"]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(optim, step, steps)
+train.loop.learning_rate = watched
+try:
+    code = main(job["words"])
+except SystemExit as leaving:
+    code = leaving.code
+with open(f"code_{os.environ['RANK']}", "w") as file:
+    file.write(str(code))
+"""
+
+
+@pytest.fixture(scope="module")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    there = tmp_path_factory.mktemp("distributed")
+    texts = ["A draft model proposes tokens and the target"[: 3 + 3 * i] for i in range(12)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 20, "device": "cpu"}
+    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
+    return str(there / "set")
+
+
+def words(distilled: str, draft_dir: str, target_dir: str, out: Path, size: int, accumulation: int) -> list[str]:
+    """Eight rows a step, however they are divided."""
+    return (
+        f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --target {target_dir} "
+        f"--objective fkl --max_length 48 --steps 8 --eval_every 4 --save_every 4 --batch_size {size} "
+        f"--accumulation {accumulation} --best_by loss"
+    ).split()
+
+
+SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0.2", "--optim.final_lr_fraction", "1"]
+ADAM = ["--optim.lr", "0.01", "--optim.weight_decay", "0.1"]
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def agree(found: Path, expected: Path, start: Path) -> None:
+    """The same weights and figures but for rounding, far from where they began."""
+    there, here = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
+    begin = load_file(start / "model.safetensors")
+    assert max(float((there[name] - begin[name]).abs().max()) for name in there) > 1e-2
+    assert here.keys() == there.keys()
+    for name, value in there.items():
+        torch.testing.assert_close(here[name], value, atol=2e-5, rtol=1e-4)
+    for a, b in zip(metrics(found), metrics(expected), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert isinstance(port, int)
+        return port
+
+
+def launch(config: Path, cwd: Path, *program: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", str(free_port()), *map(str, program)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "sharing"),
+    [
+        ("cpu2", "ddp"),
+        ("cpu2_fsdp2", "fsdp"),
+        pytest.param("cpu2_zero2", "zero2", marks=NO_DEEPSPEED),
+        pytest.param("cpu2_zero3", "zero3", marks=NO_DEEPSPEED),
+    ],
+)
+def test_two_processes_are_one(
+    config: str, sharing: str, distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door, spawn: Spawn
+) -> None:
+    """Law 6 with SGD; and a run that goes from one process to two, divided otherwise, and back (AdamW)."""
+
+    def run(out: str, size: int, accumulation: int) -> list[str]:
+        return words(distilled, draft_dir, target_dir, tmp_path / out, size, accumulation)
+
+    for name, optim in (("sgd1", SGD), ("adam1", ADAM)):
+        assert door(*run(name, 8, 1), *optim)[0] == 0
+    # One process for two steps, stopped by SIGTERM ...
+    stop = "import os, signal, train.loop\nreal = train.loop.learning_rate\n" + (
+        "def watched(optim, step, steps):\n    step == 1 and os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(optim, step, steps)\ntrain.loop.learning_rate = watched\n"
+    )
+    code, _, err = spawn(*run("adam2", 4, 2), *ADAM, cwd=tmp_path, patch=stop).wait()
+    assert code == 143, err
+    # ... two processes for three, stopped too ...
+    jobs = [
+        {"words": [*run("sgd2", 2, 2), *SGD], "stop_at": None},
+        {"words": [*run("adam2", 2, 2), *ADAM], "stop_at": 4},
+    ]
+    (tmp_path / "driver.py").write_text(DRIVER)
+    out, err, codes = "", "", []
+    for job in jobs:
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        done = launch(CONFIGS / f"{config}.yaml", tmp_path, tmp_path / "driver.py", tmp_path / "job.json")
+        assert done.returncode == 0, done.stderr
+        out, err = out + done.stdout, err + done.stderr
+        codes.append([int((tmp_path / f"code_{rank}").read_text()) for rank in (0, 1)])
+    assert codes == [[0, 0], [143, 143]]
+    assert out.count("8 steps, best held-out loss") == 1
+    assert f"continuing a run of 4 x 2 x 1 processes (single) as 2 x 2 x 2 processes ({sharing})" in err
+    record = json.loads((tmp_path / "sgd2" / "draftsmith.json").read_text())
+    assert (record["processes"], record["sharing"]) == (2, sharing)
+    agree(tmp_path / "sgd2", tmp_path / "sgd1", Path(draft_dir))
+    # ... and one process to the end.
+    assert sorted(path.name for path in (tmp_path / "adam2/run/checkpoints").iterdir()) == [
+        "step_00000004",
+        "step_00000005",
+    ]
+    code, _, err = door(*run("adam2", 1, 8), *ADAM)
+    assert code == 0, err
+    agree(tmp_path / "adam2", tmp_path / "adam1", Path(draft_dir))
+
+
+def test_another_number_of_rows_in_a_step_is_another_run(
+    distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door
+) -> None:
+    assert door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 1), "--steps", "1")[0] == 0
+    code, _, err = door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 2), "--steps", "1")
+    assert code == 2
+    assert "its rows_per_step is 2, now it is 4" in err
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "asks for Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "asks for a parallelism_config"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor; leave it out and set `compile`"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16; leave it `no`"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set `accumulation` instead"),
+        (FSDP | {"FSDP_VERSION": "1"}, "fsdp_version to 1; only 2 is done"),
+        (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params to true"),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set `gradient_checkpointing` instead"),
+        (FSDP | {"WORLD_SIZE": "1"}, "with one process"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "sets zero3_init_flag"),
+        # Nobody else can be found: each would train a copy of its own.
+        ({"WORLD_SIZE": "2"}, "could not bring the processes together: .*MASTER_ADDR"),
+        (FSDP, "could not bring the processes together: .*MASTER_ADDR"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "asked for several processes and started"),
+    ],
+)
+def test_what_nobody_would_do_is_refused(
+    environment: dict[str, str], message: str, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # accelerate leaves marks of its own in the environment; all is put back.
+    for name in (*environment, "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.setenv(name, environment.get(name, "0"))
+        if name not in environment:
+            monkeypatch.delenv(name)
+    with pytest.raises(RunError, match=message) as refusal:
+        make_world(TrainConfig(out="o", data=["d"], draft="d", device="cpu"))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "change", "flags", "message"),
+    [
+        # With --cpu accelerate starts one process, and forgets what else was asked for.
+        ("cpu2_zero2", {}, ["--cpu"], "asked for several processes and started only one"),
+        ("cpu2_fsdp2", {}, ["--cpu"], "asked for several processes and started only one"),
+        pytest.param(
+            "cpu2_zero2", {"zero_stage: 2": "zero_stage: 0"}, [], "zero_stage 0 shares nothing", marks=NO_DEEPSPEED
+        ),
+    ],
+)
+def test_a_launch_that_is_not_what_was_asked_for_is_refused(
+    config: str, change: dict[str, str], flags: list[str], message: str, tmp_path: Path
+) -> None:
+    text = (CONFIGS / f"{config}.yaml").read_text()
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "changed.yaml").write_text(text)
+    program = (*flags, "-m", "draftsmith", "train", "--out", "o", "--data", "d", "--draft", "d")
+    done = launch(tmp_path / "changed.yaml", tmp_path, *program)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_launch_files_say_how_they_are_called(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 2
+    assert config.mixed_precision == "no"
+    assert f"accelerate launch --config_file configs/accelerate/{path.name}" in path.read_text()

@@ -1,0 +1,543 @@
+"""Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs; cached features."""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.errors import InputError
+from draftsmith.heads.eagle import EagleHead
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.hydra import HydraHeads
+from draftsmith.heads.medusa import MedusaHeads
+from draftsmith.models import fingerprint
+from train.data import IGNORE, Batch
+from train.features import FeatureCache, cached_layers, documents
+from train.objective import parse_objective
+from train.packing import layout
+from train.sums import Sums
+from train.trainees import TRAINEES
+from train.trainees.eagle3 import count_vocabulary
+
+V, H = 40, 16
+DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
+# (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of one token.
+ROWS = [
+    ([3, 7, 20, 11], [5, 6, 30, 7, 1]),
+    ([], [8, 21, 37, 2, 6, 1]),
+    ([9], [38, 5, 11]),
+    ([4, 39, 12, 17, 20, 6], [1]),
+]
+
+
+def make_target(seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"vocab_size": V, "hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+def make_bounded_target() -> Any:
+    """A target that bounds its logits and scales its embedding."""
+    torch.manual_seed(4)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=V,
+            hidden_size=H,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=64,
+            final_logit_softcapping=3.0,
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_target()
+
+
+HEADS: dict[str, Callable[[Any], Any]] = {
+    "eagle": lambda target: EagleHead.fresh(target),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
+    "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle": {"noise": 0.0, "depths": 3},
+    "eagle3": {"test_steps": 3},
+    "eagle3-full": {"test_steps": 3},
+    "medusa": {},
+    "hydra": {},
+}
+every_kind = pytest.mark.parametrize("kind", HEADS)
+
+
+def stirred(head: Any, size: float = 0.2) -> Any:
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=random))
+    return head
+
+
+def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -> Any:
+    return TRAINEES[kind.split("-")[0]](
+        stirred(HEADS[kind](target)), parse_objective(objective), target, chunk=4, **(OPTIONS[kind] | options)
+    )
+
+
+def batch_of(rows: Sequence[tuple[list[int], list[int]]], width: int | None = None, pad: int = 0) -> Batch:
+    width = width or max(len(a) + len(b) for a, b in rows)
+    ids_BT, labels_BT = torch.full((len(rows), width), pad), torch.full((len(rows), width), IGNORE)
+    for b, (prompt, response) in enumerate(rows):
+        fill(ids_BT[b], labels_BT[b], prompt, response)
+    return Batch(ids_BT, labels_BT)
+
+
+def fill(ids_T: Tensor, labels_T: Tensor, prompt: list[int], response: list[int]) -> None:
+    tokens, first = torch.tensor(prompt + response), max(len(prompt), 1)
+    ids_T[: len(tokens)] = tokens
+    labels_T[first - 1 : len(tokens) - 1] = tokens[first:]
+
+
+def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
+    lengths = [[sum(map(len, ROWS[i])) for i in group] for group in groups]
+    width = max(map(sum, lengths)) + 1
+    ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
+    labels_BT = torch.full_like(ids_BT, IGNORE)
+    for b, group in enumerate(groups):
+        start = 0
+        for i, length in zip(group, lengths[b], strict=True):
+            fill(ids_BT[b, start:], labels_BT[b, start:], *ROWS[i])
+            start += length
+    return Batch(ids_BT, labels_BT, *layout(lengths, width))
+
+
+def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits (over what the head drafts) and own features of a draft, one token a forward, as the decoder makes it.
+
+    `at`: the position whose feature chose the root. The tokens drafted are those of the text.
+    """
+    with torch.no_grad():
+        out = target(torch.tensor([ids]), output_hidden_states=True)
+    states = [out.hidden_states[layer] for layer in head.hidden_layers]
+    logits: list[Tensor] = []
+    features: list[Tensor] = []
+    if isinstance(head, MedusaHeads):
+        return list(head(states[0][:, at : at + 1])[0, 0][:depths]), []
+    if isinstance(head, HydraHeads):
+        for d in range(depths):
+            logits.append(head(states[0][:, at : at + 1], torch.tensor([[ids[at + 1 : at + 2 + d]]]))[0, 0])
+        return logits, []
+    fused = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
+    cache: Cache = DynamicCache()
+    for t in range(at + 1):
+        out_1V, own = head(torch.tensor([[ids[t + 1]]]), fused[:, t : t + 1], None, None, cache)
+    for d in range(depths):
+        if d:
+            out_1V, own = head(torch.tensor([[ids[at + 1 + d]]]), own, None, None, cache)
+        logits.append(out_1V[0, 0])
+        features.append(own[0, 0])
+    return logits, features
+
+
+def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
+    """Positions whose feature chooses a root that decoding drafts from, as far as the text tells what comes after."""
+    count = len(prompt) + len(response)
+    return [t for t in range(count) if max(len(prompt), 1) <= t + 2 and t + 1 + depth < count and t + 1 >= 1]
+
+
+def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
+    states, _ = trainee.target.read(batch)
+    given = states if isinstance(trainee.draft, Eagle3Head) else states[0]
+    return list(trainee.drafts(batch, given))
+
+
+def logits_of(trainee: Any, depth: int, hidden_NH: Tensor) -> Tensor:
+    draft = trainee.draft
+    if isinstance(draft, Eagle3Head):
+        return draft.borrowed.cap(draft.lm_head(hidden_NH))
+    if isinstance(draft, MedusaHeads):
+        projection: Any = draft[depth][-1]  # type: ignore[index]
+        return draft.borrowed.cap(projection(hidden_NH))
+    logits_NV: Tensor = draft.borrowed.project(hidden_NH)
+    return logits_NV
+
+
+@pytest.mark.parametrize("make", [make_target, make_bounded_target])
+@every_kind
+@torch.no_grad()
+def test_training_sees_what_decoding_does(kind: str, make: Callable[[], Any]) -> None:
+    """Law 5, at every depth, padded and packed."""
+    target = make()
+    trainee = trainee_of(kind, target, packing=make is make_target).eval()
+    batches = [(batch_of(ROWS), [(b, 0, i) for b, i in enumerate(range(4))])]
+    if make is make_target:
+        starting = [(0, 0, 1), (0, 6, 0), (1, 0, 2), (1, 4, 3)]
+        batches.append((packed_batch([[1, 0], [2, 3]]), starting))
+    for batch, where in batches:
+        compared = [0, 0, 0]
+        for depth, (pairs, hidden_NH) in enumerate(drafts(trainee, batch)):
+            rows = dict(zip(zip(pairs.row_N.tolist(), pairs.at_N.tolist(), strict=True), hidden_NH, strict=True))
+            expected = {(b, start + t) for b, start, i in where for t in starts(*ROWS[i], depth + 1)}
+            assert set(rows) == expected
+            for b, start, i in where:
+                for t in starts(*ROWS[i], depth + 1):
+                    wanted, _ = decoded(trainee.draft, target, ROWS[i][0] + ROWS[i][1], t, depth + 1)
+                    found = logits_of(trainee, depth, rows[b, start + t])
+                    torch.testing.assert_close(found, wanted[-1], atol=1e-4, rtol=0)
+                    compared[depth] += 1
+        assert compared == [5 + 4 + 2 + 1, 4 + 3 + 1, 3 + 2]
+
+
+def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Tensor, list[float], list[int], float]:
+    """Loss, alpha and counts by depth, missing mass: one draft at a time, whole logits, plain formulas."""
+    head = trainee.draft
+    total, alpha, counts, missing = torch.zeros(()), [0.0] * 3, [0] * 3, 0.0
+    for prompt, response in ROWS:
+        ids = prompt + response
+        with torch.no_grad():
+            out = target(torch.tensor([ids]), output_hidden_states=True)
+        p_TV, last_TH = out.logits[0].softmax(-1), out.hidden_states[-1][0]
+        for depth in range(3):
+            for t in starts(prompt, response, depth + 1):
+                logits, own = decoded(head, target, ids, t, depth + 1)
+                law, token = t + depth + 1, ids[t + depth + 2]
+                p_V, q_D = p_TV[law], logits[-1].softmax(-1)
+                kept = p_V[DRAFT_VOCAB] if kind == "eagle3" else p_V
+                counts[depth] += 1
+                alpha[depth] += float(torch.minimum(kept, q_D).sum().detach())
+                missing += float(1 - kept.sum()) if depth == 0 else 0.0
+                wanted = kept / kept.sum()
+                if objective == "fkl":
+                    loss = (wanted * (wanted.log() - q_D.log())).sum()
+                elif kind == "eagle3" and token not in DRAFT_VOCAB:
+                    loss = torch.zeros(())
+                else:
+                    loss = -q_D[DRAFT_VOCAB.index(token) if kind == "eagle3" else token].log()
+                if kind == "eagle":
+                    total = total + (0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[law]) if depth == 0 else 0.0)
+                else:
+                    total = total + 0.8**depth * loss
+    return total, alpha, counts, missing
+
+
+@pytest.mark.parametrize("objective", ["fkl", "ce"])
+@every_kind
+def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind: str, objective: str, target: Any) -> None:
+    """For EAGLE-3 this is the training-time test against its slow reference, gradients through all steps included."""
+    trainee = trainee_of(kind, target, objective).eval()
+    wanted, alpha, counts, missing = reference(kind, trainee, target, objective)
+    wanted.backward()
+    slopes = [p.grad for p in trainee.parameters()]
+    trainee.zero_grad(set_to_none=True)
+    sums = trainee(batch_of(ROWS))
+    sums.loss.backward()
+    torch.testing.assert_close(sums.loss, wanted, atol=1e-4, rtol=1e-5)
+    assert sums.depth_tokens_D.tolist() == counts and int(sums.tokens) == counts[0] == 12
+    torch.testing.assert_close(sums.depth_alpha_D, torch.tensor(alpha), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums.alpha, sums.depth_alpha_D[0])
+    assert 0 < float(sums.alpha) < counts[0]
+    for parameter, slope in zip(trainee.parameters(), slopes, strict=True):
+        torch.testing.assert_close(parameter.grad, slope, atol=1e-4, rtol=1e-4)
+    if kind == "eagle3":
+        assert sums.missing is not None and 0 < missing < counts[0]
+        torch.testing.assert_close(sums.missing, torch.tensor(missing), atol=1e-4, rtol=1e-5)
+    else:
+        assert sums.missing is None
+
+
+def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tensor], list[Sums]]:
+    trainee.zero_grad(set_to_none=True)
+    found = [trainee(batch) for batch in batches]
+    for sums in found:
+        sums.loss.backward()
+    return sum(float(s.loss.detach()) for s in found), [p.grad.clone() for p in trainee.parameters()], found
+
+
+@every_kind
+def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind: str, target: Any) -> None:
+    trainee = trainee_of(kind, target, packing=True)
+    loss, slopes, sums = gradients(trainee, [batch_of(ROWS)])
+    ways = [
+        [batch_of([row]) for row in ROWS],
+        [batch_of(ROWS, width=17, pad=9)],
+        [batch_of(ROWS[:3]), batch_of(ROWS[3:], width=12)],
+        [packed_batch([[3, 1, 0, 2]])],
+        [packed_batch([[0], [2, 1, 3]])],
+    ]
+    for batches in ways:
+        other, others, parts = gradients(trainee, batches)
+        assert other == pytest.approx(loss, rel=1e-5)
+        for slope, wanted in zip(others, slopes, strict=True):
+            torch.testing.assert_close(slope, wanted, atol=2e-5, rtol=1e-4)
+        assert sum(int(part.tokens) for part in parts) == int(sums[0].tokens)
+        alpha = torch.stack([part.depth_alpha_D for part in parts]).sum(0)
+        torch.testing.assert_close(alpha, sums[0].depth_alpha_D, atol=1e-4, rtol=1e-5)
+
+
+@every_kind
+def test_gradients_reach_all_of_the_head_and_nothing_else(kind: str) -> None:
+    target = make_target()
+    trainee = trainee_of(kind, target)
+    ours = {id(p) for p in trainee.draft.parameters()}
+    assert {id(p) for p in trainee.parameters()} == ours
+    assert not ours & {id(p) for p in target.parameters()} and all(p.requires_grad for p in target.parameters())
+    trainee(batch_of(ROWS)).loss.backward()
+    assert all(p.grad is None for p in target.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainee.parameters())
+
+
+@pytest.mark.parametrize("objective", ["fkl", "0.9*lk_hybrid+0.1*ce"])
+@every_kind
+def test_loss_falls_and_acceptance_rises(kind: str, objective: str, target: Any) -> None:
+    trainee = trainee_of(kind, target, objective)
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=3e-3)
+    batch = batch_of(ROWS)
+    first = trainee(batch)
+    for _ in range(25):
+        optimizer.zero_grad()
+        sums = trainee(batch)
+        (sums.loss / sums.tokens).backward()
+        optimizer.step()
+    last = trainee(batch)
+    assert float(last.loss.detach()) < 0.6 * float(first.loss.detach())
+    possible = float(last.tokens - (last.missing if last.missing is not None else 0))
+    assert possible - float(last.alpha) < 0.75 * (possible - float(first.alpha))
+
+
+def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(target: Any) -> None:
+    for kind in HEADS:
+        trainee = trainee_of(kind, target)
+        sums = trainee(batch_of([([], [5, 1])]))
+        sums.loss.backward()
+        assert float(sums.loss.detach()) == 0 and int(sums.tokens) == 0 and sums.depth_tokens_D.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+@every_kind
+def test_half_precision_changes_the_sums_by_rounding_only(kind: str, target_dtype: torch.dtype, target: Any) -> None:
+    exact = trainee_of(kind, target)(batch_of(ROWS))
+    trainee = trainee_of(kind, copy.deepcopy(target).to(target_dtype)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = trainee(batch_of(ROWS))
+    sums.loss.backward()
+    torch.testing.assert_close(sums.loss, exact.loss, atol=0, rtol=0.05)
+    torch.testing.assert_close(sums.alpha, exact.alpha, atol=0, rtol=0.05)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trainee.parameters())
+
+
+def test_noise_is_drawn_while_training_only_and_again_the_same_from_the_same_seed(target: Any) -> None:
+    trainee, batch = trainee_of("eagle", target, noise=0.1), batch_of(ROWS)
+    plain = trainee_of("eagle", target)
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        losses.append(float(trainee(batch).loss.detach()))
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] != float(plain(batch).loss.detach())
+    assert float(trainee.eval()(batch).loss.detach()) == float(plain.eval()(batch).loss.detach())
+
+
+def test_noise_is_as_large_as_it_is_said_to_be(target: Any) -> None:
+    trainee = trainee_of("eagle", target, noise=0.1)
+    seen: list[Tensor] = []
+    trainee.draft.fc.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., H:]))
+    batch = batch_of(ROWS)
+    trainee(batch)
+    trainee.eval()(batch)
+    noise = seen[0] - seen[1]
+    assert 0.09 < float(noise.abs().max()) <= 0.1 and abs(float(noise.mean())) < 0.01
+
+
+def test_eagle_measures_deeper_acceptance_in_evaluation_only(target: Any) -> None:
+    trainee = trainee_of("eagle", target)
+    assert trainee(batch_of(ROWS)).depth_tokens_D.tolist() == [12, 0, 0]
+    assert trainee.eval()(batch_of(ROWS)).depth_tokens_D.tolist() == [12, 8, 5]
+
+
+@every_kind
+def test_selection_of_tokens_is_refused(kind: str, target: Any) -> None:
+    with pytest.raises(InputError, match="adaspec"):
+        trainee_of(kind, target, "fkl@adaspec")
+
+
+def test_vocabulary_holds_the_commonest_tokens() -> None:
+    rows = [[5, 5, 5, 9], [], [2, 9, 7], [7, 2]]
+    assert count_vocabulary(rows, 1) == [5]
+    assert count_vocabulary(rows, 2) == [2, 5]
+    assert count_vocabulary(iter(rows), 4) == [2, 5, 7, 9]
+    assert count_vocabulary(rows, 6) == [0, 1, 2, 5, 7, 9]
+    assert count_vocabulary([[1]] * 3000 + [[0]] * 2000, 1) == [1]
+    assert count_vocabulary([], 3) == [0, 1, 2]
+    assert count_vocabulary([[2]], 5) == [0, 1, 2, 3, 4]
+
+
+def states(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, tokens, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cache_at(directory: Path, **changes: Any) -> FeatureCache:
+    options: dict[str, Any] = {"fingerprint": "a" * 16, "layers": (1, -1), "dtype": torch.float32, "max_bytes": 2**20}
+    return FeatureCache(directory, **(options | changes))
+
+
+def test_a_cached_row_is_found_by_the_same_key_only(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.put([1, 2, 3], states(0, 3))
+    assert cache.get([1, 2, 3]) is not None
+    cache.flush()
+    for again in (cache, cache_at(tmp_path), cache_at(tmp_path, process=1, processes=2)):
+        found = again.get([1, 2, 3])
+        assert found is not None and torch.equal(found, states(0, 3))
+        assert again.get([1, 2]) is None and again.get([1, 2, 4]) is None
+    for changes in (
+        {"fingerprint": "b" * 16},
+        {"layers": (2, -1)},
+        {"layers": (-1, 1)},
+        {"dtype": torch.bfloat16},
+    ):
+        other = cache_at(tmp_path, **changes)
+        assert other.get([1, 2, 3]) is None
+        assert other.key([1, 2, 3]) != cache.key([1, 2, 3])
+
+
+def test_a_cache_that_goes_away_writes_what_it_holds(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.put([1, 2, 3], states(0, 3))
+    assert not list(tmp_path.rglob("*.safetensors"))
+    del cache
+    assert cache_at(tmp_path).get([1, 2, 3]) is not None
+
+
+@pytest.mark.parametrize("damage", ["torn", "changed", "gone", "manifest", "unlisted"])
+def test_a_damaged_shard_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = cache_at(tmp_path)
+    cache.put([1, 2, 3], states(0, 3))
+    cache.flush()
+    cache.put([4, 5], states(1, 2))
+    cache.flush()
+    shard = min(tmp_path.rglob("*.safetensors"))
+    manifest = shard.parent / "manifest.json"
+    content = shard.read_bytes()
+    match damage:
+        case "torn":
+            shard.write_bytes(content[: len(content) // 2])
+        case "changed":
+            shard.write_bytes(content[:-4] + b"\0\0\0\0")
+        case "gone":
+            shard.unlink()
+        case "manifest":
+            manifest.write_text(manifest.read_text()[:40])
+        case "unlisted":
+            listed = json.loads(manifest.read_text())
+            listed["shards"] = listed["shards"][1:]
+            manifest.write_text(json.dumps(listed))
+    again = cache_at(tmp_path)
+    assert again.get([1, 2, 3]) is None
+    assert (again.get([4, 5]) is None) == (damage == "manifest")
+    again.put([1, 2, 3], states(0, 3))
+    again.flush()
+    found = cache_at(tmp_path).get([1, 2, 3])
+    assert found is not None and torch.equal(found, states(0, 3))
+    assert not list(tmp_path.rglob(".*tmp*"))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (1 if damage == "manifest" else 2)
+
+
+def on_disk(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path: Path, processes: int) -> None:
+    bound = 60_000
+    caches = [cache_at(tmp_path, max_bytes=bound, process=i, processes=processes) for i in range(processes)]
+    for number in range(90):
+        caches[number % processes].put([number] * 10, states(number, 10))
+        assert on_disk(tmp_path) <= bound
+    for cache in caches:
+        cache.flush()
+    assert 0.6 * bound < on_disk(tmp_path) <= bound
+    again = cache_at(tmp_path, max_bytes=bound)
+    hits = [number for number in range(90) if again.get([number] * 10) is not None]
+    assert len(hits) > 20 and hits == list(range(len(hits)))
+
+
+def test_room_is_made_by_shards_of_another_target_only(tmp_path: Path) -> None:
+    bound = 20_000
+    for changes in ({}, {"fingerprint": "b" * 16}):
+        cache = cache_at(tmp_path, max_bytes=bound, **changes)
+        for number in range(40):
+            cache.put([number] * 10, states(number, 10))
+        cache.flush()
+        assert on_disk(tmp_path) <= bound
+        assert cache.get([0] * 10) is not None and cache.get([39] * 10) is None
+    assert cache_at(tmp_path, max_bytes=bound).get([0] * 10) is None
+
+
+def test_a_disk_that_cannot_be_written_ends_the_caching_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    cache = cache_at(tmp_path / "file" / "cache")
+    cache.put([1, 2, 3], states(0, 3))
+    cache.flush()
+    assert cache.get([1, 2, 3]) is None and "cannot be written" in caplog.text
+    cache.put([1, 2, 3], states(0, 3))
+    assert cache.get([1, 2, 3]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_kind
+def test_training_on_cached_features_is_training_on_features(
+    kind: str, dtype: torch.dtype, target: Any, tmp_path: Path
+) -> None:
+    layers = cached_layers(HEADS[kind](target).hidden_layers)
+    online = trainee_of(kind, target)(batch_of(ROWS))
+
+    def cache() -> FeatureCache:
+        return FeatureCache(tmp_path, fingerprint(target), layers, dtype, 2**22)
+
+    made = cache()
+    first = trainee_of(kind, target, cache=made)(batch_of(ROWS))
+    made.flush()
+    found = trainee_of(kind, target, cache=cache(), packing=True)
+    # A target that is not asked cannot answer.
+    found.target.model.base_model.forward, asked = _refuse, found.target.model.base_model.forward
+    try:
+        again = found(batch_of(ROWS))
+        packed = found(packed_batch([[1, 0], [2, 3]]))
+    finally:
+        found.target.model.base_model.forward = asked
+    assert torch.equal(again.loss, first.loss) and torch.equal(again.depth_alpha_D, first.depth_alpha_D)
+    torch.testing.assert_close(packed.loss, first.loss, atol=1e-4, rtol=1e-4)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(first.loss, online.loss, atol=0, rtol=tolerance)
+
+
+def _refuse(*args: Any, **options: Any) -> None:
+    raise AssertionError("the target was asked")
+
+
+def test_documents_are_found_in_padded_and_in_packed_rows() -> None:
+    assert documents(batch_of(ROWS)) == [(0, 0, 9), (1, 0, 6), (2, 0, 4), (3, 0, 7)]
+    assert documents(packed_batch([[1, 0], [2, 3]])) == [(0, 0, 6), (0, 6, 15), (1, 0, 4), (1, 4, 11)]

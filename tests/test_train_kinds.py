@@ -1,0 +1,302 @@
+"""Every kind of draft from its options to its checkpoint, and the checkpoint through the decoder.
+
+Legend: T tokens, V vocabulary.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.engine import SpeculativeDecoder
+from decode.propose import PROPOSERS
+from decode.propose.protocol import Outcome, Proposal
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith.drafts import load_draft
+from draftsmith.heads import HEADS, head_kind
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.medusa import MedusaHeads
+from draftsmith.models import load_model
+from draftsmith.sampling import Sampling, generator
+from train.data import IGNORE, Batch
+from train.objective import parse_objective
+from train.trainees import TRAINEES
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+
+DEPTH = 3
+# What each kind is trained with here; every kind of draft that there is stands in it.
+OPTIONS: dict[str, list[str]] = {
+    "lm": [],
+    "eagle": ["--objective", "fkl"],
+    "eagle3": ["--objective", "fkl", "--head.draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
+    "medusa": ["--objective", "lk_hybrid:eta=10", "--head.num_heads", str(DEPTH), "--head.num_layers", "2"],
+    "hydra": ["--objective", "fkl", "--head.num_heads", str(DEPTH), "--head.step_decay", "1.0"],
+}
+every_kind = pytest.mark.parametrize("kind", TRAINEES)
+every_head = pytest.mark.parametrize("kind", HEADS)
+
+
+@pytest.fixture(scope="module")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """48 rows of unequal length."""
+    there = tmp_path_factory.mktemp("kinds")
+    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"num_samples": 4, "max_new_tokens": 20, "device": "cpu"}
+    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
+    return str(there / "set")
+
+
+def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[str]:
+    run = (
+        f"train --kind {kind} --target {target_dir} --data {distilled} --max_length 48 --steps 24 --batch_size 8 "
+        "--eval_every 6 --save_every 4 --heldout_fraction 0.2 --optim.lr 0.01 --device cpu"
+    ).split()
+    return [*run, *OPTIONS[kind], *(["--draft", draft_dir] if kind == "lm" else [])]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def trained(
+    kind: str, checkpoints: Path, target_dir: str, draft_dir: str, distilled: str, door: Door
+) -> Iterator[Path]:
+    """A checkpoint of this kind, made by the command."""
+    out = checkpoints / kind
+    if not out.exists():
+        code, _, err = door(*words(kind, target_dir, draft_dir, distilled), "--out", out)
+        assert code == 0, err
+    yield out
+
+
+def figures(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@every_kind
+def test_training_raises_acceptance(kind: str, trained: Path) -> None:
+    judged = [line for line in figures(trained) if "heldout_loss" in line]
+    record = json.loads((trained / "draftsmith.json").read_text())
+    assert record["heldout_alpha"] > judged[0]["heldout_alpha"] + 0.02
+    assert record["kind"] == ("draft-lm" if kind == "lm" else kind)
+    assert head_kind(trained) == (None if kind == "lm" else kind)
+    assert ("heldout_alpha_2" in judged[0]) == (kind != "lm")
+    assert ("heldout_missing_mass" in judged[0]) == (kind == "eagle3")
+
+
+class Listening:
+    """A proposer that keeps, for every draft of a row, the text it began from, its tokens and their laws."""
+
+    def __init__(self, proposer: Any) -> None:
+        self._proposer = proposer
+        self.drafts, self.hidden_layers = proposer.drafts, proposer.hidden_layers
+        self.heard: list[tuple[list[int], list[int], Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proposer, name)
+
+    def start(self, prompts: Sequence[Sequence[int]], *rest: Any) -> Any:
+        assert len(prompts) == 1
+        session, text, heard = self._proposer.start(prompts, *rest), list(prompts[0]), self.heard
+
+        class Heard:
+            def propose(self, u_BN: Tensor | None) -> Proposal:
+                proposal: Proposal = session.propose(u_BN)
+                assert proposal.q_BEV is not None
+                heard.append((list(text), proposal.tokens_BM[0, 1:].tolist(), proposal.q_BEV[0].clone()))
+                return proposal
+
+            def commit(self, outcome: Outcome) -> None:
+                text.extend(outcome.tokens[0])
+                session.commit(outcome)
+
+            def select_rows(self, rows: Sequence[int]) -> None:
+                session.select_rows(rows)
+
+        return Heard()
+
+
+@torch.no_grad()
+def training_laws(trainee: Any, text: list[int], drafted: list[int]) -> list[Tensor]:
+    """Laws `[V]` that training gives the drafted tokens behind `text`, all in one forward."""
+    ids_T = torch.tensor(text + drafted)
+    labels_T = torch.full_like(ids_T, IGNORE)
+    labels_T[len(text) - 1 : -1] = ids_T[len(text) :]
+    batch = Batch(ids_T[None], labels_T[None])
+    draft = trainee.draft
+    if isinstance(draft, PreTrainedModel):
+        logits_TV = draft(batch.ids_BT).logits[0, len(text) - 1 : -1]
+        return list(logits_TV.float().softmax(-1))
+    states, _ = trainee.target.read(batch)
+    laws = []
+    given = states if isinstance(draft, Eagle3Head) else states[0]
+    for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, given), strict=False):
+        (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
+        hidden_H = hidden_NH[place]
+        if isinstance(draft, Eagle3Head):
+            logits_V = draft.to_target(draft.borrowed.cap(draft.lm_head(hidden_H)))
+        elif isinstance(draft, MedusaHeads):
+            projection: Any = draft[depth][-1]  # type: ignore[index]
+            logits_V = draft.borrowed.cap(projection(hidden_H))
+        else:
+            logits_V = draft.borrowed.project(hidden_H)
+        laws.append(logits_V.float().softmax(-1))
+    return laws
+
+
+@every_kind
+def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, target_dir: str) -> None:
+    """Law 5, through the files and the decoder: every law that a token was drafted from is training's."""
+    target = load_model(target_dir, device="cpu", dtype="float32")
+    draft: Any = load_draft(str(trained), target, device="cpu", dtype="float32")
+    name = "draft" if kind == "lm" else kind
+    proposer = Listening(PROPOSERS[name].make([draft] if kind == "lm" else draft))
+    decoder = SpeculativeDecoder(target, proposer, f"chain:{DEPTH}", "speculative")
+    prompt = [0, 40, 7, 33, 90, 12]
+    decoded = decoder.generate([prompt], Sampling(temperature=1.0), 40, [generator(3)])
+    assert sum(row.stats.accepted for row in decoded.generations) > 0
+    # Evaluation of EAGLE-1 goes on its own features, as decoding does.
+    trainee: Any = TRAINEES[kind](draft, parse_objective("fkl"), target)
+    trainee.eval()
+    assert len(proposer.heard) >= 10
+    compared = 0
+    for text, drafted, q_EV in proposer.heard:
+        for law_V, q_V in zip(training_laws(trainee, text, drafted), q_EV, strict=True):
+            torch.testing.assert_close(law_V, q_V, atol=1e-4, rtol=0)
+            compared += 1
+    assert compared == DEPTH * len(proposer.heard)
+
+
+@every_kind
+def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir: str, door: Door) -> None:
+    run = ["decode", "--target", target_dir, "--prompt", "A draft model", "--max_new_tokens", "40", "--json"]
+    run += ["--ignore_eos", "true"]
+    alone = json.loads(door(*run)[1].splitlines()[-1])
+    code, out, err = door(*run, "--draft", trained, "--tree", f"chain:{DEPTH}")
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert found["outputs"][0]["output_ids"] == alone["outputs"][0]["output_ids"]
+    assert found["proposed"] > 0
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_head_killed_at_random_steps_ends_with_the_same_bytes(
+    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, spawn: Spawn
+) -> None:
+    """Law 7 for a head whose input is noisy and whose features are cached: the cache may differ, the run may not."""
+    run = words("eagle", target_dir, draft_dir, distilled) + ["--out", "draft", "--head.noise", "0.2"]
+    run += ["--head.features", "features"]
+    (tmp_path / "whole").mkdir()
+    code, _, err = spawn(*run, cwd=tmp_path / "whole").wait()
+    assert code == 0, err
+    expected = files(tmp_path / "whole" / "draft")
+    patch = """
+import os, signal
+import train.parallel
+def trap(count):
+    real, calls = train.parallel.{name}, []
+    def watched(*words, **more):
+        calls.append(1)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*words, **more)
+    train.parallel.{name} = watched
+trap({step})
+"""
+    draw = random.Random(11)
+    for step in sorted(draw.sample(range(1, 24), 5)):
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        (tmp_path / "again").mkdir()
+        name = draw.choice(["backward", "step"])
+        killed = spawn(*run, cwd=tmp_path / "again", patch=patch.format(name=name, step=step)).wait()
+        assert killed[0] == -9, killed[2]
+        code, _, err = spawn(*run, cwd=tmp_path / "again").wait()
+        assert code == 0, err
+        found = files(tmp_path / "again" / "draft")
+        assert sorted(found) == sorted(expected)
+        assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@every_head
+def test_training_goes_on_from_a_head(
+    kind: str, trained: Path, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    run = words(kind, target_dir, draft_dir, distilled)[: -len(OPTIONS[kind])]
+    run += ["--draft", str(trained), "--out", str(tmp_path / "more"), "--objective", "tvd", "--steps", "2"]
+    code, _, err = door(*run)
+    assert code == 0, err
+    before = json.loads((trained / "draftsmith.json").read_text())["heldout_alpha"]
+    assert figures(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)
+
+
+def test_packed_rows_train_a_head_as_rows_of_their_own_do(
+    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    """The whole set is one step either way, so the same loss and the same weights."""
+    weights = []
+    for packing, rows in (("false", "64"), ("true", "64")):
+        out = tmp_path / packing
+        run = words("eagle3", target_dir, draft_dir, distilled) + ["--optim.name", "sgd", "--optim.lr", "0.5"]
+        run += ["--packing", packing, "--batch_size", rows, "--heldout", distilled, "--out", str(out)]
+        code, _, err = door(*run, "--steps", "1", "--epochs", "1")
+        assert code == 0, err
+        weights.append(figures(out))
+    # A batch larger than the set wraps around; what is compared is what all rows together give.
+    for plain, packed in zip(*weights, strict=True):
+        if "heldout_loss" in plain:
+            assert packed["heldout_loss"] == pytest.approx(plain["heldout_loss"], rel=1e-4)
+
+
+REFUSED = [
+    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has none"),
+    (["--kind", "medusa", "--head.noise", "0.1"], "head.noise: kind medusa has no such option; it has features"),
+    (["--kind", "eagle", "--draft_config", "x.json"], "draft_config: a head has the shape that its target gives it"),
+    (["--kind", "hydra", "--on_policy.fraction", "0.5"], "on_policy: kind hydra drafts from the target's states"),
+    (["--kind", "eagle3", "--head.draft_vocab_size", "9999"], "is more than the target's vocabulary of 290; lower it"),
+    (["--kind", "eagle3", "--head.test_steps", "0"], "head.test_steps: 0 must be at least 1"),
+    (["--kind", "medusa", "--head.step_decay", "1.5"], "head.step_decay: 1.5 must be above 0 and at most 1"),
+    (["--kind", "eagle", "--head.features_gib", "1"], "head.features_gib: goes with head.features"),
+    (["--kind", "eagle", "--objective", "fkl@adaspec", "--reference", "x"], "reference: heads are not trained"),
+    (["--kind", "eagle", "--gradient_checkpointing", "true"], "gradient_checkpointing: is for draft language models"),
+    (["--kind", "medusa", "--compile", "true"], "compile: is for draft language models"),
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), REFUSED)
+def test_what_a_kind_cannot_do_is_refused(
+    more: list[str], expected: str, target_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    run = ["train", "--target", target_dir, "--data", distilled, "--out", tmp_path / "out", "--draft_config", "c.json"]
+    run = run if "lm" in more else run[:-2]
+    code, out, err = door(*run, *more, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err and len(err.strip().splitlines()) == 1
+    assert expected in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_of_another_kind_is_refused(
+    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    run = ["train", "--target", target_dir, "--data", distilled, "--device", "cpu", "--out", tmp_path / "out"]
+    code, _, err = door(*run, "--kind", "eagle", "--draft", draft_dir)
+    assert code == 2
+    assert err.strip().endswith(f"{draft_dir}: is a language model and kind is eagle; set kind to lm")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,280 @@
+"""The laws of the objectives: what they are, what they tend to, and what their gradients are."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.errors import InputError
+from train.losses import LOSSES, NEEDS_TARGET, LossFn, forward_kl_in_place, jensen_shannon, overlap
+from train.objective import Objective, parse_objective, select
+
+TARGETED = sorted(NEEDS_TARGET)
+
+
+def pair(seed: int, rows: int = 6, vocabulary: int = 9, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    draft, target = (spread * torch.randn(2, rows, vocabulary, generator=source, dtype=torch.float64)).unbind()
+    return draft, target, torch.randint(vocabulary, (rows,), generator=source)
+
+
+def slope(loss: LossFn, draft: Tensor, target: Tensor | None, tokens: Tensor) -> Tensor:
+    leaf = draft.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(leaf, target, tokens).sum(), leaf)
+    return found
+
+
+def test_values_against_their_definitions() -> None:
+    draft, target, tokens = pair(0)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    m = (p + q) / 2
+    alpha = torch.minimum(p, q).sum(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    weight = (-3 * alpha).exp()
+    wanted = {
+        "ce": F.cross_entropy(draft, tokens, reduction="none"),
+        "fkl": kl,
+        "rkl": (q * (q / p).log()).sum(-1),
+        "jsd": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
+        "tvd": (p - q).abs().sum(-1) / 2,
+        "tvd_pp": (p - q).abs().sum(-1) / 2,
+        "lk_alpha": -alpha.log(),
+        "lk_hybrid": weight * kl + (1 - weight) * (1 - alpha),
+    }
+    assert set(wanted) == set(LOSSES)
+    for name, loss in LOSSES.items():
+        torch.testing.assert_close(loss(draft, target, tokens), wanted[name])
+    torch.testing.assert_close(overlap(draft, target), alpha)
+    torch.testing.assert_close(LOSSES["tvd"](draft, target, tokens), 1 - overlap(draft, target))
+
+
+@pytest.mark.parametrize("name", TARGETED)
+def test_equal_laws_cost_nothing_and_others_something(name: str) -> None:
+    draft, target, tokens = pair(1)
+    # A shift of all logits is the same law.
+    assert LOSSES[name](draft + 3, draft, tokens).abs().max() < 1e-12
+    assert (LOSSES[name](draft, target, tokens) > 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_values_are_fp32_from_half_precision(name: str) -> None:
+    draft, target, tokens = pair(2)
+    half = draft.bfloat16(), target.bfloat16()
+    found = LOSSES[name](*half, tokens)
+    assert found.shape == (6,)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, LOSSES[name](half[0].float(), half[1].float(), tokens))
+
+
+def test_only_ce_does_without_a_target() -> None:
+    draft, _, tokens = pair(3)
+    assert (LOSSES["ce"](draft, None, tokens) > 0).all()
+    for name in TARGETED:
+        with pytest.raises(AssertionError, match="target"):
+            LOSSES[name](draft, None, tokens)
+
+
+# lk_hybrid's weight and tvd_pp's advantage are constants to the gradient, so they are checked apart.
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"tvd_pp", "lk_hybrid"}))
+def test_gradients_against_differences(name: str) -> None:
+    draft, target, tokens = pair(4, rows=3, vocabulary=6)
+
+    def value(logits: Tensor) -> Tensor:
+        return LOSSES[name](logits, target, tokens)
+
+    assert torch.autograd.gradcheck(value, (draft.requires_grad_(),))
+
+
+def test_gradients_in_closed_form() -> None:
+    draft, target, tokens = pair(5)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    torch.testing.assert_close(slope(LOSSES["fkl"], draft, target, tokens), q - p)
+    torch.testing.assert_close(slope(LOSSES["ce"], draft, None, tokens), q - F.one_hot(tokens, 9))
+    tv = slope(LOSSES["tvd"], draft, target, tokens)
+    alpha = overlap(draft, target)[:, None]
+    torch.testing.assert_close(slope(LOSSES["lk_alpha"], draft, target, tokens), tv / alpha)
+    weight = (-3 * alpha).exp()
+    torch.testing.assert_close(slope(LOSSES["lk_hybrid"], draft, target, tokens), weight * (q - p) + (1 - weight) * tv)
+    rewarded = (q * (q <= p)).sum(-1, keepdim=True)
+    spread = (rewarded * (1 - rewarded)).sqrt()
+    assert spread.min() > 0.01
+    torch.testing.assert_close(slope(LOSSES["tvd_pp"], draft, target, tokens), tv / spread)
+
+
+def test_the_kl_made_in_place_is_the_same() -> None:
+    draft, target, tokens = pair(12)
+    wanted = LOSSES["fkl"](draft, target, tokens), overlap(draft, target)
+    gradient = slope(LOSSES["fkl"], draft, target, tokens)
+    found = forward_kl_in_place(draft, target, (torch.empty_like(draft), torch.empty_like(draft)))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(draft, gradient)
+
+
+def test_jsd_between_its_limits() -> None:
+    draft, target, tokens = pair(6, spread=1.0)
+    small = 1e-6
+    torch.testing.assert_close(
+        jensen_shannon(draft, target, tokens, small) / small, LOSSES["fkl"](draft, target, tokens), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(
+        jensen_shannon(draft, target, tokens, 1 - small) / small,
+        LOSSES["rkl"](draft, target, tokens),
+        rtol=1e-4,
+        atol=0,
+    )
+    forth, back = jensen_shannon(draft, target, tokens), jensen_shannon(target, draft, tokens)
+    torch.testing.assert_close(forth, back)
+    for beta in (0.1, 0.7):
+        torch.testing.assert_close(
+            jensen_shannon(draft, target, tokens, beta), jensen_shannon(target, draft, tokens, 1 - beta)
+        )
+    assert (forth < math.log(2)).all()
+
+
+@pytest.mark.parametrize("name", ["fkl", "lk_alpha"])
+def test_a_target_on_one_token_is_cross_entropy(name: str) -> None:
+    draft, _, tokens = pair(7)
+    for off in (-1e4, -math.inf):
+        target = torch.full_like(draft, off).scatter_(1, tokens[:, None], 0.0)
+        wanted = LOSSES["ce"](draft, None, tokens)
+        torch.testing.assert_close(LOSSES[name](draft, target, tokens), wanted)
+        torch.testing.assert_close(
+            slope(LOSSES[name], draft, target, tokens), slope(LOSSES["ce"], draft, None, tokens), atol=1e-9, rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_without_mass_make_no_nan(name: str, dtype: torch.dtype) -> None:
+    draft, target, tokens = (x.to(dtype) if x.is_floating_point() else x for x in pair(8))
+    # Of the data's tokens the draft can give some and not others.
+    tokens[:3], tokens[3:] = 4, 7
+    draft[:, 5:] = -math.inf
+    target[:, :2] = -math.inf
+    # The last row: laws that share no token at all.
+    target[-1, :5] = -math.inf
+    value, gradient = LOSSES[name](draft, target, tokens), slope(LOSSES[name], draft, target, tokens)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+    assert (gradient[:, 5:] == 0).all()
+    assert gradient[:-1, :5].abs().max() > 0
+
+
+def test_laws_far_apart_still_teach() -> None:
+    target = torch.tensor([[0.0, 200.0]])
+    draft = torch.tensor([[200.0, 0.0]])
+    tokens = torch.tensor([1])
+    torch.testing.assert_close(LOSSES["lk_alpha"](draft, target, tokens), torch.tensor([200.0 - math.log(2)]))
+    # What TV no longer sees in fp32.
+    assert slope(LOSSES["tvd"], draft, target, tokens).abs().max() == 0
+    assert slope(LOSSES["lk_alpha"], draft, target, tokens).abs().max() > 0.4
+
+
+def test_sums_of_terms_and_options() -> None:
+    draft, target, tokens = pair(9)
+    objective = parse_objective(" 0.9*jsd:beta=0.25 + 0.1*ce+lk_hybrid:eta=10")
+    wanted = (
+        0.9 * jensen_shannon(draft, target, tokens, 0.25)
+        + 0.1 * LOSSES["ce"](draft, None, tokens)
+        + LOSSES["lk_hybrid"](draft, target, tokens, eta=10.0)  # type: ignore[call-arg]
+    )
+    torch.testing.assert_close(objective.loss(draft, target, tokens), wanted)
+    assert objective.needs_target
+    assert not objective.needs_reference
+    assert objective.spec == "0.9*jsd:beta=0.25+0.1*ce+lk_hybrid:eta=10"
+    plain = parse_objective("ce")
+    assert not plain.needs_target
+    torch.testing.assert_close(plain.loss(draft, None, tokens), LOSSES["ce"](draft, None, tokens))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_temperature(name: str) -> None:
+    draft, target, tokens = pair(10)
+    value = parse_objective(name, temperature=2.0).loss(draft, target, tokens)
+    if name == "ce":
+        wanted = LOSSES[name](draft, None, tokens)
+    else:
+        wanted = LOSSES[name](draft / 2, target / 2, tokens) * (4 if name in ("fkl", "rkl", "jsd") else 1)
+    torch.testing.assert_close(value, wanted)
+
+
+def test_the_size_of_kls_gradient_does_not_depend_on_a_high_temperature() -> None:
+    draft, target, tokens = pair(11, spread=0.5)
+
+    def size(temperature: float) -> float:
+        return float(slope(parse_objective("fkl", temperature).loss, draft, target, tokens).norm())
+
+    assert size(1000.0) == pytest.approx(size(100.0), rel=0.02)
+
+
+def test_adaspec_is_named_in_two_ways() -> None:
+    assert parse_objective("adaspec").keep == 0.4
+    short, long = parse_objective("adaspec:keep=0.25"), parse_objective("fkl@adaspec:keep=0.25")
+    assert short.keep == long.keep == 0.25
+    assert short.terms == long.terms == parse_objective("fkl").terms
+    assert short.needs_reference
+    assert parse_objective("lk_alpha+0.5*ce@adaspec:keep=1").keep == 1.0
+
+
+def test_selection_by_hand() -> None:
+    gain = torch.tensor([0.1, 0.9, 0.5, 0.9, -1.0, 7.0, 0.0, 0.0])
+    sequence = torch.tensor([0, 0, 0, 0, 0, 3, 8, 8])
+    found = select(gain, sequence, 0.4)
+    # 2 of 5, 1 of 1, 1 of 2; the weights of a sequence add up to its tokens.
+    assert found.tolist() == [0.0, 2.5, 0.0, 2.5, 0.0, 1.0, 2.0, 0.0]
+    assert select(gain, sequence, 1.0).tolist() == [1.0] * 8
+
+
+def test_selection_does_not_depend_on_batch_mates() -> None:
+    source = torch.Generator().manual_seed(0)
+    lengths = [7, 1, 12, 5]
+    gains = [torch.randn(n, generator=source) for n in lengths]
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    together = select(torch.cat(gains), sequence, 0.4)
+    alone = [select(gain, torch.zeros(len(gain)), 0.4) for gain in gains]
+    assert torch.equal(together, torch.cat(alone))
+    assert float(together.sum()) == pytest.approx(sum(lengths))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("kl", "no loss is named 'kl'; there are ce, fkl, rkl"),
+        ("", "no loss is named ''"),
+        ("fkl+", "no loss is named ''"),
+        ("jsd:beta=1", "beta must lie between 0 and 1, not 1; use fkl or rkl"),
+        ("jsd:alpha=0.5", "jsd has no option 'alpha'; it has beta"),
+        ("fkl:beta=0.5", "fkl has no option 'beta'; it has none"),
+        ("jsd:beta=x", "beta 'x' is not a number"),
+        ("lk_hybrid:eta=-1", "eta must lie between"),
+        ("x*fkl", "the weight 'x' is not a number"),
+        ("0*fkl", "the weight 0 must be above 0"),
+        ("nan*fkl", "the weight nan must be above 0"),
+        ("fkl@topk", "after '@' stands adaspec"),
+        ("fkl@", "after '@' stands adaspec"),
+        ("fkl@adaspec:share=0.4", "after '@' stands adaspec"),
+        ("adaspec:keep=0", "keep must be above 0"),
+        ("adaspec:keep=nan", "keep must be above 0"),
+    ],
+)
+def test_a_wrong_name_is_answered_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match="^objective: ") as caught:
+        parse_objective(spec)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_a_wrong_temperature_is_refused(temperature: float) -> None:
+    with pytest.raises(InputError, match="temperature: .* must be above 0"):
+        parse_objective("fkl", temperature)
+
+
+def test_objectives_compare_by_what_they_say() -> None:
+    same: list[Any] = [parse_objective(text) for text in ("fkl+0.5*ce", "fkl + 0.5*ce")]
+    assert same[0] == same[1]
+    assert isinstance(same[0], Objective)
+    assert same[0] != parse_objective("fkl+0.4*ce")

@@ -1,0 +1,285 @@
+"""What a training run survives: signals, a full disk, damaged files, numbers that are none. And its options."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distill.config import DistillConfig
+from distill.generate import distill
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+
+# Before the n-th call of a function something happens.
+BEFORE = """
+import errno, os, signal
+import train.checkpoint, train.loop, train.parallel
+def before(owner, name, count, action):
+    real, calls = getattr(owner, name), []
+    def watched(*words, **more):
+        calls.append(1)
+        if len(calls) == count:
+            action()
+        return real(*words, **more)
+    setattr(owner, name, watched)
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+def fail(error):
+    def action():
+        raise error
+    return action
+"""
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """36 rows of unequal length."""
+    there = tmp_path_factory.mktemp("robust")
+    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"num_samples": 3, "max_new_tokens": 20, "device": "cpu"}
+    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
+    return str(there / "set")
+
+
+@pytest.fixture(scope="module")
+def words(distilled: str, dropout_dir: str) -> list[str]:
+    """A run whose every step draws random numbers."""
+    return (
+        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps {STEPS} --batch_size 4 "
+        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 --optim.warmup_steps 3 --device cpu"
+    ).split()
+
+
+def result(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def whole(words: list[str], tmp_path: Path, spawn: Spawn) -> dict[str, bytes]:
+    """What the run leaves when nothing happens to it."""
+    (tmp_path / "whole").mkdir()
+    code, _, err = spawn(*words, cwd=tmp_path / "whole").wait()
+    assert code == 0, err
+    return result(tmp_path / "whole" / "draft")
+
+
+def ends_like(whole: dict[str, bytes], words: list[str], place: Path, spawn: Spawn) -> str:
+    """Start the run again, to its end; its standard error. The files are those of a run nothing happened to."""
+    code, _, err = spawn(*words, cwd=place).wait()
+    assert code == 0, err
+    found = result(place / "draft")
+    assert sorted(found) == sorted(whole)
+    assert [name for name in whole if found[name] != whole[name]] == []
+    return str(err)
+
+
+def last_line(err: str) -> str:
+    assert "Traceback" not in err
+    return err.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_a_checkpoint_and_the_next_start_continues(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    # In the middle of a step, in the middle of an evaluation, and before there is a step to speak of.
+    for trap, step in (
+        ("before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))", 8),
+        ("before(train.loop, 'evaluate', 2, send(signal.SIGTERM))", 16),
+    ):
+        code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
+        assert (code, out) == (143, "")
+        assert last_line(err).endswith("stopped by SIGTERM; the same command continues where it was")
+        assert (tmp_path / f"draft/run/checkpoints/step_{step:08d}/position.json").exists()
+        assert not (tmp_path / "draft/config.json").exists()
+    early = "before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))"
+    before = result(tmp_path / "draft")
+    assert spawn(*words, cwd=tmp_path, patch=BEFORE + early).wait()[0] == 143
+    assert result(tmp_path / "draft") == before
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_steps(whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    """Law 7 at five random steps, each time in another part of the step."""
+    draw = random.Random(7)
+    parts = ("train.loop, 'learning_rate'", "train.parallel, 'forward'", "train.parallel, 'backward'")
+    for number, step in enumerate(sorted(draw.sample(range(1, STEPS), 5))):
+        place = parts[number % len(parts)]
+        count = 2 + draw.randrange(3)
+        code, _, err = spawn(
+            *words, cwd=tmp_path, patch=BEFORE + f"before({place}, {count}, send(signal.SIGKILL))"
+        ).wait()
+        assert code == -9, (step, err)
+    for step in sorted(draw.sample(range(1, STEPS), 5)):
+        # From the start every time: killed at this very step.
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        (tmp_path / "again").mkdir()
+        trap = f"before(train.parallel, 'backward', {step}, send(signal.SIGKILL))"
+        assert spawn(*words, cwd=tmp_path / "again", patch=BEFORE + trap).wait()[0] == -9
+        ends_like(whole, words, tmp_path / "again", spawn)
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    full = "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'model.safetensors')"
+    torn = "__import__('safetensors').SafetensorError('I/O error: No space left on device (os error 28)')"
+    # Weights, optimizer and random state go through save_file; the best weights too.
+    for count, error in ((9, full), (3, torn), (5, full)):
+        before = {name for name in result(tmp_path) if "checkpoints" in name}
+        trap = f"before(train.checkpoint, 'save_file', {count}, fail({error}))"
+        code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
+        assert (code, out) == (1, ""), err
+        assert "No space left on device" in last_line(err)
+        assert last_line(err).startswith("draftsmith train: ")
+        checkpoints = sorted((tmp_path / "draft/run/checkpoints").iterdir())
+        assert checkpoints
+        assert all((path / "files.json").exists() for path in checkpoints)
+        assert not before or before & {name for name in result(tmp_path)}
+        assert not list((tmp_path / "draft/run").rglob(".*tmp*"))
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    trap = """
+real, calls = train.parallel.forward, []
+def poisoned(engine, batch):
+    calls.append(1)
+    if len(calls) == 16:
+        next(engine.trainee.parameters()).data.fill_(float("nan"))
+    return real(engine, batch)
+train.parallel.forward = poisoned
+"""
+    code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
+    assert (code, out) == (1, "")
+    assert "is nan" in last_line(err)
+    assert (tmp_path / "draft/run/checkpoints").exists()
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    trap = "before(train.loop, 'learning_rate', 11, send(signal.SIGKILL))"
+    assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
+    checkpoints = sorted((tmp_path / "draft/run/checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_00000006", "step_00000009"]
+    file = checkpoints[1] / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    shutil.copytree(tmp_path / "draft", tmp_path / "both" / "draft")
+    err = ends_like(whole, words, tmp_path, spawn)
+    assert "optimizer.safetensors is not what was written; continuing from the checkpoint before it" in err
+    # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away unasked.
+    (tmp_path / "both/draft/run/checkpoints/step_00000006/position.json").unlink()
+    before = result(tmp_path / "both")
+    code, out, err = spawn(*words, cwd=tmp_path / "both").wait()
+    assert (code, out) == (1, "")
+    assert last_line(err).endswith("none of its checkpoints is whole; delete it to start again")
+    assert result(tmp_path / "both") == before
+
+
+def test_a_damaged_shard_is_one_line(words: list[str], distilled: str, tmp_path: Path, door: Door) -> None:
+    shutil.copytree(distilled, tmp_path / "set")
+    part = next((tmp_path / "set").glob("*.parquet"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    code, out, err = door(*words, "--data", tmp_path / "set", "--out", tmp_path / "draft")
+    assert (code, out) == (2, "")
+    assert f"{part.name}: is not the file that the manifest describes; copy it again" in last_line(err)
+    assert not (tmp_path / "draft").exists()
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_which_weights_are_best_and_how_many_checkpoints_stay(
+    words: list[str], target_dir: str, tmp_path: Path, door: Door
+) -> None:
+    records = {}
+    for by in ("auto", "alpha", "loss"):
+        # A rate so high that the figures go up and down, each in its own way.
+        more = ["--target", target_dir, "--optim.lr", "0.1", "--eval_every", "1", "--keep", "3", "--best_by", by]
+        assert door(*words, *more, "--out", tmp_path / by)[0] == 0
+        records[by] = json.loads((tmp_path / by / "draftsmith.json").read_text())
+        kept = sorted(path.name for path in (tmp_path / by / "run/checkpoints").iterdir())
+        assert kept == [f"step_{step:08d}" for step in (18, 21, 24)]
+    judged = [line for line in lines(tmp_path / "alpha") if "heldout_alpha" in line]
+    best = {
+        "alpha": max(judged, key=lambda line: line["heldout_alpha"]),
+        "loss": min(judged, key=lambda line: line["heldout_loss"]),
+    }
+    assert best["alpha"]["step"] != best["loss"]["step"], "this run could not tell the two apart"
+    for by in ("alpha", "loss"):
+        assert records[by]["best_step"] == best[by]["step"]
+        assert records[by]["heldout_alpha"] == best[by]["heldout_alpha"]
+    assert records["auto"]["best_step"] == records["alpha"]["best_step"]
+    code, _, err = door(*words, "--best_by", "alpha", "--out", tmp_path / "none")
+    assert code == 2
+    assert "best_by: alpha needs a target" in last_line(err)
+
+
+def test_curves(words: list[str], target_dir: str, tmp_path: Path, door: Door) -> None:
+    assert door(*words, "--target", target_dir, "--objective", "fkl", "--out", tmp_path / "d", "--steps", "4")[0] == 0
+    for line in lines(tmp_path / "d"):
+        prefix = "heldout_" if "heldout_loss" in line else ""
+        alpha = line[f"{prefix}alpha"]
+        assert 0 < alpha < 1
+        assert line[f"{prefix}tau"] == pytest.approx((1 - alpha**6) / (1 - alpha))
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def test_gradient_checkpointing_does_not_change_what_is_learnt(words: list[str], tmp_path: Path, door: Door) -> None:
+    for name, more in {"plain": [], "again": ["--gradient_checkpointing"]}.items():
+        assert door(*words, *more, "--out", tmp_path / name)[0] == 0
+    expected = weights(tmp_path / "plain")
+    for key, value in weights(tmp_path / "again").items():
+        torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_compiling_does_not_change_what_is_learnt(
+    words: list[str], draft_dir: str, tmp_path: Path, door: Door, spawn: Spawn
+) -> None:
+    more = ["--draft", draft_dir, "--steps", "2", "--eval_every", "2", "--optim.name", "sgd"]
+    assert door(*words, *more, "--out", tmp_path / "plain")[0] == 0
+    code, _, err = spawn(*words, *more, "--compile", "--out", tmp_path / "compiled", cwd=tmp_path).wait(300)
+    assert code == 0, err
+    expected = weights(tmp_path / "plain")
+    for key, value in weights(tmp_path / "compiled").items():
+        torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-4)
+
+
+def test_bf16_keeps_the_weights_in_fp32(words: list[str], draft_dir: str, tmp_path: Path, door: Door) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        out = tmp_path / precision
+        code, _, err = door(*words, "--draft", draft_dir, "--precision", precision, "--out", out)
+        assert code == 0, err
+        assert {value.dtype for value in weights(out).values()} == {torch.float32}
+        found[precision] = [line["loss"] for line in lines(out) if "loss" in line]
+    assert found["fp32"] != found["bf16"]
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.03)

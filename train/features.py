@@ -1,0 +1,312 @@
+"""The target's hidden states that heads are trained on: from its forward in the step, or from a cache on disk.
+
+What a document's states are depends on nothing but the target, the tokens, which layers and the dtype; these four are
+hashed into the key of a cached row, so a row can be found again by what it is and by nothing else. States that go
+through the cache are made one document at a time, outside autocast and rounded to the cache's dtype whether or not they
+were found, so a run trains on the same bits whatever the disk held when it began.
+
+    DIR/<16 hex digits of (target, layers, dtype)>/p<process>/manifest.json
+                                                             /00000.safetensors   a tensor [L, T, H] a document
+
+Legend: B rows, T tokens, L layers, H hidden size.
+"""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.errors import InputError
+from draftsmith.io import atomic_file, hash_json, read_json, remove_leftovers, sha256_file, write_json_atomic
+from train.data import IGNORE, Batch
+from train.packing import attention, packing_way
+from train.teacher import Head, find_head
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_SHARD_BYTES = 2**28
+
+
+class FeatureCache:
+    """Target states of documents, on disk, by content, never more than `max_bytes` of shards.
+
+    directory: may be shared by runs and targets. fingerprint: of the target. layers: which of its `hidden_states`.
+    dtype: of what is stored and given back. process, processes: each process writes a directory of its own and reads
+    everyone's that was there when it began.
+
+    When it is full it takes nothing more in: rows come back once an epoch, so dropping the oldest would drop each
+    just before it is needed. Only shards of another target, other layers or another dtype give way, oldest first. A
+    shard that cannot be read or is not what its manifest says counts as absent; a disk that is full ends the caching
+    with a warning and not the run. What is still in memory is written by `flush`, and when the process ends.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        fingerprint: str,
+        layers: Sequence[int],
+        dtype: torch.dtype,
+        max_bytes: int,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.dtype = dtype
+        self._identity = {
+            "format": _FORMAT,
+            "target": fingerprint,
+            "layers": list(layers),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        self._shards = _Shards(Path(directory), self._identity, max_bytes, process, processes)
+        weakref.finalize(self, self._shards.flush)
+
+    def key(self, ids: Sequence[int]) -> str:
+        """64 hex digits of the target, the layers, the dtype and the tokens."""
+        return hash_json([self._identity, list(ids)])
+
+    def get(self, ids: Sequence[int]) -> Tensor | None:
+        """The states `[L, T, H]` of a document on the CPU, or None."""
+        found = self._shards.find(self.key(ids))
+        if found is None or found.shape[:2] != (len(self.layers), len(ids)) or found.dtype != self.dtype:
+            return None
+        return found
+
+    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
+        """Keep the states of a document, if there is room."""
+        assert states_LTH.dtype == self.dtype and states_LTH.shape[:2] == (len(self.layers), len(ids))
+        self._shards.add(self.key(ids), states_LTH)
+
+    def flush(self) -> None:
+        """Write what is still in memory."""
+        self._shards.flush()
+
+
+class _Shards:
+    """The files of one identity in a cache's directory: everyone's to read, one directory to write."""
+
+    def __init__(self, root: Path, identity: dict[str, Any], max_bytes: int, process: int, processes: int) -> None:
+        self.root, self.identity, self.max_bytes, self.processes = root, identity, max_bytes, processes
+        self.home = root / hash_json(identity)[:16]
+        self.own = self.home / f"p{process}"
+        # Eight shards at least, else much of a small cache would stay empty.
+        self.shard_bytes = min(_SHARD_BYTES, max_bytes // (8 * processes))
+        self.open_ = True
+        self.listed: list[dict[str, Any]] = []
+        self.where: dict[str, Path] = {}
+        self.digests: dict[Path, str] = {}
+        self.readers: dict[Path, Any] = {}
+        self.waiting: dict[str, Tensor] = {}
+        remove_leftovers(self.own)
+        for directory in sorted(self.home.glob("p*")):
+            self._load(directory)
+        for file in self.own.glob("*.safetensors"):
+            # Written by a run that was killed before its manifest was, or no longer what the manifest says.
+            if file not in self.digests:
+                file.unlink(missing_ok=True)
+
+    def _load(self, directory: Path) -> None:
+        path = directory / "manifest.json"
+        if not path.exists():
+            return
+        try:
+            manifest = read_json(path, "the manifest of cached features")
+            shards = manifest["shards"] if manifest["identity"] == self.identity else []
+            for shard in shards:
+                file = directory / shard["file"]
+                if not file.is_file() or file.stat().st_size != shard["bytes"]:
+                    continue
+                with safe_open(file, framework="pt") as opened:
+                    keys = list(opened.keys())
+                self.digests[file] = shard["sha256"]
+                self.where |= dict.fromkeys(keys, file)
+                if directory == self.own:
+                    self.listed.append(shard)
+        except (InputError, SafetensorError, OSError, KeyError, TypeError) as error:
+            log.warning("%s: cannot be used (%s); these features are computed again", path, error)
+
+    def find(self, key: str) -> Tensor | None:
+        """A tensor by its key, from memory or from a shard that is what its manifest says."""
+        if key in self.waiting:
+            return self.waiting[key]
+        file = self.where.get(key)
+        if file is None:
+            return None
+        try:
+            if file not in self.readers:
+                if sha256_file(file) != self.digests[file]:
+                    raise OSError("its content has changed")
+                # Stays open: it is mapped, not read, and opening it parses the list of all that is in it.
+                self.readers[file] = safe_open(file, framework="pt")
+            tensor: Tensor = self.readers[file].get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            log.warning("%s: cannot be used (%s); its features are computed again", file, error)
+            self._forget(file)
+            return None
+        return tensor
+
+    def _forget(self, file: Path) -> None:
+        self.readers.pop(file, None)
+        self.digests.pop(file, None)
+        self.where = {key: where for key, where in self.where.items() if where != file}
+        if file.parent == self.own:
+            file.unlink(missing_ok=True)
+            self.listed = [shard for shard in self.listed if shard["file"] != file.name]
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Take a tensor in, and write a shard when there is enough for one."""
+        if not self.open_ or key in self.waiting or key in self.where:
+            return
+        self.waiting[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(each.nbytes for each in self.waiting.values()) >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits as one shard; without room for it, drop it and take nothing more in."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, {}
+        try:
+            content = save(waiting)
+            if not self._make_room(len(content)):
+                self.open_ = False
+                log.info("features: the cache is full; the others are computed in every epoch")
+                return
+            file = self.own / f"{max((int(shard['file'][:-12]) for shard in self.listed), default=-1) + 1:05d}"
+            file = file.with_suffix(".safetensors")
+            with atomic_file(file) as temporary:
+                temporary.write_bytes(content)
+            digest = sha256_file(file)
+            self.listed.append({"file": file.name, "bytes": len(content), "sha256": digest, "documents": len(waiting)})
+            write_json_atomic(self.own / "manifest.json", {"identity": self.identity, "shards": self.listed})
+        except OSError as error:
+            self.open_ = False
+            log.warning("features: %s cannot be written (%s); no more are cached", self.own, error.strerror)
+            return
+        self.digests[file] = digest
+        self.where |= dict.fromkeys(waiting, file)
+
+    def _make_room(self, size: int) -> bool:
+        """Whether a shard of this size may be written, after shards of other identities have given way."""
+        own = sum(_size(file) for file in self.own.glob("*.safetensors"))
+        # What the processes of this run write they share evenly; so none can take the room that another has seen.
+        ours = {self.home / f"p{process}" for process in range(self.processes)}
+        others = [file for file in self.root.glob("*/p*/*.safetensors") if file.parent not in ours]
+        taken = sum(map(_size, others))
+        strangers = sorted((f for f in others if f.parent.parent != self.home), key=_age)
+        while (own + size) * self.processes + taken > self.max_bytes:
+            if not strangers or (own + size) * self.processes > self.max_bytes:
+                return False
+            oldest = strangers.pop(0)
+            taken -= _size(oldest)
+            oldest.unlink(missing_ok=True)
+        return True
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _age(file: Path) -> tuple[int, str]:
+    try:
+        return file.stat().st_mtime_ns, str(file)
+    except FileNotFoundError:
+        return 0, str(file)
+
+
+def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """What a cache has to hold for a head that reads `layers`: those, and the last, which gives the target's laws."""
+    return tuple(layers) if -1 in layers else (*layers, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenTarget:
+    """A target that is read and never trained, in a plain object so that a trainee does not register its weights."""
+
+    model: PreTrainedModel
+    head: Head
+    layers: tuple[int, ...]
+    packing: str | None
+    cache: FeatureCache | None
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> tuple[list[Tensor], Tensor]:
+        """States `[B, T, H]` of `layers`, in that order, and the last (after the final norm), without gradients.
+
+        From the cache they are zero where a batch is padding.
+        """
+        wanted = cached_layers(self.layers)
+        if self.cache is None:
+            options: dict[str, Any] = {}
+            if batch.positions_BT is not None and batch.documents_BT is not None:
+                assert self.packing is not None, "this trainee was not built for packed batches"
+                options = attention(self.packing, batch.positions_BT, batch.documents_BT, self.model.dtype)
+            states = self._forward(batch.ids_BT, options)
+        else:
+            states = self._cached(batch, self.cache)
+        by_layer = dict(zip(wanted, states, strict=True))
+        return [by_layer[layer] for layer in self.layers], by_layer[-1]
+
+    def _forward(self, ids_BT: Tensor, options: dict[str, Any]) -> list[Tensor]:
+        wanted = cached_layers(self.layers)
+        every = wanted != (-1,)
+        out = self.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=every, **options)
+        return [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted]
+
+    def _cached(self, batch: Batch, cache: FeatureCache) -> list[Tensor]:
+        device = batch.ids_BT.device
+        size = int(self.model.config.get_text_config(decoder=True).hidden_size)
+        states_LBTH = torch.zeros(len(cache.layers), *batch.ids_BT.shape, size, dtype=cache.dtype, device=device)
+        for row, start, stop in documents(batch):
+            ids_T = batch.ids_BT[row, start:stop]
+            ids = ids_T.tolist()
+            found_LTH = cache.get(ids)
+            if found_LTH is None:
+                with torch.autocast(device.type, enabled=False):
+                    states = self._forward(ids_T[None], {})
+                found_LTH = torch.stack([state[0].to(cache.dtype) for state in states])
+                cache.put(ids, found_LTH)
+            states_LBTH[:, row, start:stop] = found_LTH.to(device)
+        return list(states_LBTH)
+
+
+def documents(batch: Batch) -> list[tuple[int, int, int]]:
+    """(row, first token, behind its last token) of every document of a batch."""
+    found = []
+    if batch.documents_BT is None:
+        for row, labels_T in enumerate(batch.labels_BT):
+            valid = (labels_T != IGNORE).nonzero()
+            if len(valid):
+                # The last label is of the last token.
+                found.append((row, 0, int(valid[-1]) + 2))
+        return found
+    for row, documents_T in enumerate(batch.documents_BT.tolist()):
+        for number in range(max(documents_T) + 1):
+            start = documents_T.index(number)
+            found.append((row, start, start + documents_T.count(number)))
+    return found
+
+
+def freeze(
+    target: PreTrainedModel, layers: Sequence[int], packing: bool = False, cache: FeatureCache | None = None
+) -> FrozenTarget:
+    """A target to read features from; InputError, one line, for one that cannot be used so.
+
+    packing: whether batches will be packed. cache: made for this target with `cached_layers(layers)`.
+    """
+    target.eval()
+    assert cache is None or cache.layers == cached_layers(layers), "this cache is of other layers"
+    way = packing_way(target, "target") if packing and cache is None else None
+    return FrozenTarget(target, find_head(target, "target"), tuple(layers), way, cache)

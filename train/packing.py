@@ -1,0 +1,123 @@
+"""Several documents in one row: which ones, and how a model is told that they are strangers to each other.
+
+Legend: B rows, T tokens, R documents.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.errors import InputError
+
+# How many documents are looked at together; more fills rows better and mixes lengths less.
+_WINDOW = 512
+
+
+def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[int]]:
+    """Rows of at most `width` tokens: lists of document indices that together hold every document once.
+
+    A pure function of its arguments, so the rows of a step stay a function of the step alone. Documents are shuffled;
+    within a window the longest go first, each into the fullest row that still has room (best fit decreasing).
+    """
+    packed: list[list[int]] = []
+    shuffled = np.random.default_rng([seed, len(lengths_R)]).permutation(len(lengths_R))
+    for start in range(0, len(shuffled), _WINDOW):
+        window = shuffled[start : start + _WINDOW]
+        rows: list[list[int]] = []
+        room: list[int] = []
+        for document in window[np.argsort(-lengths_R[window], kind="stable")]:
+            length = int(lengths_R[document])
+            fits = [(space, row) for row, space in enumerate(room) if space >= length]
+            if fits:
+                row = min(fits)[1]
+            else:
+                row = len(rows)
+                rows.append([])
+                room.append(width)
+            rows[row].append(int(document))
+            room[row] -= length
+        packed += rows
+    return packed
+
+
+def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[B, 1, T, T]`: 0 where a token may look (back, in its own document), else the least value."""
+    tokens = documents_BT.shape[1]
+    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_BT.device).tril()
+    seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT
+    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=documents_BT.device)
+    return mask_BTT.masked_fill_(~seen_BTT, torch.finfo(dtype).min)[:, None]
+
+
+def attention(way: str, positions_BT: Tensor, documents_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """What to pass to a model's forward for packed rows. way: as `packing_way` found for that model."""
+    if way == "mask":
+        return {"position_ids": positions_BT, "attention_mask": block_mask(documents_BT, dtype)}
+    return {"position_ids": positions_BT}
+
+
+@torch.no_grad()
+def packing_way(model: PreTrainedModel, name: str) -> str:
+    """`positions` when the model keeps documents apart by itself where positions restart, `mask` when it needs a mask.
+
+    Found by trying: what a document sees must not change with the document before it, and its hidden states must be
+    those it has alone. Raises InputError, one line, for a model that can be kept from neither (recurrent ones).
+    """
+    config = model.config.get_text_config(decoder=True)
+    size = 5
+    alone_BT = (torch.arange(size, device=model.device)[None] * 7 + 3) % config.vocab_size
+    positions_BT = torch.arange(size, device=model.device).repeat(2)[None]
+    documents_BT = torch.arange(2, device=model.device).repeat_interleave(size)[None]
+    was_training = model.training
+    model.eval()
+    wanted = _states(model, alone_BT, {})
+    found = None
+    # A mask of ours would replace the model's own, and with it a sliding window.
+    ways = ("positions",) if getattr(config, "sliding_window", None) else ("positions", "mask")
+    for way in ways:
+        options = attention(way, positions_BT, documents_BT, model.dtype)
+        try:
+            after = [
+                _states(model, torch.cat([before_BT, alone_BT], 1), options)[:, size:]
+                for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size)
+            ]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            # A model that is not made for such a mask fails on its shape in a way of its own.
+            continue
+        scale = wanted.abs().max()
+        apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
+        if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
+            found = way
+            break
+    model.train(was_training)
+    if found is None:
+        raise InputError(
+            f"packing: {name} ({type(model).__name__}) cannot keep packed documents apart; set packing to false"
+        )
+    return found
+
+
+def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:
+    states: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **options).last_hidden_state
+    return states.float()
+
+
+def layout(lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    """Positions and documents `[B, T]` of rows whose documents have these lengths, one after the other.
+
+    Padding has position 0 and a document of its own: it sees itself, and nothing sees it.
+    """
+    positions_BT = torch.zeros(len(lengths), width, dtype=torch.long)
+    documents_BT = torch.full((len(lengths), width), -1, dtype=torch.long)
+    for b, row in enumerate(lengths):
+        start = 0
+        for document, length in enumerate(row):
+            positions_BT[b, start : start + length] = torch.arange(length)
+            documents_BT[b, start : start + length] = document
+            start += length
+    return positions_BT, documents_BT

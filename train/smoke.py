@@ -1,0 +1,168 @@
+"""`--smoke`: any recipe at a size that runs in seconds, on made-up data, with nothing downloaded.
+
+Models become random ones of the same family with two narrow layers (a target has more, so that heads find the layers
+they read), data becomes a small distilled set with teacher columns, and the run a few steps. What is left is the
+recipe: its objective, its data mode, its optimizer, the way it is launched.
+"""
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.errors import InputError
+from draftsmith.io import make_dir, read_json, sha256_file, write_json_atomic
+from draftsmith.text import quiet
+from train.config import TrainConfig
+
+_SHIPPED = Path(__file__).parents[1] / "configs" / "models"
+_MARK = "smoke.json"
+# What the names of published models say of their family; the longest that fits counts.
+_FAMILIES = {
+    "vicuna": "llama",
+    "llama": "llama",
+    "mistral": "mistral",
+    "opt": "opt",
+    "pythia": "gpt_neox",
+    "gemma-2": "gemma2",
+    "gemma-3": "gemma3_text",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi": "phi",
+    "gpt2": "gpt2",
+}
+_VOCABULARY = 320
+_POSITIONS = 128
+_TARGET_LAYERS = 6
+_ROWS = 24
+
+
+def make_inputs(config: TrainConfig) -> None:
+    """The models and data that `smoke_config` names, anew; InputError when something else stands in their place."""
+    quiet()
+    out = Path(f"{config.out}-smoke")
+    inputs = out / "inputs"
+    if out.exists() and not (inputs / _MARK).exists():
+        raise InputError(f"{out}: is not from an earlier --smoke; move it away or choose another `out`")
+    families = {role: _family(source) for role, source in _sources(config).items()}
+    shutil.rmtree(out, ignore_errors=True)
+    make_dir(inputs, "out")
+    write_json_atomic(inputs / _MARK, {"recipe": config.out})
+    _write_data(inputs / "data")
+    tokenizer = _tokenizer()
+    for role, family in families.items():
+        _write_model(inputs / role, family, _TARGET_LAYERS if role == "target" else 2, tokenizer)
+
+
+def smoke_config(config: TrainConfig) -> TrainConfig:
+    """The same recipe in small, in a directory beside `out`."""
+    out = Path(f"{config.out}-smoke")
+    inputs = out / "inputs"
+    data = str(inputs / "data")
+    named = {role: str(inputs / role) for role in _sources(config)}
+    return replace(
+        config,
+        out=str(out),
+        data=[data],
+        heldout=[data] if config.heldout else [],
+        replay=[data] if config.replay else [],
+        heldout_fraction=0.2,
+        draft=named.get("draft"),
+        draft_config=None,
+        target=named.get("target"),
+        reference=named.get("reference"),
+        tokenizer=None if config.tokenizer is None else named.get("target", named.get("draft")),
+        max_length=min(config.max_length, 48),
+        batch_size=min(config.batch_size, 2),
+        accumulation=min(config.accumulation, 2),
+        steps=4,
+        eval_every=2,
+        save_every=2,
+        optim=replace(config.optim, warmup_steps=min(config.optim.warmup_steps, 1)),
+        trust_remote_code=False,
+    )
+
+
+def _sources(config: TrainConfig) -> dict[str, str]:
+    """Where the shape of each model of the recipe is told."""
+    wanted = {"draft": config.draft_config or config.draft, "target": config.target, "reference": config.reference}
+    return {role: source for role, source in wanted.items() if source is not None}
+
+
+def _family(source: str) -> str:
+    """The model type behind a config.json, a directory, or the name of a published model."""
+    name = Path(source).name.lower()
+    for path in (Path(source), Path(source) / "config.json", _SHIPPED / f"{name}.config.json"):
+        if path.is_file():
+            kind = read_json(path, "a Hugging Face config.json").get("model_type")
+            if isinstance(kind, str):
+                return kind
+    known = [part for part in _FAMILIES if part in name]
+    if not known:
+        raise InputError(f"smoke: {source}: which family it is of cannot be told from its name; give a directory")
+    return _FAMILIES[max(known, key=len)]
+
+
+def _write_model(path: Path, family: str, layers: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": _POSITIONS,
+        "vocab_size": _VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    if family == "opt":
+        shape |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    torch.manual_seed(layers)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and the two ends."""
+    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def _write_data(directory: Path) -> None:
+    """A distilled set of made-up tokens, whose teacher gives each token half of the mass."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(_ROWS):
+        prompt = [draw.randrange(2, 258) for _ in range(draw.randrange(3, 12))]
+        response = [draw.randrange(2, 258) for _ in range(draw.randrange(4, 24))]
+        rows.append(
+            {
+                "prompt_ids": prompt,
+                "response_ids": response,
+                "top_ids": [[token, token + 1] for token in response],
+                "top_logprobs": [[math.log(0.5), math.log(0.25)] for _ in response],
+                "tail_mass": [0.25 for _ in response],
+            }
+        )
+    ids, mass = pa.list_(pa.int32()), pa.list_(pa.float32())
+    columns = [("prompt_ids", ids), ("response_ids", ids), ("top_ids", pa.list_(ids)), ("top_logprobs", pa.list_(mass))]
+    directory.mkdir(parents=True)
+    part = directory / "part-00000.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema([*columns, ("tail_mass", mass)])), part)
+    manifest = {"complete": True, "parts": [{"file": part.name, "rows": _ROWS, "sha256": sha256_file(part)}]}
+    (directory / "manifest.json").write_text(json.dumps(manifest))

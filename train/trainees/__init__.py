@@ -1,0 +1,17 @@
+"""The kinds of draft that can be trained. Each owns its draft and gives `Sums` for a batch."""
+
+from torch import nn
+
+from train.trainees.eagle import EagleTrainee
+from train.trainees.eagle3 import Eagle3Trainee
+from train.trainees.hydra import HydraTrainee
+from train.trainees.lm import LMTrainee
+from train.trainees.medusa import MedusaTrainee
+
+TRAINEES: dict[str, type[nn.Module]] = {
+    "lm": LMTrainee,
+    "eagle": EagleTrainee,
+    "eagle3": Eagle3Trainee,
+    "medusa": MedusaTrainee,
+    "hydra": HydraTrainee,
+}
