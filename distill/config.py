@@ -34,6 +34,9 @@ class DistillConfig:
     """Rows per Parquet file; a killed run loses at most the files in the making."""
     max_prompts: int | None = None
     """Use only the first rows of the prompts."""
+    teacher_top_k: int = 0
+    """Also keep the target's law at every token of an answer: its so many likeliest tokens and the mass of the others.
+    `train` can then use fkl and its like without the target. About 8 bytes a token and k; 0 keeps none."""
     prompt_tokens: int = 32
     """For rows with `text`: how many of its first tokens make the prompt."""
     domain: str = "default"
@@ -48,6 +51,8 @@ class DistillConfig:
         for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        if self.teacher_top_k < 0:
+            raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
         if self.max_prompts is not None and self.max_prompts < 1:
             raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
         try:

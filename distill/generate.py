@@ -43,6 +43,12 @@ SCHEMA = pa.schema(
         pa.field("sample_index", pa.int32()),
     ]
 )
+# Beside each response token, when `teacher_top_k` asks for them.
+TEACHER = [
+    pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),
+    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+    pa.field("tail_mass", pa.list_(pa.float32())),
+]
 # Options that change where the work is done, not what comes of it.
 _NOT_IDENTITY = ("out", "device")
 
@@ -133,6 +139,8 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
 def _write_parts(
     out: Path, parts: list[list[Row]], engine: Engine, config: DistillConfig, process: int, processes: int
 ) -> None:
+    k = config.teacher_top_k
+    schema = pa.schema([*SCHEMA, *TEACHER]) if k else SCHEMA
     mine = range(process, len(parts), processes)
     finished = sum(len(parts[i]) for i in mine if (out / part_name(i)).exists())
     with progress("distill", sum(len(parts[i]) for i in mine), finished) as advance:
@@ -140,11 +148,12 @@ def _write_parts(
             path = out / part_name(index)
             if path.exists():
                 continue
-            columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+            columns: dict[str, list[Any]] = {name: [] for name in schema.names}
             for start in range(0, len(parts[index]), config.batch_size):
                 rows = parts[index][start : start + config.batch_size]
-                responses = engine.generate([Request(row.prompt.ids, row.seed) for row in rows])
-                for row, response in zip(rows, responses, strict=True):
+                requests = [Request(row.prompt.ids, row.seed) for row in rows]
+                responses = engine.generate(requests)
+                for row, request, response in zip(rows, requests, responses, strict=True):
                     columns["id"].append(row.id)
                     columns["domain"].append(row.prompt.domain)
                     columns["prompt_ids"].append(row.prompt.ids)
@@ -152,9 +161,12 @@ def _write_parts(
                     columns["finish_reason"].append(response.finish_reason)
                     columns["seed"].append(row.seed)
                     columns["sample_index"].append(row.sample_index)
+                    if k:
+                        for name, values in vars(engine.score(request, response, k)).items():
+                            columns[name].append(values)
                 advance(len(rows), "")
             with atomic_file(path) as temporary:
-                pq.write_table(pa.table(columns, schema=SCHEMA), temporary)
+                pq.write_table(pa.table(columns, schema=schema), temporary)
 
 
 def _manifest(

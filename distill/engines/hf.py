@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.engines.protocol import Request, Response
+from distill.score import TeacherRows, score
 from draftsmith.errors import InputError
 from draftsmith.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
 from draftsmith.sampling import generator
@@ -22,6 +23,7 @@ class HFEngine:
             trust_remote_code=config.trust_remote_code,
         )
         check_tokenizer(config.target, model, tokenizer)
+        self._model = model
         self.fingerprint = fingerprint(model)
         self.dtype = dtype_name(model)
         limit = context_length(model)
@@ -44,3 +46,7 @@ class HFEngine:
             self._eos_ids,
         )
         return [Response(tuple(g.output_ids), g.finish_reason) for g in batch.generations]
+
+    def score(self, request: Request, response: Response, k: int) -> TeacherRows:
+        """The target's law at every token of an answer."""
+        return score(self._model, request.prompt_ids, response.response_ids, k)

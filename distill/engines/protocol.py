@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from distill.score import TeacherRows
+
 
 @dataclass(frozen=True)
 class Request:
@@ -38,3 +40,6 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Answers in the order of the requests."""
+
+    def score(self, request: Request, response: Response, k: int) -> TeacherRows:
+        """The target's law at every token of an answer: its k likeliest tokens, and the mass of the others."""

@@ -1,0 +1,34 @@
+"""Teacher rows: what the target thought at every token of an answer, its likeliest tokens and the mass of the rest.
+
+Legend: P prompt tokens, R response tokens, V vocabulary, K kept tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """By response token: the K likeliest token ids, likeliest first, their log-probabilities, and the rest's mass.
+
+    Of the target's law at temperature 1 over the whole vocabulary, whatever law the answer was drawn from.
+    """
+
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    tail_mass: list[float]
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TeacherRows:
+    """One forward over prompt and answer, without padding, so a row does not depend on what it is generated with."""
+    ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
+    # The last logits are of the token after the answer; some models give those of the prompt too.
+    logits_TV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(response_ids) + 1).logits[0]
+    logprobs_RV = logits_TV[-len(response_ids) - 1 : -1].double().log_softmax(-1)
+    top = logprobs_RV.topk(min(k, logprobs_RV.shape[-1]), dim=-1)
+    tail_R = (1 - top.values.exp().sum(-1)).clamp_min(0)
+    return TeacherRows(top.indices.tolist(), top.values.tolist(), tail_R.tolist())

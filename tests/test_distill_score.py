@@ -1,0 +1,77 @@
+"""Teacher rows of a distilled set: the target's own law, row by row, and training on them without the target."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from distill.score import score
+from draftsmith.models import load_model
+
+Door = Callable[..., tuple[int, str, str]]
+K = 5
+
+
+@pytest.fixture
+def made(target_dir: str, prompts_file: str, tmp_path: Path, door: Door) -> Path:
+    words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--out", tmp_path / "set"]
+    code, _, err = door(*words, "--max_new_tokens", 12, "--num_samples", 2, "--teacher_top_k", K, "--temperature", 0.7)
+    assert code == 0, err
+    return tmp_path / "set"
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(directory.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_rows_are_the_targets_own_law(made: Path, target_dir: str) -> None:
+    target = load_model(target_dir, device="cpu", dtype="float32")
+    rows = rows_of(made)
+    assert len(rows) == 16
+    for row in rows:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        with torch.no_grad():
+            logits_TV = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        laws_RV = logits_TV.double().softmax(-1)
+        assert len(row["top_ids"]) == len(row["top_logprobs"]) == len(row["tail_mass"]) == len(response)
+        for law_V, ids, logprobs, tail in zip(
+            laws_RV, row["top_ids"], row["top_logprobs"], row["tail_mass"], strict=True
+        ):
+            assert ids == law_V.topk(K).indices.tolist()
+            torch.testing.assert_close(torch.tensor(logprobs).exp().double(), law_V[ids], atol=1e-6, rtol=1e-4)
+            assert tail == pytest.approx(1 - float(law_V[ids].sum()), abs=1e-6)
+
+
+def test_more_than_the_vocabulary_is_the_whole_law(target_dir: str) -> None:
+    target = load_model(target_dir, device="cpu", dtype="float32")
+    found = score(target, [3, 4], [5, 6, 7], 10_000)
+    assert [len(ids) for ids in found.top_ids] == [290] * 3
+    assert found.tail_mass == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+def test_a_draft_is_trained_without_the_target(
+    made: Path, target_dir: str, draft_dir: str, tmp_path: Path, door: Door
+) -> None:
+    words = ["train", "--data", made, "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
+    words += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
+    code, _, err = door(*words, "--out", tmp_path / "draft")
+    assert code == 0, err
+    judged = [json.loads(line) for line in (tmp_path / "draft/run/metrics.jsonl").read_text().splitlines()]
+    judged = [line for line in judged if "heldout_alpha" in line]
+    assert judged[-1]["heldout_alpha"] > judged[0]["heldout_alpha"]
+    # What lies in the tail is not known, and not counted: alpha is at most the target's own.
+    code, _, err = door(*words, "--target", target_dir, "--out", tmp_path / "live")
+    assert code == 0, err
+    live = json.loads((tmp_path / "live/run/metrics.jsonl").read_text().splitlines()[0])
+    assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
+
+
+def test_a_negative_number_is_refused(target_dir: str, prompts_file: str, tmp_path: Path, door: Door) -> None:
+    words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--out", tmp_path / "set"]
+    code, out, err = door(*words, "--teacher_top_k", -1)
+    assert (code, out) == (2, "")
+    assert err.strip().endswith("teacher_top_k: -1 must not be negative")
