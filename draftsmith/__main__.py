@@ -40,7 +40,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 130 interrupted."""
+    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 130 interrupted, 143 told to stop."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)

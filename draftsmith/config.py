@@ -189,5 +189,7 @@ def _one_line(message: str, places: dict[str, str]) -> str:
     if key and expected:
         kind = re.sub(r"<class '(\w+)'>", r"\1", expected[0]).rstrip(" :")
         kind = re.sub(r"typing\.", "", kind).replace(" a int", " an int")
+        if choice := re.search(r"Literal\[(.*)\]", kind):
+            kind = f"expected one of {choice.group(1).replace(chr(39), '')}"
         return f"{where}: {kind[0].lower()}{kind[1:]}" + (f", got {got.group(1).strip()}" if got else "")
     return " ".join(message.split())

@@ -73,18 +73,30 @@ def load_model(
     quiet()
     check_source(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **options
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=wanted,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
+        model, told = loaded
     except Exception as error:
         # from_pretrained raises a dozen kinds of error for a missing, torn or foreign checkpoint.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         how = " in nf4" if options else ""
         raise InputError(f"{name}: no causal language model could be loaded from it{how} ({reason})") from None
+    # transformers draws at random what a checkpoint lacks, and says so where nobody looks.
+    if missing := sorted(told["missing_keys"]):
+        raise InputError(
+            f"{name}: lacks {len(missing)} weights of a {type(model).__name__} (such as {missing[0]}); "
+            f"it is another kind of model (a head?) or an incomplete copy"
+        )
     if getattr(model, "is_quantized", False):
         _exact_on_cpu(model)
     else:
-        model.to(place)  # type: ignore[arg-type]
+        model.to(place)
     return cast(PreTrainedModel, model.eval())
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from decode import VERIFIERS, Growth, Shape, parse_tree
 from draftsmith.errors import InputError
@@ -65,6 +66,11 @@ class EvalConfig:
     """The same for drafts that are language models; as `quantize` when not given."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
+    tracker: Literal["none", "wandb"] = "none"
+    """wandb: the figures, results.json and report.html in Weights & Biases too, joined to the drafts' training runs
+    (WANDB_MODE=offline needs no account)."""
+    project: str = "draftsmith"
+    """Name of the W&B project; artifacts join within one."""
 
 
 @dataclass(frozen=True)

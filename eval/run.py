@@ -40,6 +40,7 @@ from eval.report import write_report
 from eval.schema import SCHEMA_VERSION, ModelRow, Training
 from eval.suites import Suite, fit, load_suites
 from eval.summary import summary
+from eval.tracking import check_tracker, track
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
@@ -52,6 +53,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     """
     started = time.time()
     request = check(config)
+    check_tracker(config)
     out = Path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -84,6 +86,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     )
     write_json_atomic(out / "results.json", document)
     write_report(document, out)
+    track(config, document, out)
     return summary(document, out)
 
 

@@ -1,6 +1,9 @@
-"""Every recipe is read by the command it is for, and every model shape is built at its true size."""
+"""Every recipe is read by the command it is for, says what is so, and has models that build at their true size."""
 
 import json
+import re
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -8,17 +11,24 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistillConfig
 from draftsmith.config import parse
+from draftsmith.heads.eagle import EagleHead
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.hydra import HydraHeads
+from draftsmith.heads.medusa import MedusaHeads
+from draftsmith.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith.text import load_tokenizer
 from eval.config import EvalConfig, check
 from train.config import TrainConfig
-from train.run import read_shape
+from train.drafts import read_shape
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 TRAIN = sorted(CONFIGS.glob("train/*.yaml"))
+DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
 SHAPES = sorted(CONFIGS.glob("**/*.config.json"))
 
 
@@ -32,6 +42,7 @@ class Recipe:
 
 RECIPES = [
     *(Recipe(str(path.relative_to(ROOT)), "train", TrainConfig, ()) for path in TRAIN),
+    *(Recipe(str(path.relative_to(ROOT)), "distill", DistillConfig, ("--out=o", "--target=t")) for path in DISTILL),
     Recipe("configs/bench/draft.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
     Recipe("configs/demo/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("configs/demo/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
@@ -39,7 +50,6 @@ RECIPES = [
     Recipe("configs/demo/fkl.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
     Recipe("configs/demo/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe("configs/demo/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
-    Recipe("configs/distill/alpaca.yaml", "distill", DistillConfig, ("--out=o", "--target=t")),
     Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
     Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
 ]
@@ -47,8 +57,15 @@ RECIPES = [
 
 def test_no_recipe_is_left_out() -> None:
     there = {str(p.relative_to(ROOT)) for p in CONFIGS.rglob("*.yaml") if p.parent.name != "accelerate"}
-    assert len(TRAIN) >= 4
     assert there == {recipe.path for recipe in RECIPES}
+    # What there must be a recipe for, by the beginning of its name.
+    for pair in (
+        *("llama-68m_vicuna-7b_alpaca", "llama-68m_vicuna-13b", "llama-68m_llama2-7b-chat_sharegpt"),
+        *("llama-160m_vicuna-7b_sharegpt", "llama-160m_vicuna-13b", "llama-160m_llama2-7b-chat_alpaca"),
+        *("opt-125m_opt-13b", "gemma-2-2b_gemma-2-9b", "pythia-70m_pythia-12b"),
+        *("eagle_vicuna-7b", "eagle3_llama-3.1-8b", "eagle3_qwen3-8b", "medusa_vicuna-7b", "hydra_vicuna-7b"),
+    ):
+        assert any(path.name.startswith(f"{pair}_") for path in TRAIN), pair
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.path)
@@ -59,35 +76,223 @@ def test_recipe_is_read_by_its_command(recipe: Recipe, monkeypatch: pytest.Monke
     names = {field.name for field in fields(recipe.config)}
     assert written and set(written) <= names
     for key, value in written.items():
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            assert {name: getattr(getattr(config, key), name) for name in value} == value, key
+        else:
             assert getattr(config, key) == value, key
     if isinstance(config, EvalConfig):
         check(config)
-    if isinstance(config, TrainConfig) and config.draft_config is not None:
-        shape = read_shape(config.draft_config)
-        assert config.max_length <= shape.max_position_embeddings
 
 
-# The published sizes: 68 M and 160 M; the nano pair's are our own.
+# The published sizes; the nano pair's are our own.
 PARAMETERS = {
     "llama-68m": 68_030_208,
     "llama-160m": 162_417_408,
+    "vicuna-7b-v1.5": 6_738_415_616,
+    "vicuna-13b-v1.5": 13_015_864_320,
+    "llama-2-7b-chat-hf": 6_738_415_616,
+    "llama-3.1-8b-instruct": 8_030_261_248,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-2-2b-it": 2_614_341_888,
+    "gemma-2-9b-it": 9_241_705_984,
+    "opt-125m": 125_239_296,
+    "opt-13b": 12_853_473_280,
+    "pythia-70m": 70_426_624,
+    "pythia-12b": 11_846_072_320,
     "target": 3_443_136,
     "base": 405_360,
 }
 
 
-@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.name)
-def test_shape_builds_at_its_true_size(path: Path) -> None:
+def build(path: Path) -> PreTrainedModel:
+    """A model of a shape, without memory for its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_shape(str(path)))
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[path.name.removesuffix(".config.json")]
-    if path.parent.name == "models":
-        config = model.config
-        layers = {"llama-68m": 2, "llama-160m": 12}[path.name.removesuffix(".config.json")]
-        assert (config.hidden_size, config.num_attention_heads, config.num_hidden_layers) == (768, 12, layers)
-        assert (config.intermediate_size, config.vocab_size) == (3072, 32_000)
-        assert config.max_position_embeddings == 2048
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def shape_of(name: str) -> Path:
+    """The shape of a published model."""
+    return CONFIGS / "models" / f"{Path(name).name.lower()}.config.json"
+
+
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.name)
+def test_shape_builds_at_its_true_size(path: Path) -> None:
+    model = build(path)
+    assert parameter_count(model) == PARAMETERS[path.name.removesuffix(".config.json")]
+    # A key that the family does not have would be kept and do nothing.
+    known = set(type(model.config)().to_dict())
+    assert set(json.loads(path.read_text())) <= known | {"model_type", "architectures"}
+
+
+# What changes logits and no parameter count.
+FACTS: dict[str, dict[str, Any]] = {
+    "gemma-2-2b-it": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256},
+    "gemma-2-9b-it": {"final_logit_softcapping": 30.0, "sliding_window": 4096, "num_attention_heads": 16},
+    "vicuna-7b-v1.5": {"num_attention_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "vicuna-13b-v1.5": {"num_attention_heads": 40, "rms_norm_eps": 1e-5},
+    "llama-2-7b-chat-hf": {"num_attention_heads": 32, "max_position_embeddings": 4096},
+    "llama-3.1-8b-instruct": {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    "qwen3-8b": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "llama-68m": {"num_attention_heads": 12, "max_position_embeddings": 2048},
+    "llama-160m": {"num_attention_heads": 12, "max_position_embeddings": 2048},
+    "opt-125m": {"num_attention_heads": 12, "do_layer_norm_before": True},
+    "opt-13b": {"num_attention_heads": 40, "do_layer_norm_before": True},
+    "pythia-70m": {"num_attention_heads": 8, "use_parallel_residual": True, "vocab_size": 50_304},
+    "pythia-12b": {"num_attention_heads": 40, "use_parallel_residual": True, "vocab_size": 50_688},
+}
+ROPE: dict[str, tuple[str, float, float]] = {
+    "llama-3.1-8b-instruct": ("llama3", 500_000.0, 1.0),
+    "qwen3-8b": ("default", 1_000_000.0, 1.0),
+    "pythia-70m": ("default", 10_000.0, 0.25),
+    "pythia-12b": ("default", 10_000.0, 0.25),
+}
+
+
+def test_shapes_say_what_no_parameter_count_shows() -> None:
+    assert {f"{name}.config.json" for name in FACTS} == {path.name for path in CONFIGS.glob("models/*.json")}
+    for name, facts in FACTS.items():
+        config: Any = read_shape(str(shape_of(name)))
+        assert {key: getattr(config, key) for key in facts} == facts
+        assert config.tie_word_embeddings == name.startswith(("gemma", "opt"))
+        if config.model_type != "opt":
+            rope = config.rope_parameters
+            found = (rope["rope_type"], rope["rope_theta"], rope.get("partial_rotary_factor", 1.0))
+            assert found == ROPE.get(name, ("default", 10_000.0, 1.0))
+    kinds = read_shape(str(shape_of("gemma-2-9b-it"))).layer_types
+    assert kinds[:2] == ["sliding_attention", "full_attention"] and len(kinds) == 42
+
+
+HEADS: dict[str, Callable[[PreTrainedModel, TrainConfig], int]] = {
+    "eagle": lambda target, config: parameter_count(EagleHead.fresh(target)),
+    "eagle3": lambda target, config: _eagle3_parameters(target, config),
+    "medusa": lambda target, config: parameter_count(
+        MedusaHeads.fresh(target, num_heads=config.head.num_heads or 4, num_layers=config.head.num_layers or 1)
+    ),
+    "hydra": lambda target, config: parameter_count(
+        HydraHeads.fresh(target, num_heads=config.head.num_heads or 4, num_layers=config.head.num_layers or 1)
+    ),
+}
+# EAGLE-1 and EAGLE-3 as their authors' checkpoints are; Medusa has a projection a head, Hydra the target's.
+HEAD_PARAMETERS = {
+    "eagle_vicuna-7b_sharegpt": 235_933_696,
+    "eagle3_llama-3.1-8b_sharegpt-ultrachat": 424_689_664,
+    "eagle3_qwen3-8b_sharegpt-ultrachat": 399_523_840,
+    "medusa_vicuna-7b_sharegpt": 5 * (4096 * 4096 + 4096 + 32_000 * 4096),
+    "hydra_vicuna-7b_sharegpt": (2 + 3 + 4 + 5) * 2 * 4096 * 4096 + 4 * 4096,
+}
+
+
+def _eagle3_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
+    """Built over the whole vocabulary, since the reduced one needs its tokens; less the rows that are left out."""
+    head = Eagle3Head.fresh(target)
+    size, hidden = vocabulary_size(target), head.lm_head.in_features
+    assert head.fc.weight.shape == (hidden, 3 * hidden)
+    assert len(set(head.hidden_layers)) == 3
+    assert config.head.draft_vocab_size is not None and config.head.draft_vocab_size < size
+    return parameter_count(head) - (size - config.head.draft_vocab_size) * hidden
+
+
+def _read(path: Path) -> tuple[TrainConfig, str]:
+    config, _ = parse(TrainConfig, "train", ["--config", str(path)])
+    # What is said of the whole recipe, in one line; comments on options of sections are indented.
+    lines = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return config, " ".join(lines)
+
+
+OUTS = {_read(path)[0].out: path for path in TRAIN}
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
+def test_recipe_can_be_built_and_says_what_it_takes(path: Path) -> None:
+    config, said = _read(path)
+    assert OUTS[config.out] == path
+    assert config.target is not None
+    target = build(shape_of(config.target))
+    models = [target]
+    if config.kind == "lm":
+        assert config.draft is not None and config.draft_config is not None
+        shape = ROOT / config.draft_config
+        if config.draft in OUTS:
+            assert _read(OUTS[config.draft])[0].draft_config == config.draft_config
+        else:
+            assert shape == shape_of(config.draft)
+        draft = build(shape)
+        models.append(draft)
+        trained = parameter_count(draft)
+        for key in ("bos_token_id", "eos_token_id"):
+            assert getattr(draft.config, key) == getattr(target.config, key)
+        if config.reference is not None:
+            assert _read(OUTS[config.reference])[0].draft_config == config.draft_config
+        same = vocabulary_size(draft) == vocabulary_size(target)
+        assert same or "pythia" in path.name
+    else:
+        with torch.device("meta"):
+            trained = HEADS[config.kind](target, config)
+        assert trained == HEAD_PARAMETERS[path.stem]
+        assert f"of {trained / 1e6:.0f} M parameters" in said or f"{trained // 10**6} M parameters" in said
+    for model in models:
+        limit = context_length(model)
+        assert limit is not None and config.max_length <= limit
+    # Memory as it is said: 16 bits a weight of the target, four fp32 values a weight that is trained.
+    frozen = re.search(r"target ([\d.]+) GB", said)
+    fitted = re.search(r"([\d.]+) GB \(weights, gradients and Adam's two moments, fp32\)", said)
+    assert frozen is not None and frozen[1] == f"{2 * parameter_count(target) / 1e9:.1f}"
+    assert fitted is not None and fitted[1] == f"{16 * trained / 1e9:.1f}"
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
+def test_recipe_says_how_its_data_are_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, said = _read(path)
+    assert config.draft is None or config.draft in OUTS or not config.draft.startswith("out/")
+    made = {}
+    for text in re.findall(r"draftsmith distill (.*?--out \S+)", said):
+        words = shlex.split(text.replace("\\", ""))
+        distilled, _ = parse(DistillConfig, "distill", words)
+        assert distilled.target == config.target
+        assert distilled.max_new_tokens < config.max_length
+        assert words[1].removeprefix("configs/distill/").removesuffix(".yaml") in path.name
+        made[distilled.out] = distilled
+    assert set(made) == {*config.data, *config.replay}
+
+
+@pytest.mark.parametrize("path", [*TRAIN, *DISTILL], ids=lambda path: path.stem)
+def test_what_a_comment_names_is_there(path: Path) -> None:
+    text = path.read_text()
+    for name in re.findall(r"configs/[\w./-]+\.(?:yaml|json|jinja)", text):
+        assert (ROOT / name).is_file(), name
+    stems = [each.stem for each in TRAIN]
+    for name in re.findall(r"\b(?:llama-\d+m|opt-\d+m|pythia-\d+m|gemma-2-2b|eagle3?|medusa|hydra)_[\w.-]*\w", text):
+        assert any(stem.startswith(name.removesuffix(".yaml")) for stem in stems), name
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_vicuna_is_asked_as_it_was_trained(tmp_path: Path, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    comment = (CONFIGS / "distill" / "alpaca.yaml").read_text()
+    copying = "\n".join(re.findall(r"^#   (.*)", comment, re.MULTILINE))
+    for name, here in (("lmsys/vicuna-7b-v1.5", target_dir), ("out/vicuna-7b-v1.5", str(tmp_path))):
+        assert copying.count(f'"{name}"') == 1
+        copying = copying.replace(name, here)
+    exec(copying, {})
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert fingerprint(load_model(str(tmp_path), device="cpu")) == fingerprint(load_model(target_dir, device="cpu"))
+
+    def rendered(*messages: dict[str, str]) -> str:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text
+
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    )
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
+    assert rendered(user) == f"<s>{system} USER: Hi ASSISTANT:"
+    assert rendered(user, answer, user) == f"<s>{system} USER: Hi ASSISTANT: Yes?</s>USER: Hi ASSISTANT:"
+    assert rendered({"role": "system", "content": "Be brief."}, user) == "<s>Be brief. USER: Hi ASSISTANT:"
 
 
 def test_shipped_pair_is_small_and_says_how_it_was_made() -> None:

@@ -1,4 +1,6 @@
-"""Every command in the README is run: the make targets against the Makefile, the others for real, in order."""
+"""Every command in README and docs/training.md is run: make's targets against the Makefile, the others for real, in
+order.
+"""
 
 import json
 import os
@@ -11,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.commands.ways import markdown
+from train.losses import LOSSES
+from train.trainees import TRAINEES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 # What `make demo` leaves behind and the README's lines read.
 ROWS = {
     "prose.train.jsonl": "If the file {} is not found, an error is raised and the caller must decide what to do. ",
@@ -22,9 +27,9 @@ ROWS = {
 }
 
 
-def commands(language: str = "bash") -> list[str]:
-    """Command lines of the README's code blocks, continuations joined, comments dropped."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+def commands(text: str = README) -> list[str]:
+    """Command lines of a page's code blocks, continuations joined, comments dropped."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
@@ -44,7 +49,7 @@ def test_make_targets_exist(line: str) -> None:
 
 
 @pytest.mark.slow
-def test_readme_commands_work_in_order(tmp_path: Path) -> None:
+def test_commands_work_in_order(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     prompts = tmp_path / "out" / "demo" / "prompts"
     prompts.mkdir(parents=True)
@@ -57,6 +62,7 @@ def test_readme_commands_work_in_order(tmp_path: Path) -> None:
     }
     ours = [line for line in commands() if "draftsmith " in line and not line.startswith("git ")]
     assert len(ours) >= 4
+    ours += commands(TRAINING)
     for line in ours:
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
@@ -70,6 +76,21 @@ def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
         record = json.loads((ROOT / "configs" / "demo" / member / "draftsmith.json").read_text())
         for value in record["heldout_perplexity"].values():
             assert f"{value:.1f}" in README, f"{member}: perplexity {value}"
+
+
+def test_training_page_names_what_there_is() -> None:
+    """Every kind, objective and launcher file stands in a table of it, and nothing that is not there."""
+    first = [match.split(":")[0] for match in re.findall(r"^\| `([^`]+)` \|", TRAINING, flags=re.MULTILINE)]
+    launchers = {path.name for path in (ROOT / "configs" / "accelerate").glob("*.yaml")}
+    assert len(first) == len(set(first))
+    assert {name for name in first if not name.endswith(".yaml")} - {"kind", "objective"} == {*TRAINEES, *LOSSES}
+    assert {name for name in re.findall(r"`(\w+\.yaml)`", TRAINING)} == launchers
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_of_other_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target
 
 
 def test_readme_pictures_and_links_are_in_the_repository() -> None:

@@ -479,7 +479,7 @@ REFUSED = [
     ("--draft {draft} --stop", "--stop", "needs a value"),
     ("--draft {draft} --stop=", "an empty text would end every output", "at least one character"),
     ("--draft {eagle} --quantize_draft nf4", "applies to draft models", "leave it out"),
-    ("--draft {draft} --quantize int3", "--quantize", "'nf4'"),
+    ("--draft {draft} --quantize int3", "--quantize", "nf4"),
 ]
 # Those that only a loaded target or head can tell.
 LATE = ("--draft {medusa} --tree chain:4", "--proposer lookahead --tree chain:2")

@@ -1,12 +1,13 @@
 """Models: what is loaded, what is refused, and how two are told apart."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
@@ -225,3 +226,14 @@ def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: py
     with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes does not run on cpu") as caught:
         load_model(target_dir, device="cpu", quantize="nf4")
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(target_dir: str, tmp_path: Path) -> None:
+    """transformers would draw them at random: a head's directory, say, which calls itself a Llama of one layer."""
+    shutil.copytree(target_dir, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    assert gone.numel()
+    save_file(tensors, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"):
+        load_model(str(tmp_path / "copy"), device="cpu")

@@ -74,6 +74,40 @@ def test_a_chat_that_the_template_refuses_is_one_line(tmp_path: Path, chat: Toke
         read_prompts(source, chat)
 
 
+def test_sharegpt_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
+    def row(*turns: tuple[str, str]) -> dict[str, Any]:
+        return {"id": "twice", "conversations": [{"from": who, "value": said} for who, said in turns]}
+
+    source = jsonl(
+        tmp_path / "p.jsonl",
+        row(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
+        row(("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")),
+        row(("system", "Be brief."), ("human", "Who?")),
+        row(),
+        row(("gpt", "An answer alone")),
+    )
+    found = read_prompts(source, chat)
+    assert adds_up(found)
+    assert [chat.decode(list(prompt.ids)) for prompt in found.prompts] == [
+        "[user]Hi[assistant]Yes?[user]Who?[assistant]",
+        "[user]More\n\nplease[assistant]",
+        "[system]Be brief.[user]Who?[assistant]",
+    ]
+    assert [skipped.row for skipped in found.skipped] == [4, 5]
+    assert len({prompt.id for prompt in found.prompts}) == 3
+
+
+def test_alpaca_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
+    asked = {"instruction": "Add", "input": "1 2", "output": "3", "text": "Below is an instruction. Add 1 2: 3"}
+    source = jsonl(tmp_path / "p.jsonl", asked, {"instruction": "Sing", "input": ""}, {"instruction": " "})
+    found = read_prompts(source, chat)
+    assert [chat.decode(list(prompt.ids)) for prompt in found.prompts] == [
+        "[user]Add\n\n1 2[assistant]",
+        "[user]Sing[assistant]",
+    ]
+    assert [skipped.row for skipped in found.skipped] == [3]
+
+
 def test_parquet_is_the_same_as_jsonl(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"id": f"r{i}", "prompt": "The quick brown fox"[: 3 + i], "domain": None} for i in range(6)]
     parquet = tmp_path / "p.parquet"
@@ -134,13 +168,17 @@ def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
 BAD_ROWS = [
     ('{"prompt": "a"', 1, "not valid JSON"),
     ("[1]", 1, "must be a JSON object"),
-    ("{}", 1, "needs one of the keys messages, prompt, text; found nothing"),
+    ("{}", 1, "needs one of the keys messages, prompt, text, .*; found nothing"),
     ('{"promt": "a"}', 1, "found 'promt'"),
     ('{"prompt": 3}', 1, "key 'prompt': expected text, found int"),
     ('{"prompt": "a", "id": [1]}', 1, "key 'id': expected text, found list"),
     ('{"prompt": "a", "domain": {}}', 1, "key 'domain': expected text, found dict"),
     ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is row 1's already"),
     ('{"messages": "hi"}', 1, "key 'messages'"),
+    ('{"conversations": {}}', 1, "key 'conversations'"),
+    ('{"conversations": [{"from": "human"}]}', 1, r"key 'conversations\[0\]'"),
+    ('{"instruction": 3}', 1, "key 'instruction': expected text, found int"),
+    ('{"instruction": "a", "input": []}', 1, "key 'input': expected text, found list"),
     ('{"messages": []}', 1, "key 'messages'"),
     ('{"messages": [{"content": "x"}]}', 1, r"key 'messages\[0\].role'"),
     ('{"messages": [{"role": "user"}]}', 1, r"key 'messages\[0\].content'"),

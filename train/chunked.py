@@ -19,7 +19,7 @@ from torch import Tensor
 from train.losses import forward_kl_in_place, overlap
 from train.objective import Objective
 from train.sums import Sums
-from train.teacher import Head, LiveTeacher, Teacher, compute_dtype
+from train.teacher import Head, LiveTeacher, Teacher, Widened, compute_dtype, is_partial
 
 # Logits of a chunk. On a CPU they should stay near the caches, on a GPU they should be enough to fill it.
 _CHUNK_LOGITS = {"cpu": 2**23}
@@ -53,15 +53,29 @@ class _Work:
         draft_CV = logits_CV if self.head is None else self.head.finish(logits_CV)
         return draft_CV, None if self.teacher is None else self.teacher.logits(rows, draft_CV.detach())
 
+    @torch.no_grad()
+    def measure(self, draft_CV: Tensor, target_CV: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and the target's mass outside the draft's vocabulary, `[C]` each."""
+        if isinstance(self.teacher, Widened):
+            draft_CV, target_CV = draft_CV[:, : self.teacher.size], target_CV[:, : self.teacher.size]
+        if not is_partial(self.teacher):
+            alpha_C = overlap(draft_CV, target_CV)
+            return alpha_C, torch.zeros_like(alpha_C)
+        p_CV = target_CV.exp()
+        wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
+        alpha_C = torch.minimum(p_CV, wide_CV.softmax(-1)).sum(-1)
+        return alpha_C, (1 - p_CV.sum(-1)).clamp_min(0)
 
-# A chunk's logits -> its summed loss, its summed alpha, and the slope of the loss (None when nobody wants it).
-ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor | None]]
+
+# A chunk's logits -> its summed loss, its summed alpha and mass outside the draft's vocabulary, and the slope of the
+# loss (None when nobody wants it).
+ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def _by_autograd(work: _Work, wants_slope: bool) -> ChunkFn:
     """Any objective."""
 
-    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         slope_CV = None
         with torch.set_grad_enabled(wants_slope):
             logits_CV.requires_grad_(wants_slope)
@@ -70,10 +84,10 @@ def _by_autograd(work: _Work, wants_slope: bool) -> ChunkFn:
             total = loss_C.sum() if work.weights_N is None else (loss_C * work.weights_N[rows]).sum()
             if wants_slope:
                 (slope_CV,) = torch.autograd.grad(total, logits_CV)
-        alpha = total.new_zeros(())
+        alpha = missing = total.new_zeros(())
         if work.wants_alpha and target_CV is not None:
-            alpha = overlap(draft_CV.detach(), target_CV).sum()
-        return total.detach(), alpha, slope_CV
+            alpha, missing = (each_C.sum() for each_C in work.measure(draft_CV.detach(), target_CV))
+        return total.detach(), alpha, missing, slope_CV
 
     return chunk
 
@@ -81,26 +95,27 @@ def _by_autograd(work: _Work, wants_slope: bool) -> ChunkFn:
 def _by_hand(work: _Work, teacher: LiveTeacher, like: Tensor, vocabulary: int) -> ChunkFn:
     """The forward KL of finite logits, several times fewer passes over memory; it overwrites the logits it is given."""
     room = [like.new_empty(min(work.chunk, len(work.tokens_N)), vocabulary) for _ in range(2)]
+    nothing = torch.zeros_like(like)
 
-    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = room[0][: len(logits_CV)], room[1][: len(logits_CV)]
         loss_C, alpha_C = forward_kl_in_place(logits_CV, target_CV, used)
         if work.weights_N is not None:
             weights_C = work.weights_N[rows].to(loss_C.dtype)
             loss_C, logits_CV = loss_C * weights_C, logits_CV.mul_(weights_C[:, None])
-        return loss_C.sum(), alpha_C.sum(), logits_CV
+        return loss_C.sum(), alpha_C.sum(), nothing, logits_CV
 
     return chunk
 
 
 class _Projected(torch.autograd.Function):
-    """(hidden, weight, bias) -> (loss, alpha), with the gradients of the loss made on the way."""
+    """(hidden, weight, bias) -> (loss, alpha, missing), with the gradients of the loss made on the way."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, work: _Work
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = compute_dtype(weight_VH)
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -109,7 +124,7 @@ class _Projected(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if needs[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs[2] and bias_V is not None else None
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        alpha = torch.zeros((), dtype=wide, device=hidden_NH.device)
+        alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         plain = work.head is None or work.head.is_plain
         if plain and work.objective.is_forward_kl and isinstance(work.teacher, LiveTeacher):
             chunk = _by_hand(work, work.teacher, loss, len(weight))
@@ -117,9 +132,10 @@ class _Projected(torch.autograd.Function):
             chunk = _by_autograd(work, any(needs))
         for rows in work.chunks():
             hidden_CH = hidden_NH[rows].to(dtype)
-            chunk_loss, chunk_alpha, slope_CV = chunk(F.linear(hidden_CH, weight, bias).to(wide), rows)
+            chunk_loss, chunk_alpha, chunk_missing, slope_CV = chunk(F.linear(hidden_CH, weight, bias).to(wide), rows)
             loss += chunk_loss
             alpha += chunk_alpha
+            missing += chunk_missing
             if slope_CV is None:
                 continue
             if grad_bias is not None:
@@ -135,8 +151,8 @@ class _Projected(torch.autograd.Function):
             del slope_CV
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
-        ctx.mark_non_differentiable(alpha)
-        return loss, alpha
+        ctx.mark_non_differentiable(alpha, missing)
+        return loss, alpha, missing
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -167,8 +183,9 @@ def projected(
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None is one each.
     chunk: tokens at a time, by default what suits the device. head: for a draft that scales or bounds its logits.
-    alpha=False leaves alpha out. Runs in autocast's dtype where that is on; losses and the gradient of the weight are
-    accumulated in fp32. `backward` may be called once.
+    alpha=False leaves alpha out, and `missing`, which is measured beside it where the teacher `is_partial`. Runs in
+    autocast's dtype where that is on; losses and the gradient of the weight are accumulated in fp32. `backward` may be
+    called once.
     """
     work = _Work(
         head=head,
@@ -180,13 +197,42 @@ def projected(
         wants_gradient=torch.is_grad_enabled(),
         wants_alpha=alpha,
     )
-    loss, overlaps = _Projected.apply(hidden_NH, weight_VH, bias_V, work)  # type: ignore[no-untyped-call]
+    loss, overlaps, missing = _Projected.apply(hidden_NH, weight_VH, bias_V, work)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if alpha and teacher is not None else torch.zeros_like(count)
-    return Sums(loss, count, overlaps, overlaps[None], measured[None])
+    wants_missing = alpha and is_partial(teacher)
+    return Sums(loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None)
 
 
 @torch.no_grad()
+def token_measures(
+    hidden_NH: Tensor,
+    head: Head,
+    teacher: Teacher | None,
+    tokens_N: Tensor,
+    objective: Objective,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, alpha and the target's mass outside the draft's vocabulary, `[N]` a token, a chunk at a time.
+
+    Without gradients; the last two are 0 without a teacher.
+    """
+    weight_VH, bias_V = head.weight_VH, head.bias_V
+    dtype = compute_dtype(weight_VH)
+    weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    work = _Work(head, teacher, tokens_N, None, objective, chunk_size(weight_VH, chunk), False, True)
+    none = torch.zeros(0, device=hidden_NH.device)
+    found = [(none, none, none)]
+    for rows in work.chunks():
+        logits_CV = F.linear(hidden_NH[rows].to(dtype), weight, bias)
+        draft_CV, target_CV = work.laws(logits_CV, rows)
+        loss_C = objective.loss(draft_CV, target_CV, tokens_N[rows])
+        zero_C = torch.zeros_like(loss_C)
+        found.append((loss_C, *((zero_C, zero_C) if target_CV is None else work.measure(draft_CV, target_CV))))
+    loss_N, alpha_N, missing_N = map(torch.cat, zip(*found, strict=True))
+    return loss_N, alpha_N, missing_N
+
+
 def token_losses(
     hidden_NH: Tensor,
     head: Head,
@@ -195,17 +241,5 @@ def token_losses(
     objective: Objective,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and alpha `[N]` a token, without gradients, a chunk at a time; alpha is 0 without a teacher."""
-    weight_VH, bias_V = head.weight_VH, head.bias_V
-    dtype = compute_dtype(weight_VH)
-    weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-    work = _Work(head, teacher, tokens_N, None, objective, chunk_size(weight_VH, chunk), False, True)
-    losses, alphas = [], []
-    for rows in work.chunks():
-        logits_CV = F.linear(hidden_NH[rows].to(dtype), weight, bias)
-        draft_CV, target_CV = work.laws(logits_CV, rows)
-        losses.append(objective.loss(draft_CV, target_CV, tokens_N[rows]))
-        alphas.append(torch.zeros_like(losses[-1]) if target_CV is None else overlap(draft_CV, target_CV))
-    if not losses:
-        return torch.zeros(0, device=hidden_NH.device), torch.zeros(0, device=hidden_NH.device)
-    return torch.cat(losses), torch.cat(alphas)
+    """The first two of `token_measures`, loss and alpha `[N]` a token."""
+    return token_measures(hidden_NH, head, teacher, tokens_N, objective, chunk)[:2]

@@ -6,7 +6,7 @@ Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K st
 import glob
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -332,10 +332,18 @@ def units(examples: Examples, start: int, stop: int, seed: int, fraction: float 
     return found
 
 
-def collate(examples: Examples, indices: Iterable[int]) -> Batch:
-    """Units as one right-padded batch."""
+def collate(
+    examples: Examples, indices: Iterable[int], answers: Mapping[int, tuple[list[int], list[int]]] | None = None
+) -> Batch:
+    """Units as one right-padded batch.
+
+    answers: (prompt, answer) that stand in for the unit at this index of `indices`. A batch that has one has no stored
+    rows, which are of other answers.
+    """
     groups = [[int(i)] if examples.groups is None else list(examples.groups[int(i)]) for i in indices]
     documents = [[examples.rows[row] for row in group] for group in groups]
+    for index, (prompt, answer) in (answers or {}).items():
+        documents[index] = [{"prompt_ids": prompt, "response_ids": answer}]
     lengths = [[_length(row, examples.max_length) for row in group] for group in documents]
     width = max(map(sum, lengths))
     ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
@@ -348,7 +356,9 @@ def collate(examples: Examples, indices: Iterable[int]) -> Batch:
             ids_BT[b, start : start + length] = tokens
             labels_BT[b, start + first - 1 : start + length - 1] = tokens[first:]
             start += length
-    stored = _stored([row for group in documents for row in group], examples.max_length) if examples.stored else None
+    stored = None
+    if examples.stored and not answers:
+        stored = _stored([row for group in documents for row in group], examples.max_length)
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
     return Batch(ids_BT, labels_BT, *layout(lengths, width), stored=stored)

@@ -13,11 +13,12 @@ from draftsmith.heads import HEADS, Head, load_head, write_head
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.io import read_json
 from draftsmith.models import fingerprint, load_model, vocabulary_size
-from train import parallel
+from train import onpolicy, parallel
 from train.config import TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, cached_layers
 from train.objective import parse_objective
+from train.onpolicy import Answerer
 from train.parallel import World
 from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
@@ -135,6 +136,19 @@ def make_trainee(
     if config.compile:
         parallel.compile_layers(draft)
     return trainee
+
+
+def make_answerer(config: TrainConfig, world: World, draft: Draft) -> Answerer | None:
+    """The draft as one that answers for itself, where training is on-policy. InputError when it cannot."""
+    if config.on_policy.fraction == 0:
+        return None
+    assert isinstance(draft, PreTrainedModel)
+    if world.kind in ("zero3", "fsdp"):
+        raise InputError(
+            f"on_policy: the draft answers with whole weights, and {world.kind} divides them; "
+            f"launch with configs/accelerate/ddp.yaml or zero2.yaml"
+        )
+    return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed)
 
 
 def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTrainedModel) -> FeatureCache | None:

@@ -25,6 +25,7 @@ from train import checkpoint, parallel
 from train.checkpoint import Keeping, Layout, Position
 from train.config import Optim, TrainConfig
 from train.data import Batch, Examples, collate, units
+from train.onpolicy import Answerer
 from train.parallel import Engine, World
 from train.sums import Sums
 
@@ -34,7 +35,9 @@ CHAIN = 5
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run is made of. `trainee` is bare; the loop hands it to the processes."""
+    """Everything a run is made of. `trainee` is bare; the loop hands it to the processes. `answerer`: the draft as one
+    that answers, where training is on-policy.
+    """
 
     config: TrainConfig
     world: World
@@ -43,6 +46,7 @@ class Job:
     heldout: Examples
     steps: int
     run_dir: Path
+    answerer: Answerer | None = None
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -72,8 +76,8 @@ def layout(job: Job) -> Layout:
     return Layout(job.config.batch_size, job.config.accumulation, job.world.size, job.world.kind)
 
 
-def global_batch(job: Job, step: int) -> tuple[list[list[int]], int]:
-    """This process's units of optimizer step `step`, one list a forward, and the valid tokens of all processes.
+def global_batch(job: Job, step: int) -> list[tuple[list[int], list[int]]]:
+    """This process's units of optimizer step `step` and their places in the stream, a pair of lists a forward.
 
     The units of a step are one run of the shuffled stream, dealt to (forward, process) in turn; so the same units
     make a step however they are divided between batch size, accumulation and processes (law 6).
@@ -81,9 +85,29 @@ def global_batch(job: Job, step: int) -> tuple[list[list[int]], int]:
     config, world = job.config, job.world
     size = config.batch_size * config.accumulation * world.size
     rows = units(job.training, step * size, (step + 1) * size, config.seed, config.replay_fraction)
-    valid = int(job.training.valid_tokens[rows].sum())
-    shares = rows.reshape(config.accumulation, world.size, config.batch_size)
-    return [list(map(int, share)) for share in shares[:, world.accelerator.process_index]], valid
+    shape = (config.accumulation, world.size, config.batch_size)
+    places = np.arange(step * size, (step + 1) * size)
+    mine = [each.reshape(shape)[:, world.accelerator.process_index].tolist() for each in (rows, places)]
+    return list(zip(*mine, strict=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is made of, on this process; how many of its sequences the draft drew, and their tokens."""
+
+    batches: list[Batch]
+    drawn: int
+    drawn_tokens: int
+
+
+def make_step(job: Job, step: int) -> Step:
+    """The batches of a step, with answers of the draft's own where `on_policy` asks for them."""
+    batches, drawn = [], []
+    for rows, places in global_batch(job, step):
+        answers = {} if job.answerer is None else job.answerer.draw(job.training, rows, places)
+        drawn += [len(answer) for _, answer in answers.values()]
+        batches.append(collate(job.training, rows, answers).to(job.world.device))
+    return Step(batches, len(drawn), sum(drawn))
 
 
 def expected_tokens(alphas: list[float]) -> float:
@@ -96,25 +120,28 @@ def expected_tokens(alphas: list[float]) -> float:
 
 
 def _vector(sums: Sums) -> Tensor:
-    """Loss, tokens, alpha of every depth, their tokens: fp64, so that they add up exactly enough."""
-    parts = (sums.loss, sums.tokens, sums.depth_alpha_D, sums.depth_tokens_D)
+    """Loss, tokens, missing mass and over how many tokens, alpha of every depth, their tokens: fp64, so that they add
+    up exactly enough.
+    """
+    zero = torch.zeros_like(sums.tokens)
+    missing = (zero, zero) if sums.missing is None else (sums.missing, sums.tokens)
+    parts = (sums.loss, sums.tokens, *missing, sums.depth_alpha_D, sums.depth_tokens_D)
     return torch.cat([part.detach().double().reshape(-1) for part in parts])
 
 
-def _alphas(vector: list[float]) -> list[float]:
-    """Alpha by depth, as far as it was measured."""
-    depths = (len(vector) - 2) // 2
-    pairs = zip(vector[2 : 2 + depths], vector[2 + depths :], strict=True)
-    return [alpha / tokens for alpha, tokens in pairs if tokens]
-
-
 def _curves(vector: list[float], prefix: str) -> dict[str, float]:
-    alphas = _alphas(vector)
-    if not alphas:
-        return {}
-    figures = {f"{prefix}alpha": alphas[0], f"{prefix}tau": expected_tokens(alphas)}
+    """Alpha by depth as far as it was measured, tau by it, and the mass that the draft has no word for."""
+    missing, missing_tokens, *by_depth = vector[2:]
+    depths = len(by_depth) // 2
+    pairs = zip(by_depth[:depths], by_depth[depths:], strict=True)
+    alphas = [alpha / tokens for alpha, tokens in pairs if tokens]
+    figures: dict[str, float] = {}
+    if alphas:
+        figures |= {f"{prefix}alpha": alphas[0], f"{prefix}tau": expected_tokens(alphas)}
     if len(alphas) > 1:
         figures |= {f"{prefix}alpha_{depth}": alpha for depth, alpha in enumerate(alphas, start=1)}
+    if missing_tokens:
+        figures[f"{prefix}missing_mass"] = missing / missing_tokens
     return figures
 
 
@@ -124,26 +151,29 @@ def training_step(job: Job, engine: Engine, step: int, stop: Stop) -> dict[str, 
     `stop.asked` is set in every process when it was set in any.
     """
     config, accelerator = job.config, job.world.accelerator
-    forwards, valid = global_batch(job, step)
+    made = make_step(job, step)
     rate = learning_rate(config.optim, step, job.steps)
     parallel.set_rate(engine, rate)
+    counts = torch.stack([job.trainee.count(batch) for batch in made.batches]).sum()  # type: ignore[operator]
+    told = torch.stack([counts, *(torch.tensor(n, device=counts.device) for n in (made.drawn, made.drawn_tokens))])
+    valid, drawn, drawn_tokens = accelerator.reduce(told, reduction="sum").tolist()
     total: Tensor | None = None
-    for index, rows in enumerate(forwards):
-        batch = _batch(job, job.training, rows)
-        with parallel.accumulating(engine, last=index == len(forwards) - 1):
+    for index, batch in enumerate(made.batches):
+        with parallel.accumulating(engine, last=index == len(made.batches) - 1):
             sums = parallel.forward(engine, batch)
             # Processes average their gradients; times their number, the average is the sum that is wanted.
-            parallel.backward(engine, sums.loss * (job.world.size / valid))
+            parallel.backward(engine, sums.loss * (job.world.size / max(valid, 1)))
         total = _vector(sums) if total is None else total + _vector(sums)
     assert total is not None
-    told = torch.tensor([float(stop.asked)], dtype=torch.float64, device=total.device)
-    *vector, stops = accelerator.reduce(torch.cat([total, told]), reduction="sum").tolist()
+    asked = torch.tensor([float(stop.asked)], dtype=torch.float64, device=total.device)
+    *vector, stops = accelerator.reduce(torch.cat([total, asked]), reduction="sum").tolist()
     stop.asked = stops > 0
-    loss = vector[0] / valid
+    loss = vector[0] / max(valid, 1)
     _check_finite(step, "loss", loss, config)
     norm = parallel.step(engine, config.optim.clip_norm)
     _check_finite(step, "gradient norm", norm, config)
-    return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
+    figures = {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
+    return figures | ({"drawn_tokens": drawn_tokens / drawn} if drawn else {})
 
 
 def _check_finite(step: int, name: str, value: float, config: TrainConfig) -> None:
@@ -157,7 +187,7 @@ def evaluate(job: Job, engine: Engine) -> dict[str, float]:
     job.trainee.eval()
     total: Tensor | None = None
     for rows, counts in _dealt(job):
-        vector = _vector(parallel.forward(engine, _batch(job, job.heldout, rows)))
+        vector = _vector(parallel.forward(engine, collate(job.heldout, rows).to(job.world.device)))
         vector = vector if counts else torch.zeros_like(vector)
         total = vector if total is None else total + vector
     job.trainee.train()
@@ -166,10 +196,6 @@ def evaluate(job: Job, engine: Engine) -> dict[str, float]:
     if not math.isfinite(vector[0]):
         raise RunError(f"the held-out loss is {vector[0]}; the draft or the target gives numbers that are not finite")
     return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
-
-
-def _batch(job: Job, examples: Examples, rows: list[int]) -> Batch:
-    return collate(examples, rows).to(job.world.device)
 
 
 def _dealt(job: Job) -> Iterator[tuple[list[int], bool]]:

@@ -79,12 +79,13 @@ class _Forward(nn.Module):
         self.device = device
         self.bf16 = bf16
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             # Past the trainee's hooks: ZeRO-3 ties what is read outside its own module (an output projection) to the
             # innermost module whose hooks ran, and there it must find the tensors of the result.
             sums: Sums = self.trainee.forward(batch)
-        return sums.loss, sums.tokens, sums.alpha, sums.depth_alpha_D, sums.depth_tokens_D
+        there = (sums.loss, sums.tokens, sums.alpha, sums.depth_alpha_D, sums.depth_tokens_D)
+        return there if sums.missing is None else (*there, sums.missing)
 
 
 def make_world(config: TrainConfig) -> World:

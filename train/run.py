@@ -85,6 +85,7 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     _check_fit(config, draft, target, reference, tokenizer)
     for examples in (training, heldout):
         _check_data(config, examples, draft, target)
+    answerer = drafts.make_answerer(config, world, draft)
     rows_per_step = config.batch_size * config.accumulation * world.size
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     identity = {
@@ -108,7 +109,7 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     trainee = drafts.make_trainee(config, world, draft, target, reference)
     # From here on randomness is dropout's; processes that shared a seed would drop the same cells.
     torch.manual_seed(row_seed(config.seed, f"process {accelerator.process_index}"))
-    position = fit(Job(config, world, trainee, training, heldout, steps, run_dir), stop)
+    position = fit(Job(config, world, trainee, training, heldout, steps, run_dir, answerer), stop)
     record = {
         "kind": "draft-lm" if config.kind == "lm" else config.kind,
         "objective": config.objective,
@@ -180,12 +181,15 @@ def _check_fit(
 
 
 def _check_data(config: TrainConfig, examples: Examples, draft: Draft, target: PreTrainedModel | None) -> None:
-    size = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
-    if examples.max_token >= size:
-        raise InputError(
-            f"data: holds token {examples.max_token}, and the draft's vocabulary has {size}; "
-            f"it was made with another tokenizer"
-        )
+    sizes = {"draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size}
+    if target is not None:
+        sizes["target"] = vocabulary_size(target)
+    for name, size in sizes.items():
+        if examples.max_token >= size:
+            raise InputError(
+                f"data: holds token {examples.max_token}, and the {name}'s vocabulary has {size}; "
+                f"it was made with another tokenizer"
+            )
     objective = parse_objective(config.objective, config.temperature)
     if objective.needs_target and target is None and not examples.stored:
         raise InputError(

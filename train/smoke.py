@@ -1,8 +1,9 @@
 """`--smoke`: any recipe at a size that runs in seconds, on made-up data, with nothing downloaded.
 
 Models become random ones of the same family with two narrow layers (a target has more, so that heads find the layers
-they read), data becomes a small distilled set with teacher columns, and the run a few steps. What is left is the
-recipe: its objective, its data mode, its optimizer, the way it is launched.
+they read), with the rotary scaling and the padding of vocabularies that configs/models tells of them. Data becomes a
+small distilled set with teacher columns, and the run a few steps; a head starts fresh. What is left is the recipe: its
+kind, its objective, its data mode, its optimizer, the way it is launched.
 """
 
 import json
@@ -41,6 +42,9 @@ _FAMILIES = {
     "gpt2": "gpt2",
 }
 _VOCABULARY = 320
+# What a vocabulary has in small that is padded to more than the smallest of the recipe's.
+_PADDED = 384
+_DRAFT_VOCABULARY = 64
 _POSITIONS = 128
 _TARGET_LAYERS = 6
 _ROWS = 24
@@ -53,14 +57,15 @@ def make_inputs(config: TrainConfig) -> None:
     inputs = out / "inputs"
     if out.exists() and not (inputs / _MARK).exists():
         raise InputError(f"{out}: is not from an earlier --smoke; move it away or choose another `out`")
-    families = {role: _family(source) for role, source in _sources(config).items()}
+    shapes = {role: _shape(source) for role, source in _sources(config).items()}
+    sizes = _vocabularies(shapes)
     shutil.rmtree(out, ignore_errors=True)
     make_dir(inputs, "out")
     write_json_atomic(inputs / _MARK, {"recipe": config.out})
     _write_data(inputs / "data")
     tokenizer = _tokenizer()
-    for role, family in families.items():
-        _write_model(inputs / role, family, _TARGET_LAYERS if role == "target" else 2, tokenizer)
+    for role, shape in shapes.items():
+        _write_model(inputs / role, shape, _TARGET_LAYERS if role == "target" else 2, sizes[role], tokenizer)
 
 
 def smoke_config(config: TrainConfig) -> TrainConfig:
@@ -69,6 +74,7 @@ def smoke_config(config: TrainConfig) -> TrainConfig:
     inputs = out / "inputs"
     data = str(inputs / "data")
     named = {role: str(inputs / role) for role in _sources(config)}
+    head, policy = config.head, config.on_policy
     return replace(
         config,
         out=str(out),
@@ -81,6 +87,14 @@ def smoke_config(config: TrainConfig) -> TrainConfig:
         target=named.get("target"),
         reference=named.get("reference"),
         tokenizer=None if config.tokenizer is None else named.get("target", named.get("draft")),
+        head=replace(
+            head,
+            draft_vocab_size=head.draft_vocab_size and min(head.draft_vocab_size, _DRAFT_VOCABULARY),
+            test_steps=head.test_steps and min(head.test_steps, 3),
+            features=head.features and str(out / "features"),
+            features_gib=head.features_gib and min(head.features_gib, 0.1),
+        ),
+        on_policy=replace(policy, max_new_tokens=min(policy.max_new_tokens, 8)),
         max_length=min(config.max_length, 48),
         batch_size=min(config.batch_size, 2),
         accumulation=min(config.accumulation, 2),
@@ -94,25 +108,38 @@ def smoke_config(config: TrainConfig) -> TrainConfig:
 
 def _sources(config: TrainConfig) -> dict[str, str]:
     """Where the shape of each model of the recipe is told."""
-    wanted = {"draft": config.draft_config or config.draft, "target": config.target, "reference": config.reference}
+    draft = config.draft_config or config.draft if config.kind == "lm" else None
+    wanted = {"draft": draft, "target": config.target, "reference": config.reference}
     return {role: source for role, source in wanted.items() if source is not None}
 
 
-def _family(source: str) -> str:
-    """The model type behind a config.json, a directory, or the name of a published model."""
+def _shape(source: str) -> dict[str, Any]:
+    """What is known of a config.json, a directory, or the name of a published model: at least the `model_type`."""
     name = Path(source).name.lower()
     for path in (Path(source), Path(source) / "config.json", _SHIPPED / f"{name}.config.json"):
         if path.is_file():
-            kind = read_json(path, "a Hugging Face config.json").get("model_type")
-            if isinstance(kind, str):
-                return kind
+            shape: dict[str, Any] = read_json(path, "a Hugging Face config.json")
+            if isinstance(shape.get("model_type"), str):
+                return shape
     known = [part for part in _FAMILIES if part in name]
     if not known:
         raise InputError(f"smoke: {source}: which family it is of cannot be told from its name; give a directory")
-    return _FAMILIES[max(known, key=len)]
+    return {"model_type": _FAMILIES[max(known, key=len)]}
 
 
-def _write_model(path: Path, family: str, layers: int, tokenizer: PreTrainedTokenizerFast) -> None:
+def _vocabularies(shapes: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The size of each model's vocabulary in small: padded where the real one is larger than another's."""
+    real = {role: shape["vocab_size"] for role, shape in shapes.items() if isinstance(shape.get("vocab_size"), int)}
+    smallest = min(real.values(), default=0)
+    sizes = {role: _PADDED if real.get(role, smallest) > smallest else _VOCABULARY for role in shapes}
+    # A reference is a distilled draft: it has the draft's.
+    return sizes | ({"reference": sizes["draft"]} if "reference" in sizes else {})
+
+
+def _write_model(
+    path: Path, like: dict[str, Any], layers: int, vocabulary: int, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    family = like["model_type"]
     shape: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -121,13 +148,19 @@ def _write_model(path: Path, family: str, layers: int, tokenizer: PreTrainedToke
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": _POSITIONS,
-        "vocab_size": _VOCABULARY,
+        "vocab_size": vocabulary,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 1,
     }
     if family == "opt":
         shape |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    if like.get("tie_word_embeddings") is not None:
+        shape["tie_word_embeddings"] = like["tie_word_embeddings"]
+    rope = like.get("rope_parameters") or {}
+    # What has a factor for every dimension does not fit these heads.
+    if rope.get("rope_type", "default") != "default" and not any(isinstance(value, list) for value in rope.values()):
+        shape["rope_parameters"] = rope
     torch.manual_seed(layers)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
     model.save_pretrained(path)

@@ -1,6 +1,10 @@
 """Where the target's laws come from: its hidden states, projected when they are needed, or rows that were stored.
 
-Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary, K stored tokens a row, T tokens.
+A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes, or a head keeps the
+commonest tokens only. Losses compare laws on the draft's tokens, the target's made to add up to one there; acceptance
+is against its whole law, whose share outside the draft's vocabulary is always rejected.
+
+Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary of the draft, K stored tokens a row, T tokens.
 """
 
 import math
@@ -14,12 +18,18 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import InputError
 
+# The logarithm of a mass that counts for nothing and does not vanish in fp32.
+_LEAST = -80.0
+
 
 class Teacher(Protocol):
     """Gives the target's logits for some rows at a time."""
 
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, V]`, no gradient, the caller's to overwrite. `draft_CV` are the draft's logits at the same rows."""
+        """`[C, V]`, no gradient, the caller's to overwrite. `draft_CV` are the draft's logits at the same rows.
+
+        Of a teacher that `is_partial` they are log-probabilities, short of one by what the draft has no token for.
+        """
         ...
 
     def select(self, rows_M: Tensor) -> "Teacher":
@@ -107,13 +117,19 @@ class StoredTeacher:
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """Log-probabilities `[C, V]`."""
-        draft_CV, logprobs_CK = draft_CV.float(), self.top_logprobs_NK[rows].float()
+        """Log-probabilities `[C, V]`; stored tokens that the draft does not have are left out."""
+        draft_CV, ids_CK = draft_CV.float(), self.top_ids_NK[rows]
+        unknown_CK = ids_CK >= draft_CV.shape[-1]
+        logprobs_CK = self.top_logprobs_NK[rows].float().masked_fill(unknown_CK, -math.inf)
         # amax, because padding repeats id 0 with -inf.
-        top_CV = torch.full_like(draft_CV, -math.inf).scatter_reduce(1, self.top_ids_NK[rows], logprobs_CK, "amax")
+        top_CV = torch.full_like(draft_CV, -math.inf)
+        top_CV = top_CV.scatter_reduce(1, ids_CK.masked_fill(unknown_CK, 0), logprobs_CK, "amax")
         rest_CV = draft_CV.masked_fill(top_CV > -math.inf, -math.inf)
         norm_C1 = rest_CV.logsumexp(-1, keepdim=True)
         tail_C1 = self.tail_N[rows, None].float().clamp_min(0).log()
+        # All that a row names may be unknown to the draft, and nothing be left: a law must add up to more than zero.
+        nothing_C1 = logprobs_CK.amax(-1, keepdim=True) == -math.inf
+        tail_C1 = torch.where(nothing_C1, tail_C1.clamp_min(_LEAST), tail_C1)
         # A row may name every token, or the draft be able to give none of the rest: then there is no tail to place.
         tail_CV = torch.where(rest_CV > -math.inf, rest_CV - norm_C1 + tail_C1, -math.inf)
         return torch.maximum(top_CV, tail_CV)
@@ -121,6 +137,60 @@ class StoredTeacher:
     def select(self, rows_M: Tensor) -> "StoredTeacher":
         """The teacher of these rows only."""
         return StoredTeacher(self.top_ids_NK[rows_M], self.top_logprobs_NK[rows_M], self.tail_N[rows_M])
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A teacher of whole laws for a draft that has some of its tokens only: these ids, in the draft's order."""
+
+    whole: Teacher
+    ids: Tensor | slice
+
+    @torch.no_grad()
+    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
+        """Log-probabilities `[C, V]` of the whole law, at the draft's tokens."""
+        whole_CW = self.whole.logits(rows, draft_CV)
+        whole_CW = whole_CW if whole_CW.dtype == torch.float64 else whole_CW.float()
+        return whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
+
+    def select(self, rows_M: Tensor) -> "Reduced":
+        """The teacher of these rows only."""
+        return Reduced(self.whole.select(rows_M), self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """A teacher for a draft that has further tokens behind the target's `size`, which its laws never give.
+
+    Decoding cuts those off the draft's law, so acceptance is measured without them.
+    """
+
+    narrow: Teacher
+    size: int
+
+    @torch.no_grad()
+    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
+        """The target's logits `[C, V]`, minus infinity for the tokens that it lacks."""
+        narrow_CW = self.narrow.logits(rows, draft_CV[:, : self.size])
+        return F.pad(narrow_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
+
+    def select(self, rows_M: Tensor) -> "Widened":
+        """The teacher of these rows only."""
+        return Widened(self.narrow.select(rows_M), self.size)
+
+
+def fitted(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:
+    """The teacher, of a vocabulary of `size` tokens, for a draft whose first tokens are the same but padded to
+    `draft_size`.
+    """
+    if size == draft_size:
+        return teacher
+    return Reduced(teacher, slice(draft_size)) if size > draft_size else Widened(teacher, size)
+
+
+def is_partial(teacher: Teacher | None) -> bool:
+    """Whether its laws may lie partly outside the draft's vocabulary."""
+    return isinstance(teacher, Reduced | StoredTeacher)
 
 
 @torch.no_grad()

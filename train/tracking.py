@@ -1,68 +1,78 @@
-"""Trackers beside metrics.jsonl: Weights & Biases with the lineage of what is made from what, and tensorboard.
+"""Trackers beside metrics.jsonl: Weights & Biases with the lineage of what is made from what, and tensorboard."""
 
-Keys and tokens stay in the environment, where the trackers themselves look for them: no value of it is passed on.
-"""
-
-import importlib.util
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from draftsmith import lineage
 from draftsmith.errors import InputError
 from draftsmith.io import hash_json
+from draftsmith.processes import launched, on_main
 from train.config import TrainConfig
 
-_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+log = logging.getLogger(__name__)
 
 
 def check_installed(config: TrainConfig) -> None:
-    """InputError when the tracker that is asked for is not there."""
-    if config.tracker != "none" and importlib.util.find_spec(_PACKAGES[config.tracker]) is None:
-        raise InputError(f"tracker: {config.tracker} is not installed; pip install 'draftsmith[{config.tracker}]'")
+    """InputError when the tracker that is asked for is not there, or wandb has no way to open a run."""
+    lineage.check_installed(config.tracker)
+    # Several processes cannot tell each other of a missing key before they have met: there `start` finds it.
+    if config.tracker == "wandb" and launched() == 1:
+        lineage.check_account()
 
 
 def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
     """Open the tracker, if one is asked for; a run that continues goes on in the same W&B run."""
     if config.tracker == "wandb":
-        # Another `out` is another run.
-        run_id = hash_json([str(run_dir.resolve()), identity])[:16]
-        options = {"dir": str(run_dir), "name": Path(config.out).name, "id": run_id, "resume": "allow"}
-        accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
-        if accelerator.is_main_process:
-            _use_data(accelerator, config, identity)
+        on_main(lambda: _start_wandb(accelerator, config, identity, run_dir))
     elif config.tracker == "tensorboard":
-        # Its table of settings takes plain values only.
-        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)})
+        # Its table of settings takes plain values only; a kill may lose what was not flushed.
+        options = {"tensorboard": {"flush_secs": 10}}
+        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options)
 
 
-def _use_data(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any]) -> None:
-    """The data sets as artifacts this run uses: their names and hashes, no rows."""
-    import wandb
+def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
+    # Another `out` is another run.
+    run_id = hash_json([str(run_dir.resolve()), identity])[:16]
+    with lineage.unasked():
+        options = lineage.run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
+        accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        for figure, best in (("loss", "min"), ("alpha", "max"), ("tau", "max")):
+            run.define_metric(f"heldout_{figure}", summary=best)
+        heldout = config.heldout or config.data
+        with lineage.staged(run_dir / "wandb"):
+            lineage.use(run, lineage.data_artifact("data", identity["data"], [*config.data, *config.replay]))
+            lineage.use(run, lineage.data_artifact("heldout-data", identity["heldout_data"], list(heldout)))
+        _catch_up(run, run_dir)
 
-    run = accelerator.get_tracker("wandb", unwrap=True)
-    for name, sources in (("data", config.data), ("heldout_data", config.heldout or config.data)):
-        digest = identity[name]
-        about = {"digest": digest, "sources": list(sources)}
-        artifact = wandb.Artifact(f"{name.replace('_', '-')}-{digest[:16]}", type="dataset", metadata=about)
-        with artifact.new_file("digest.json") as file:
-            file.write(json.dumps(about))
-        # Offline a run can make artifacts and not use them; synchronised later, both still hang on the same run.
-        (run.log_artifact if run.offline else run.use_artifact)(artifact)
+
+def _catch_up(run: Any, run_dir: Path) -> None:
+    """Log the figures of steps that will not be made again and that the run has not: those wandb held when it was
+    killed, and offline, where every start is a run directory of its own, all of them.
+    """
+    kept = max((int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")), default=-1)
+    metrics = run_dir / "metrics.jsonl"
+    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+        # The last line may be torn; it is then of a step that is made again.
+        line = json.loads(text) if text.endswith("}") else {"step": kept + 1}
+        step = line.pop("step")
+        if run.step <= step <= kept:
+            run.log(line, step=step)
 
 
 def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any], out: Path) -> None:
     """Tell the tracker what came of the run (W&B: the draft as an artifact, by reference), and close it."""
     if config.tracker == "wandb" and accelerator.is_main_process:
-        import wandb
-
         run = accelerator.get_tracker("wandb", unwrap=True)
-        keys = ("kind", "objective", "target", "target_fingerprint", "fingerprint", "steps", "best_step", "data")
-        about = {key: record[key] for key in keys if key in record}
-        artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=about)
-        artifact.add_reference(out.resolve().as_uri(), name="checkpoint", checksum=False)
-        with artifact.new_file("draftsmith.json") as file:
-            file.write(json.dumps(record))
-        run.log_artifact(artifact)
+        try:
+            with lineage.unasked(), lineage.staged(out / "run" / "wandb"):
+                run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
+                lineage.make(run, lineage.draft_artifact(str(out), record["fingerprint"]), ["best"])
+        except InputError as error:
+            # The draft is there; that W&B does not know of it is no reason to fail.
+            log.warning("%s", error)
     accelerator.end_training()

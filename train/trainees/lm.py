@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from train.chunked import projected, token_losses
+from draftsmith.errors import InputError
+from draftsmith.models import vocabulary_size
+from train.chunked import projected, token_losses, token_measures
 from train.data import IGNORE, Batch
 from train.objective import Objective, select
 from train.packing import attention, packing_way
 from train.sums import Sums
-from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, find_head
+from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, find_head, fitted, is_partial
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +37,9 @@ class LMTrainee(nn.Module):
 
     target: the live teacher; None with an objective that needs none, or when the batches bring stored rows.
     reference: the distilled draft that AdaSPEC's selection compares with. packing: whether batches will be packed.
-    chunk: tokens whose logits are held at once, by default what suits the device. Raises InputError, one line, when
-    a model cannot be trained this way.
+    chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be padded
+    to another size than the draft's; what it has no token for is then in `missing`. Raises InputError, one line, when a
+    model cannot be trained this way.
     """
 
     def __init__(
@@ -56,7 +59,17 @@ class LMTrainee(nn.Module):
         self.packing = packing_way(draft, "draft") if packing else None
         self.target = _freeze(target, "target", packing)
         self.reference = _freeze(reference, "reference", packing)
+        self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
+        if reference is not None and vocabulary_size(reference) != self.size:
+            raise InputError(
+                f"reference: its vocabulary has {vocabulary_size(reference)} tokens and the draft's has {self.size}; "
+                f"adaspec compares their losses, use a reference of the draft's size"
+            )
+
+    def count(self, batch: Batch) -> Tensor:
+        """How many tokens `loss` is a sum over, the `tokens` of `forward`, told without it."""
+        return (batch.labels_BT != IGNORE).sum()
 
     def forward(self, batch: Batch) -> Sums:
         """Sums over the valid tokens of a batch. A live target is preferred to stored rows."""
@@ -78,7 +91,9 @@ class LMTrainee(nn.Module):
     ) -> Sums:
         """The same on the tokens that AdaSPEC keeps; alpha is over all valid tokens."""
         assert self.reference is not None
-        losses_N, alpha_N = token_losses(hidden_NH, self.head, teacher, tokens_N, self.objective, self.chunk)
+        losses_N, alpha_N, missing_N = token_measures(
+            hidden_NH, self.head, teacher, tokens_N, self.objective, self.chunk
+        )
         there_NH = self.reference.hidden(batch, rows_N)
         reference_N, _ = token_losses(there_NH, self.reference.head, teacher, tokens_N, self.objective, self.chunk)
         weights_N = select(losses_N - reference_N, _sequences(batch)[rows_N], _keep(self.objective))
@@ -98,11 +113,13 @@ class LMTrainee(nn.Module):
         count = torch.tensor(len(tokens_N), device=hidden_NH.device)
         alpha = alpha_N.sum()
         measured = count if teacher is not None else torch.zeros_like(count)
-        return Sums(sums.loss, count, alpha, alpha[None], measured[None])
+        missing = missing_N.sum() if is_partial(teacher) else None
+        return Sums(sums.loss, count, alpha, alpha[None], measured[None], missing)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.target is not None:
-            return LiveTeacher(self.target.hidden(batch, rows_N), self.target.head)
+            live = LiveTeacher(self.target.hidden(batch, rows_N), self.target.head)
+            return fitted(live, vocabulary_size(self.target.model), self.size)
         if batch.stored is not None:
             return StoredTeacher(batch.stored.top_ids_NK, batch.stored.top_logprobs_NK, batch.stored.tail_N)
         return None

@@ -1,0 +1,66 @@
+"""An evaluation in Weights & Biases: its figures, its files, and which drafts they are about."""
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith import lineage
+from draftsmith.io import hash_json
+from eval.config import EvalConfig
+from eval.schema import Results
+
+
+def check_tracker(config: EvalConfig) -> None:
+    """InputError when the tracker that is asked for is not there, or has no way to open a run."""
+    lineage.check_installed(config.tracker)
+    if config.tracker == "wandb":
+        lineage.check_account()
+
+
+def track(config: EvalConfig, document: Results, out: Path) -> None:
+    """Tell the tracker, if one is asked for, what results.json says; the same evaluation again is the same run."""
+    if config.tracker == "none":
+        return
+    import wandb
+
+    models = {
+        name: {key: row[key] for key in ("name", "kind", "fingerprint", "parameters", "dtype", "quantize")}
+        for name, row in document["models"].items()
+    }
+    settings = {**document["config"], "models": models}
+    run_id = hash_json([str(out.resolve()), settings])[:16]
+    with lineage.unasked():
+        options = lineage.run_options(out, out.resolve().name, run_id, "eval")
+        with wandb.init(project=config.project, config=settings, **options) as run, lineage.staged(out / "wandb"):
+            for name in document["drafts"]:
+                row = document["models"][name]
+                lineage.use(run, lineage.draft_artifact(row["name"], row["fingerprint"]))
+            run.summary.update(figures(document))
+            artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
+            for file in ("results.json", "report.html"):
+                artifact.add_file(str(out / file), file)
+            lineage.make(run, artifact)
+
+
+def figures(document: Results) -> dict[str, float]:
+    """Every figure under one flat name, such as `alpha/mine/home/T1` or `tau/mine/all ood/T0/chain:4/speculative`.
+
+    tau and speedup depend on the tree and the verifier, alpha and transfer do not. What is not defined is left out.
+    """
+    found: dict[str, float | None] = {}
+    for cell in (*document["alpha"], *document["overall_alpha"]):
+        found[f"alpha/{_cell(cell)}"] = cell["alpha"]["value"]
+        if cell["gain"] is not None:
+            found[f"gain/{_cell(cell)}"] = cell["gain"]["value"]
+    for way in (*document["decoding"], *document["overall_decoding"]):
+        found[f"tau/{_cell(way)}/{way['tree']}/{way['verifier']}"] = way["tau"]["value"]
+    for timed in (*document["speed"]["domains"], *document["speed"]["overall"]):
+        if timed["speedup"] is not None:
+            found[f"speedup/{_cell(timed)}/{timed['tree']}/{timed['verifier']}"] = timed["speedup"]["value"]
+    for share in document["transfer"]:
+        found[f"transfer/{_cell({**share, 'kind': 'ood'})}"] = share["value"]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _cell(row: Any) -> str:
+    # A name of a set has no space in it, so that `all id` is no set's.
+    return f"{row['draft']}/{row['domain'] or 'all ' + row['kind']}/T{row['temperature']:g}"

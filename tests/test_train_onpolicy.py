@@ -1,0 +1,218 @@
+"""On-policy training: what the draft answers, how much of it, and that nothing about a run changes how."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decode import SpeculativeDecoder
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith.errors import InputError
+from draftsmith.models import eos_ids, load_model
+from draftsmith.sampling import Sampling, generator, row_seed
+from draftsmith.text import load_tokenizer
+from train.config import OnPolicy
+from train.data import IGNORE, Examples, collate, load_examples
+from train.onpolicy import Answerer, make_answerer
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """48 rows of unequal length."""
+    there = tmp_path_factory.mktemp("onpolicy")
+    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"num_samples": 4, "max_new_tokens": 20, "device": "cpu"}
+    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
+    return str(there / "set")
+
+
+@pytest.fixture
+def examples(distilled: str, draft_dir: str) -> Examples:
+    return load_examples([distilled], load_tokenizer(draft_dir), 48)
+
+
+def answerer_of(draft_dir: str, seed: int = 7, max_length: int = 48, **policy: Any) -> Answerer:
+    model = load_model(draft_dir, device="cpu", dtype="float32")
+    return make_answerer(model, OnPolicy(**({"fraction": 1.0, "max_new_tokens": 12} | policy)), max_length, seed)
+
+
+def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Examples, draft_dir: str) -> None:
+    answerer = answerer_of(draft_dir)
+    rows, places = [0, 5, 9, 13], [100, 101, 102, 103]
+    together = answerer.draw(examples, rows, places)
+    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+        prompt, answer = together[index]
+        assert prompt == examples.rows[row]["prompt_ids"]
+        assert answerer.draw(examples, [row], [place])[0] == (prompt, answer)
+        alone = SpeculativeDecoder(answerer.draft).generate(
+            [prompt], Sampling(), 12, [generator(row_seed(7, f"answer {place}"))], eos_ids(answerer.draft)
+        )
+        assert alone.generations[0].output_ids == answer
+    assert len({tuple(answerer.draw(examples, [0], [place])[0][1]) for place in range(20)}) > 15
+    assert answerer_of(draft_dir, seed=8).draw(examples, rows, places) != together
+
+
+def test_answers_follow_the_weights_and_are_drawn_without_dropout(examples: Examples, dropout_dir: str) -> None:
+    answerer = answerer_of(dropout_dir)
+    answerer.draft.train()
+    before = answerer.draw(examples, [0, 1], [3, 4])
+    assert answerer.draft.training
+    assert answerer.draw(examples, [0, 1], [3, 4]) == before
+    with torch.no_grad():
+        answerer.draft.get_output_embeddings().weight.neg_()
+    assert answerer.draw(examples, [0, 1], [3, 4]) != before
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+def test_as_many_sequences_are_drawn_as_asked_for(fraction: float, draft_dir: str) -> None:
+    answerer = answerer_of(draft_dir, fraction=fraction)
+    drawn = [answerer.is_drawn(place) for place in range(4000)]
+    assert sum(drawn) / 4000 == pytest.approx(fraction, abs=0.03)
+    # Replay takes every second place when it has half of them; it must be drawn from like the rest.
+    assert sum(drawn[::2]) / 2000 == pytest.approx(fraction, abs=0.04)
+
+
+def test_batches_hold_the_answers_and_no_stored_rows(examples: Examples) -> None:
+    answers = {1: ([5, 6, 7], [8, 9])}
+    batch = collate(examples, [0, 3], answers)
+    assert batch.ids_BT[1, :5].tolist() == [5, 6, 7, 8, 9]
+    assert batch.labels_BT[1, :6].tolist() == [IGNORE, IGNORE, 8, 9, IGNORE, IGNORE]
+    plain = collate(examples, [0])
+    width = plain.ids_BT.shape[1]
+    assert batch.ids_BT[0, :width].tolist() == plain.ids_BT[0].tolist()
+
+
+def test_an_answer_ends_where_the_draft_ends_or_the_room_does(examples: Examples, draft_dir: str) -> None:
+    longest = max(len(row["prompt_ids"]) for row in examples.rows)
+    answerer = answerer_of(draft_dir, max_length=longest + 3)
+    ends = set(eos_ids(answerer.draft))
+    lengths = []
+    for place in range(24):
+        for prompt, answer in answerer.draw(examples, [place], [place]).values():
+            assert 1 <= len(answer) <= min(12, longest + 3 - len(prompt))
+            assert not ends.intersection(answer[:-1])
+            lengths.append(len(answer))
+    assert min(lengths) < 12
+
+
+def test_text_is_continued_from_its_first_quarter(draft_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 4}) + "\n")
+    examples = load_examples([str(tmp_path / "t.jsonl")], load_tokenizer(draft_dir), 40)
+    prompt, answer = answerer_of(draft_dir).draw(examples, [0], [0])[0]
+    assert prompt == examples.rows[0]["response_ids"][:10]
+    assert answer
+
+
+def words(target_dir: str, draft_dir: str, distilled: str) -> list[str]:
+    return (
+        f"train --target {target_dir} --draft {draft_dir} --data {distilled} --max_length 48 --objective fkl "
+        "--on_policy.fraction 0.5 --on_policy.max_new_tokens 12 --heldout_fraction 0.2 --eval_every 4 --save_every 4 "
+        "--device cpu"
+    ).split()
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_on_what_the_draft_says_raises_acceptance(
+    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    run = words(target_dir, draft_dir, distilled)
+    more = ["--steps", 24, "--batch_size", 8, "--optim.lr", 0.01, "--on_policy.fraction", 1]
+    code, _, err = door(*run, *more, "--out", tmp_path / "draft")
+    assert code == 0, err
+    judged = [line["heldout_alpha"] for line in lines(tmp_path / "draft") if "heldout_alpha" in line]
+    assert judged[-1] > judged[0] + 0.05
+    stepped = [line for line in lines(tmp_path / "draft") if "loss" in line]
+    assert all(1 <= line["drawn_tokens"] <= 12 for line in stepped)
+    # All sequences are drawn, so these are all the tokens there are.
+    assert all(line["tokens"] == pytest.approx(8 * line["drawn_tokens"]) for line in stepped)
+
+
+def test_a_step_does_not_depend_on_how_it_is_divided(
+    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    """Law 6: 8 x 1 and 2 x 4 draw the same answers and take the same step."""
+    run = [*words(target_dir, draft_dir, distilled), "--optim.name", "sgd", "--optim.lr", "0.5", "--steps", "4"]
+    found = []
+    for size, times in ((8, 1), (2, 4)):
+        out = tmp_path / str(size)
+        code, _, err = door(*run, "--batch_size", size, "--accumulation", times, "--out", out)
+        assert code == 0, err
+        found.append((lines(out), load_file(out / "model.safetensors")))
+    (many, weights), (few, others) = found
+    for line, other in zip(many, few, strict=True):
+        assert line.get("drawn_tokens") == other.get("drawn_tokens")
+        assert line.get("tokens") == other.get("tokens")
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_draws_the_same_answers_again(
+    target_dir: str, dropout_dir: str, distilled: str, tmp_path: Path, spawn: Spawn
+) -> None:
+    """Law 7, with dropout between the draws."""
+    run = [*words(target_dir, dropout_dir, distilled), "--batch_size", "4", "--steps", "14", "--out", "draft"]
+    patch = """
+import os, signal, train.parallel
+real, calls = train.parallel.backward, []
+def watched(*words):
+    calls.append(1)
+    if len(calls) == 11:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*words)
+train.parallel.backward = watched
+"""
+    results = []
+    for name, before in (("whole", ""), ("killed", patch)):
+        (tmp_path / name).mkdir()
+        if before:
+            assert spawn(*run, cwd=tmp_path / name, patch=before).wait()[0] == -9
+        code, _, err = spawn(*run, cwd=tmp_path / name).wait()
+        assert code == 0, err
+        out = tmp_path / name / "draft"
+        results.append({str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()})
+    assert results[0].keys() == results[1].keys()
+    assert [name for name in results[0] if results[0][name] != results[1][name]] == []
+
+
+def test_a_prompt_and_answer_beyond_the_context_are_refused(draft_dir: str) -> None:
+    with pytest.raises(InputError, match=r"on_policy.max_new_tokens: 60 behind a prompt of up to 47 tokens"):
+        answerer_of(draft_dir, max_new_tokens=60)
+
+
+REFUSED = [
+    (["--on_policy.fraction", "1.5"], "on_policy.fraction: 1.5 must be between 0 and 1"),
+    (["--on_policy.temperature", "0"], "on_policy.temperature: 0.0 must be above 0"),
+    (["--on_policy.max_new_tokens", "0"], "on_policy.max_new_tokens: 0 must be at least 1"),
+    (["--on_policy.max_new_tokens", "90"], "lower it or max_length"),
+    (["--packing", "true"], "packing: rows of answers that are yet to be drawn cannot be packed; set it to false"),
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), REFUSED)
+def test_what_cannot_be_is_refused(
+    more: list[str], expected: str, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    code, out, err = door(*words(target_dir, draft_dir, distilled), *more, "--out", tmp_path / "draft")
+    assert (code, out) == (2, "")
+    assert expected in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "draft").exists()
+
+
+def test_a_target_is_needed(draft_dir: str, distilled: str, tmp_path: Path, door: Door) -> None:
+    run = ["train", "--draft", draft_dir, "--data", distilled, "--out", tmp_path / "o", "--on_policy.fraction", "0.5"]
+    code, _, err = door(*run)
+    assert code == 2
+    assert "target: on_policy needs the target, which must score what the draft says" in err
