@@ -195,6 +195,8 @@ def evaluate(job: Job, engine: Engine) -> dict[str, float]:
     vector = job.world.accelerator.reduce(total, reduction="sum").tolist()
     if not math.isfinite(vector[0]):
         raise RunError(f"the held-out loss is {vector[0]}; the draft or the target gives numbers that are not finite")
+    if vector[1] == 0:
+        raise RunError("the held-out data hold no token that this kind of draft is trained on; add data or `heldout`")
     return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
 from draftsmith.errors import InputError
-from draftsmith.models import context_length, eos_ids
+from draftsmith.models import eos_ids
 from draftsmith.sampling import Sampling, generator, row_seed
 from train.config import OnPolicy
 from train.data import Examples
@@ -38,23 +38,26 @@ class Answerer:
         return bool(np.random.default_rng([self.seed, 2**32 + 1, place]).random() < self.policy.fraction)
 
     def answer(self, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
-        """The draft's continuations, EOS included where it ended, cut to `max_length` with their prompts."""
+        """The draft's continuations, EOS included where it ended, never beyond `max_length` with their prompts."""
+        by_room: dict[int, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            by_room.setdefault(min(self.policy.max_new_tokens, self.max_length - len(prompt)), []).append(index)
         was_training = self.draft.training
         self.draft.eval()
+        answers: dict[int, list[int]] = {}
         try:
-            drawn = self.decoder.generate(
-                prompts,
-                Sampling(temperature=self.policy.temperature),
-                self.policy.max_new_tokens,
-                [generator(row_seed(self.seed, f"answer {place}")) for place in places],
-                eos_ids(self.draft),
-            )
+            for room, indices in by_room.items():
+                drawn = self.decoder.generate(
+                    [prompts[index] for index in indices],
+                    Sampling(temperature=self.policy.temperature),
+                    room,
+                    [generator(row_seed(self.seed, f"answer {places[index]}")) for index in indices],
+                    eos_ids(self.draft),
+                )
+                answers |= {index: row.output_ids for index, row in zip(indices, drawn.generations, strict=True)}
         finally:
             self.draft.train(was_training)
-        return [
-            row.output_ids[: self.max_length - len(prompt)]
-            for row, prompt in zip(drawn.generations, prompts, strict=True)
-        ]
+        return [answers[index] for index in range(len(prompts))]
 
     def draw(self, examples: Examples, rows: Sequence[int], places: Sequence[int]) -> Answers:
         """Prompt and answer by index in `rows`, for those of them that are drawn.
@@ -79,14 +82,7 @@ def _prompt(examples: Examples, row: int) -> list[int]:
 
 
 def make_answerer(draft: PreTrainedModel, policy: OnPolicy, max_length: int, seed: int) -> Answerer:
-    """Made once a run. InputError, one line, for a draft that cannot answer here."""
-    limit = context_length(draft)
-    longest = max_length - 1 + policy.max_new_tokens
-    if limit is not None and longest > limit:
-        raise InputError(
-            f"on_policy.max_new_tokens: {policy.max_new_tokens} behind a prompt of up to {max_length - 1} tokens is "
-            f"more than the draft's {limit} positions; lower it or max_length"
-        )
+    """Made once a run; `max_length` is within the context. InputError, one line, for a draft that cannot answer."""
     try:
         # Its weights change at every step: nothing may be packed.
         decoder = SpeculativeDecoder(draft, fast=False)
