@@ -199,10 +199,9 @@ def _training(results: Results, draft: str) -> list[tuple[str, str]]:
     training = results["models"][draft]["training"]
     if training is None:
         return []
-    what = {"ce": "Sequence-level KD (cross-entropy)", "fkl": "Token-level KD (forward KL)"}
     text = (
-        f"{what.get(training['objective'], training['objective'])} on {training['response_tokens']:,} tokens "
-        f"of the target's answers, {training['epochs']:.1f} passes; lowest held-out loss at step "
+        f"{_objective(training['objective'])} on {training['response_tokens']:,} tokens "
+        f"of the target's answers, {training['epochs']:.1f} passes; best on held-out prompts at step "
         f"{training['best_step']} of {training['steps']}."
     )
     if training["objective"] == "ce":
@@ -211,6 +210,25 @@ def _training(results: Results, draft: str) -> list[tuple[str, str]]:
             "samples than token-level KD for the same gain, and a held-out stop against overfitting."
         )
     return [("Training", text)]
+
+
+_DIVERGENCES = {
+    "fkl": "forward KL",
+    "rkl": "reverse KL",
+    "jsd": "Jensen-Shannon divergence",
+    "tvd": "total variation",
+    "tvd_pp": "TVD++",
+    "lk_alpha": "-log alpha",
+    "lk_hybrid": "KL, then total variation",
+}
+
+
+def _objective(spec: str) -> str:
+    """An objective in words; one that is a sum, or was not made here, as it is."""
+    if spec == "ce":
+        return "Sequence-level KD (cross-entropy)"
+    name = _DIVERGENCES.get(spec.partition(":")[0])
+    return spec if name is None or "+" in spec or "@" in spec else f"Token-level KD ({name})"
 
 
 def _plain_finding(results: Results) -> Finding:

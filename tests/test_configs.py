@@ -47,7 +47,7 @@ RECIPES = [
     Recipe("configs/demo/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("configs/demo/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("configs/demo/seqkd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
-    Recipe("configs/demo/fkl.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
+    Recipe("configs/demo/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
     Recipe("configs/demo/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe("configs/demo/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
     Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),

@@ -25,7 +25,7 @@ def test_demo_from_prompts_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ran == ["distill", "train", "train", "eval"]
     results = json.loads((tmp_path / "eval" / "results.json").read_text())
     rows = [row for row in results["alpha"] if row["domain"] is not None]
-    assert {row["draft"] for row in rows} == {"base", "seqkd", "fkl"}
+    assert {row["draft"] for row in rows} == {"base", "seqkd", "jsd"}
     assert {(row["domain"], row["kind"]) for row in rows} == {("prose", "id"), ("code", "ood"), ("unicode", "ood")}
     assert {row["temperature"] for row in rows} == {0.0, 1.0}
     assert all(0 < row["alpha"]["value"] < 1 for row in rows)
@@ -36,7 +36,7 @@ def test_demo_from_prompts_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     demo._print_table(results)
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("base", "seqkd", "fkl", "prose", "code", "unicode"))
+    assert all(name in shown for name in ("base", "seqkd", "jsd", "prose", "code", "unicode"))
     # Held-out prompts come from documents that no alignment prompt comes from.
     names = {
         file: {json.loads(line)["id"].split(" #")[0] for line in (tmp_path / "prompts" / file).open()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from train.losses import forward_kl_in_place, overlap
 from train.objective import Objective
 from train.sums import Sums
-from train.teacher import Head, LiveTeacher, Teacher, Widened, compute_dtype, is_partial
+from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, Widened, compute_dtype, is_partial
 
 # Logits of a chunk. On a CPU they should stay near the caches, on a GPU they should be enough to fill it.
 _CHUNK_LOGITS = {"cpu": 2**23}
@@ -54,7 +54,7 @@ class _Work:
         return draft_CV, None if self.teacher is None else self.teacher.logits(rows, draft_CV.detach())
 
     @torch.no_grad()
-    def measure(self, draft_CV: Tensor, target_CV: Tensor) -> tuple[Tensor, Tensor]:
+    def measure(self, draft_CV: Tensor, target_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """alpha and the target's mass outside the draft's vocabulary, `[C]` each."""
         if isinstance(self.teacher, Widened):
             draft_CV, target_CV = draft_CV[:, : self.teacher.size], target_CV[:, : self.teacher.size]
@@ -62,8 +62,11 @@ class _Work:
             alpha_C = overlap(draft_CV, target_CV)
             return alpha_C, torch.zeros_like(alpha_C)
         p_CV = target_CV.exp()
-        wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
-        alpha_C = torch.minimum(p_CV, wide_CV.softmax(-1)).sum(-1)
+        if isinstance(self.teacher, StoredTeacher):
+            alpha_C = self.teacher.overlap(rows, draft_CV)
+        else:
+            wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
+            alpha_C = torch.minimum(p_CV, wide_CV.softmax(-1)).sum(-1)
         return alpha_C, (1 - p_CV.sum(-1)).clamp_min(0)
 
 
@@ -86,7 +89,7 @@ def _by_autograd(work: _Work, wants_slope: bool) -> ChunkFn:
                 (slope_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
         if work.wants_alpha and target_CV is not None:
-            alpha, missing = (each_C.sum() for each_C in work.measure(draft_CV.detach(), target_CV))
+            alpha, missing = (each_C.sum() for each_C in work.measure(draft_CV.detach(), target_CV, rows))
         return total.detach(), alpha, missing, slope_CV
 
     return chunk
@@ -228,7 +231,7 @@ def token_measures(
         draft_CV, target_CV = work.laws(logits_CV, rows)
         loss_C = objective.loss(draft_CV, target_CV, tokens_N[rows])
         zero_C = torch.zeros_like(loss_C)
-        found.append((loss_C, *((zero_C, zero_C) if target_CV is None else work.measure(draft_CV, target_CV))))
+        found.append((loss_C, *((zero_C, zero_C) if target_CV is None else work.measure(draft_CV, target_CV, rows))))
     loss_N, alpha_N, missing_N = map(torch.cat, zip(*found, strict=True))
     return loss_N, alpha_N, missing_N
 

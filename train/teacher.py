@@ -108,7 +108,8 @@ class StoredTeacher:
     What the rest looked like is not known. It is given the draft's own shape, scaled to the stored tail mass and
     without gradient: then every loss is that of the laws over K + 1 cells (the K tokens and "any other"), the most
     that the row can tell, its gradient is exact for those, and nothing pulls on the draft inside the tail. A KL is
-    then at most, and an alpha at least, what the whole law would give.
+    then at most what the whole law would give. What is reported as alpha is not taken from this guess but from
+    `overlap`, and is at most what the whole law would give.
     """
 
     top_ids_NK: Tensor
@@ -133,6 +134,16 @@ class StoredTeacher:
         # A row may name every token, or the draft be able to give none of the rest: then there is no tail to place.
         tail_CV = torch.where(rest_CV > -math.inf, rest_CV - norm_C1 + tail_C1, -math.inf)
         return torch.maximum(top_CV, tail_CV)
+
+    @torch.no_grad()
+    def overlap(self, rows: slice, draft_CV: Tensor) -> Tensor:
+        """The least that alpha can be, `[C]`: sum of min(p, q) over the stored tokens, nothing for the tail."""
+        wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
+        ids_CK = self.top_ids_NK[rows]
+        unknown_CK = ids_CK >= draft_CV.shape[-1]
+        p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
+        # Padding has p = 0 and repeats id 0, which counts once.
+        return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
     def select(self, rows_M: Tensor) -> "StoredTeacher":
         """The teacher of these rows only."""

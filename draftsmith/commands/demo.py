@@ -81,11 +81,11 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
             + ["--prompts", str(out / "prompts" / f"{HOME}.train.jsonl"), "--out", distilled],
         ),
         ("train", ["--config", str(RECIPES / "seqkd.yaml"), *train, "--out", str(out / "seqkd")]),
-        ("train", ["--config", str(RECIPES / "fkl.yaml"), *train, "--out", str(out / "fkl")]),
+        ("train", ["--config", str(RECIPES / "jsd.yaml"), *train, "--out", str(out / "jsd")]),
         (
             "eval",
             ["--config", str(RECIPES / "eval.yaml"), "--target", target, "--out", str(out / "eval")]
-            + ["--draft", f"base={base}", f"seqkd={out / 'seqkd'}", f"fkl={out / 'fkl'}"]
+            + ["--draft", f"base={base}", f"seqkd={out / 'seqkd'}", f"jsd={out / 'jsd'}"]
             + ["--id", prompts[HOME], "--ood", *away],
         ),
     ]

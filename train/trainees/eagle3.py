@@ -18,7 +18,7 @@ from train.data import Batch
 from train.features import FeatureCache, freeze
 from train.objective import Objective
 from train.sums import Sums
-from train.teacher import Head, LiveTeacher, Teacher
+from train.teacher import Head, LiveTeacher, Reduced, Teacher
 from train.trainees.drafting import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at, unroll
 
 
@@ -79,29 +79,24 @@ class Eagle3Trainee(nn.Module):
         """Sums over the pairs that count."""
         states, last_BTH = self.target.read(batch)
         parts: list[Sums] = []
-        missing: Tensor | None = None
         for pairs, hidden_NH in self.drafts(batch, states):
             teacher: Teacher = LiveTeacher(pairs.laws(last_BTH), self.target.head)
             tokens_N, weights_N = self._draft_tokens(pairs.laws(batch.labels_BT))
-            reduced = _Reduced(teacher, self.draft.target_ids_D) if self.draft.reduced else None
+            if self.draft.reduced:
+                teacher = Reduced(teacher, self.draft.target_ids_D)
             sums = projected(
                 hidden_NH,
                 self.draft.lm_head.weight,
                 None,
-                teacher if reduced is None else reduced,
+                teacher,
                 tokens_N,
                 weights_N,
                 self.objective,
                 self.chunk,
                 self.head,
-                alpha=reduced is None,
             )
-            if reduced is not None:
-                alpha = reduced.alpha.to(sums.alpha)
-                sums = Sums(sums.loss, sums.tokens, alpha, alpha[None], sums.tokens[None])
-                missing = reduced.missing.to(sums.alpha) if missing is None else missing
             parts.append(sums)
-        return add_up(parts, [self.decay**j for j in range(len(parts))], missing)
+        return add_up(parts, [self.decay**j for j in range(len(parts))], parts[0].missing)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every depth the pairs that count and the normed features `[N, H]` that the projection reads there."""
@@ -119,29 +114,3 @@ class Eagle3Trainee(nn.Module):
         if all(term.name != "ce" for term in self.objective.terms):
             return draft_N, None
         return draft_N, (ids_D[draft_N] == tokens_N).float()
-
-
-class _Reduced:
-    """The target's law on the draft vocabulary. On the way it adds up what only the whole law tells.
-
-    alpha: the sum of the overlaps of draft and whole law; missing: of the mass outside the draft vocabulary.
-    """
-
-    def __init__(self, whole: Teacher, ids_D: Tensor) -> None:
-        self.whole, self.ids_D = whole, ids_D
-        self.alpha = torch.zeros((), device=ids_D.device)
-        self.missing = torch.zeros((), device=ids_D.device)
-
-    @torch.no_grad()
-    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, D]`, for draft logits `[C, D]`."""
-        whole_CV = self.whole.logits(rows, draft_CV).float()
-        kept_CD = whole_CV.index_select(-1, self.ids_D)
-        p_CD = (kept_CD - whole_CV.logsumexp(-1, keepdim=True)).exp()
-        self.alpha = self.alpha + torch.minimum(p_CD, draft_CV.float().softmax(-1)).sum()
-        self.missing = self.missing + (1 - p_CD.sum(-1)).clamp_min(0).sum()
-        return kept_CD
-
-    def select(self, rows_M: Tensor) -> Teacher:
-        """The same of these rows only."""
-        return _Reduced(self.whole.select(rows_M), self.ids_D)
