@@ -1,0 +1,248 @@
+"""What a draft is trained on and for, set side by side: alpha at home and away for every objective and data mode.
+
+    python benchmarks/objectives.py --out DIR [--pair nano] [--seeds 3 --steps 160 --only fkl tvd]
+    python benchmarks/objectives.py --out DIR --pair stories --target MODEL --texts DIRECTORY
+    python benchmarks/objectives.py --out DIR --table
+
+Every cell starts from the same base draft and makes the same number of optimizer steps on the same number of
+sequences. The learning rate of an objective is the one of `rates` that gives the highest alpha on held-out prompts of
+the home domain with seed 0 (nothing away from home has a say); data modes are all trained with fkl, at its rate. A
+seed changes the order of the data. AdaSPEC's reference is the fkl draft of the same seed.
+
+alpha is what `draftsmith eval` measures: the mean of sum_x min(p, q) over positions of continuations that the target
+drew itself, once for all drafts. A figure is over the draft's seeds (per prompt, their mean); its interval resamples
+prompts, a difference is of the same prompts, and how far the seeds lie apart is given beside it.
+
+Everything is a file below OUT, and what is there is not made again: a run that was killed, or that asks for more
+cells, continues.
+"""
+
+# ruff: noqa: E402
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this directory first, where train.py beside this file would hide the package `train`.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.objectives_data import COMMAND, PAIRS, Options, Pair, make_data, once
+from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
+from draftsmith.config import parse
+from draftsmith.errors import InputError, RunError
+from draftsmith.io import read_json, write_json_atomic
+from draftsmith.models import eos_ids, fingerprint, load_model
+from draftsmith.records import read_prompts
+from draftsmith.run import difference, versions
+from draftsmith.sampling import Sampling
+from draftsmith.text import load_tokenizer
+from eval import measure
+from eval.bootstrap import Sums
+from eval.cells import CellStore
+from eval.estimate import alpha_sums
+from train.config import OnPolicy, Optim, TrainConfig
+from train.run import train
+
+TEMPERATURES = (1.0, 0.0)
+
+OBJECTIVES = {
+    "ce": "ce",
+    "fkl": "fkl",
+    "rkl": "rkl",
+    "jsd": "jsd:beta=0.5",
+    "tvd": "tvd",
+    "tvd_pp": "tvd_pp",
+    "lk_alpha": "lk_alpha",
+    "lk_hybrid": "lk_hybrid",
+    "fkl+ce": "0.9*fkl+0.1*ce",
+    "adaspec": "fkl@adaspec:keep=0.4",
+}
+# What each data mode changes in the options of training; directories are below OUT/data.
+MODES: dict[str, dict[str, Any]] = {
+    "text": {"data": ["text"]},
+    "x4": {"data": ["x4"]},
+    "stored": {"target": None},
+    "replay": {"replay": ["general"], "replay_fraction": 0.3},
+    "on_policy_half": {"on_policy": 0.5},
+    "on_policy_all": {"on_policy": 1.0},
+}
+
+
+def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) -> dict[str, Any]:
+    """Train one cell; its summary, and the seconds."""
+    out = Path(options.out)
+    run = out / "drafts" / f"{name}-lr{rate:g}-seed{seed}"
+    config = TrainConfig(
+        out=str(run),
+        data=[str(out / "data" / "home")],
+        draft=pair.draft,
+        target=pair.target,
+        tokenizer=pair.target,
+        objective="ce",
+        heldout=[str(out / "data" / "heldout")],
+        max_length=pair.prompt_tokens + options.response_tokens,
+        batch_size=options.batch_size,
+        steps=options.steps,
+        eval_every=options.steps,
+        save_every=options.steps,
+        keep=1,
+        optim=Optim(lr=rate, warmup_steps=options.steps // 12),
+        seed=seed,
+    )
+    changes = dict(MODES.get(name, {}))
+    for key in ("data", "replay"):
+        if key in changes:
+            changes[key] = [str(out / "data" / each) for each in changes[key]]
+    if "on_policy" in changes:
+        changes["on_policy"] = OnPolicy(fraction=changes["on_policy"], max_new_tokens=options.response_tokens)
+    changes["objective"] = OBJECTIVES.get(name, OBJECTIVES[ALIKE])
+    if "adaspec" in changes["objective"]:
+        changes["reference"] = str(out / "drafts" / f"{ALIKE}-lr{chosen_rate(options, pair, ALIKE):g}-seed{seed}")
+    return once(run.parent / f"{run.name}.json", lambda: train(replace(config, **changes), COMMAND))
+
+
+def chosen_rate(options: Options, pair: Pair, name: str) -> float:
+    """The rate with the highest held-out alpha at home with seed 0; of a data mode, that of fkl."""
+    objective = name if name in OBJECTIVES else ALIKE
+    return max(options.rates, key=lambda rate: train_cell(options, pair, objective, rate, 0)["heldout_alpha"])
+
+
+def train_cells(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
+    """Every cell: its rate, what the other rates gave, and a summary a seed."""
+    cells: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys([ALIKE, *(options.only or [*OBJECTIVES, *MODES])]):
+        if name == "text" and not pair.has_text:
+            continue
+        rate = chosen_rate(options, pair, name)
+        tried = None
+        if name in OBJECTIVES:
+            tried = {f"{each:g}": train_cell(options, pair, name, each, 0) for each in options.rates}
+        runs = [train_cell(options, pair, name, rate, seed) for seed in range(options.seeds)]
+        cells[name] = {"rate": rate, "by_rate": tried, "runs": runs}
+        for alike, run in zip(cells[ALIKE]["runs"], runs, strict=True):
+            if name != ALIKE and run["best_step"] and alike["fingerprint"] == run["fingerprint"]:
+                raise RunError(f"{name}: gave the very weights of {ALIKE}; what sets it apart had no effect")
+    return cells
+
+
+def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict[str, Alphas]:
+    """alpha of every draft (name: directory) at every temperature and domain, as `draftsmith eval` measures it."""
+    store = CellStore(Path(options.out) / "alpha")
+    target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
+    rows = {}
+    common = {"target": fingerprint(target), "new_tokens": options.new_tokens}
+    for domain in pair.domains:
+        source = Path(options.out) / "prompts" / f"{domain}.jsonl"
+        read = read_prompts(str(source), tokenizer, domain=domain, prompt_tokens=pair.prompt_tokens)
+        prompts = read.prompts[: options.prompts]
+        asked = {**common, "prompts": [list(prompt.ids) for prompt in prompts]}
+        for temperature in TEMPERATURES:
+            alone = partial(
+                measure.baseline,
+                target,
+                prompts,
+                Sampling(temperature=temperature),
+                eos_ids(target),
+                max_new_tokens=options.new_tokens,
+                batch_size=32,
+                seed=0,
+            )
+            continued = store.get(asked | {"temperature": temperature}, alone)
+            rows[domain, temperature] = (asked, measure.continuations(prompts, continued))
+    found: dict[str, Alphas] = {}
+    for name, directory in drafts.items():
+        draft = load_model(directory)
+        found[name] = {f"{temperature:g}": {} for temperature in TEMPERATURES}
+        for (domain, temperature), (asked, continuations) in rows.items():
+            law = Sampling(temperature=temperature)
+            cell = store.get(
+                asked | {"temperature": temperature, "draft": fingerprint(draft)},
+                partial(alpha_sums, target, draft, continuations, law, batch_size=32),
+            )
+            found[name][f"{temperature:g}"][domain] = Sums.of(cell["sum"], [float(count) for count in cell["count"]])
+    return found
+
+
+def claim(options: Options) -> None:
+    """InputError when OUT was begun at another size; more cells, seeds and rates are welcome there."""
+    path = Path(options.out) / "options.json"
+    fixed = ("pair", "steps", "batch_size", "sequences", "response_tokens", "prompts")
+    asked = {key: value for key, value in asdict(options).items() if key in fixed}
+    if not path.exists():
+        write_json_atomic(path, asked)
+    differs = difference(read_json(path, "the size of this benchmark"), asked)
+    if differs is not None:
+        raise InputError(f"--out {options.out}: was begun with other options: its {differs}; choose another --out")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Everything, to OUT/results.json."""
+    if unknown := sorted(set(options.only) - set(OBJECTIVES) - set(MODES)):
+        raise InputError(f"--only {unknown[0]}: use any of {', '.join([*OBJECTIVES, *MODES])}")
+    started = time.time()
+    claim(options)
+    pair = PAIRS[options.pair](options)
+    make_data(options, pair)
+    cells = train_cells(options, pair)
+    drafts = {
+        f"{name} {seed}": each["checkpoint"] for name, cell in cells.items() for seed, each in enumerate(cell["runs"])
+    }
+    tried = {
+        f"{name} lr{rate}": each["checkpoint"]
+        for name, cell in cells.items()
+        for rate, each in (cell["by_rate"] or {}).items()
+    }
+    measured = measure_alphas(options, pair, {"base": pair.draft, **drafts, **tried})
+    alphas = {"base": [measured["base"]]}
+    alphas |= {name: [measured[f"{name} {seed}"] for seed in range(options.seeds)] for name in cells}
+    names = ("home", "x4", "general", "heldout")
+    manifests = {name: read_json(Path(options.out) / "data" / name / "manifest.json", "a manifest") for name in names}
+    document = {
+        "options": {
+            key: value for key, value in asdict(options).items() if key not in ("out", "target", "texts", "table")
+        },
+        "domains": pair.domains,
+        "replayed": pair.replayed,
+        "prompt_tokens": pair.prompt_tokens,
+        "prompts_measured": {domain: len(alphas["base"][0]["1"][domain].numerator_P) for domain in pair.domains},
+        "data": {
+            name: {"counts": manifest["counts"], "response_tokens": manifest["response_tokens"]}
+            for name, manifest in manifests.items()
+        },
+        "cells": cells,
+        "by_rate": {
+            name: {rate: places(pair.domains, measured[f"{name} lr{rate}"]) for rate in cell["by_rate"]}
+            for name, cell in cells.items()
+            if cell["by_rate"]
+        },
+        "figures": figures(pair.domains, alphas, options.bootstrap),
+        "definitions": {
+            "alpha": (__doc__ or "").split("\n\n")[3],
+            "told_apart": "the interval of a difference has no zero in it, and all seeds agree on the sign",
+        },
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "seconds": round(time.time() - started, 1),
+    }
+    write_json_atomic(Path(options.out) / "results.json", document)
+    return document
+
+
+def main() -> None:
+    """Run, and print the tables."""
+    options, _ = parse(Options, COMMAND, sys.argv[1:])
+    out = Path(options.out) / "results.json"
+    sys.stdout.write(tables(read_json(out, "the results of this benchmark") if options.table else run(options)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")

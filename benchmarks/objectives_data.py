@@ -1,0 +1,245 @@
+"""The pairs of benchmarks/objectives.py: their prompts, their base drafts and their training sets, as files."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith import corpus
+from draftsmith.errors import InputError
+from draftsmith.io import atomic_dir, read_json, sha256_file, write_json_atomic
+from draftsmith.pair import write_rows
+from draftsmith.records import iterate_rows
+from draftsmith.text import decode_text, encode_text, load_tokenizer
+from train.config import Optim, TrainConfig
+from train.run import train
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = "benchmarks/objectives.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which cells to run, and at what size."""
+
+    out: str
+    """Everything that is made, results.json last."""
+    pair: str = "nano"
+    """nano (shipped with the project), or stories (needs --target and --texts)."""
+    target: str | None = None
+    """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
+    texts: str | None = None
+    """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
+    only: list[str] = field(default_factory=list)
+    """Cells to train; all when empty."""
+    seeds: int = 3
+    steps: int = 160
+    batch_size: int = 16
+    rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 6e-3])
+    """Learning rates to choose from."""
+    sequences: int = 1280
+    """Sequences of every training set."""
+    response_tokens: int = 64
+    """Longest answer in training."""
+    prompts: int = 64
+    """Prompts a domain that alpha is measured on."""
+    new_tokens: int = 48
+    """Longest continuation that alpha is measured on."""
+    bootstrap: int = 2000
+    table: bool = False
+    """Only print the tables of OUT/results.json."""
+
+    def __post_init__(self) -> None:
+        if self.pair not in PAIRS:
+            raise InputError(f"--pair {self.pair}: use {' or '.join(PAIRS)}")
+        if self.pair == "stories" and (self.target is None or self.texts is None):
+            raise InputError("--pair stories: also needs --target and --texts")
+        for key in ("seeds", "steps", "batch_size", "sequences", "response_tokens", "prompts", "new_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, the base draft, and where its prompts are: rows of `text`, cut to `prompt_tokens`.
+
+    `domains[0]` is home; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows home.train.jsonl,
+    home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts of.
+    `has_text`: whether home.train.jsonl is text that somebody wrote, long enough to train on.
+    """
+
+    target: str
+    draft: str
+    prompt_tokens: int
+    domains: tuple[str, ...]
+    replayed: tuple[str, ...]
+    has_text: bool
+
+
+def nano(options: Options) -> Pair:
+    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays away."""
+    out = Path(options.out) / "prompts"
+    home, *away = corpus.DOMAINS
+    if not out.is_dir():
+        with atomic_dir(out) as made:
+            for domain in corpus.DOMAINS:
+                write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).heldout, 400))
+            write_train_rows(made, options, corpus.passages(home, corpus.split(home).train, 400))
+            general = corpus.passages(away[0], corpus.split(away[0]).train, 400)
+            write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
+    recipes = ROOT / "configs" / "demo"
+    return Pair(str(recipes / "target"), str(recipes / "base"), 32, (home, *away), (away[0],), True)
+
+
+STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")
+ENDS = ("", " who", " and", " was", " saw")
+
+
+def stories(options: Options) -> Pair:
+    """A model of children's stories at home on its own beginnings; away are instructions, web text and the like.
+
+    The base draft is fresh (one layer of 48) and has seen 600 steps of general text, nothing of stories.
+    """
+    assert options.target is not None and options.texts is not None
+    out, texts = Path(options.out), Path(options.texts)
+    away = ("alpaca", "c4", "wiki", "gsm8k", "humaneval")
+    if not (out / "openings").is_dir():
+        with atomic_dir(out / "openings") as made:
+            write_rows(made / "openings.jsonl", ({"prompt": start + end} for start in STARTS for end in ENDS))
+    beginnings = DistillConfig(
+        target=options.target,
+        prompts=str(out / "openings" / "openings.jsonl"),
+        out=str(out / "beginnings"),
+        num_samples=2 * options.sequences // 30 + options.prompts,
+        max_new_tokens=32,
+        batch_size=256,
+        seed=11,
+    )
+    distilled(beginnings)
+    if not (out / "prompts").is_dir():
+        tokenizer = load_tokenizer(options.target)
+        parts = [pq.read_table(path).to_pylist() for path in sorted((out / "beginnings").glob("part-*.parquet"))]
+        begun = [decode_text(tokenizer, row["prompt_ids"] + row["response_ids"]) for part in parts for row in part]
+        rows = shuffled({"text": text} for text in dict.fromkeys(begun))
+        with atomic_dir(out / "prompts") as made:
+            write_rows(made / "stories.jsonl", rows[: 2 * options.prompts])
+            write_train_rows(made, options, rows[2 * options.prompts :])
+            general: list[dict[str, str]] = []
+            for domain in away:
+                (source,) = (path for path in sorted(texts.glob(f"{domain}*.jsonl")) if "_test" not in path.name)
+                rows = shuffled(pieces(source))
+                write_rows(made / f"{domain}.jsonl", rows[: 2 * options.prompts])
+                general += rows[2 * options.prompts :] if domain == "c4" else []
+            write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
+            write_rows(made / "base.train.jsonl", general)
+    base = TrainConfig(
+        out=str(out / "base"),
+        data=[str(out / "prompts" / "base.train.jsonl")],
+        draft_config=str(out / "base.config.json"),
+        tokenizer=options.target,
+        objective="ce",
+        max_length=128,
+        batch_size=16,
+        steps=5 * options.steps,
+        eval_every=options.steps,
+        optim=Optim(lr=4e-3, warmup_steps=20),
+        seed=12,
+    )
+    shape = read_json(Path(options.target) / "config.json", "the config of a model")
+    small = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    write_json_atomic(out / "base.config.json", shape | small | {"num_key_value_heads": 4, "head_dim": 12})
+    once(out / "base.json", lambda: train(base, COMMAND))
+    return Pair(options.target, str(out / "base"), 24, ("stories", *away), ("c4",), False)
+
+
+PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "stories": stories}
+
+
+def write_train_rows(made: Path, options: Options, rows: Sequence[dict[str, str]]) -> None:
+    """The first go to held-out, as many as are measured on; the others are for training."""
+    write_rows(made / "home.heldout.jsonl", rows[: 2 * options.prompts])
+    write_rows(made / "home.train.jsonl", rows[2 * options.prompts :])
+
+
+def shuffled(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+    """In an order that depends on each row alone."""
+    return sorted(rows, key=lambda row: hashlib.sha256(row["text"].encode()).digest())
+
+
+def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
+    """Rows of text: of long ones every `characters`, of chats all turns together."""
+    found = []
+    for _, row in iterate_rows(str(source)):
+        text = row["text"] if "text" in row else "\n\n".join(turn["content"] for turn in row["messages"])
+        found += [text[i : i + characters] for i in range(0, max(1, len(text) - characters // 2), characters)]
+    return [{"text": text} for text in dict.fromkeys(found) if len(text) >= 100]
+
+
+def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returned when it was first asked, with the seconds it took."""
+    if not path.exists():
+        started, busy = time.perf_counter(), time.process_time()
+        made = make()
+        spent = {"seconds": time.perf_counter() - started, "processor_seconds": time.process_time() - busy}
+        write_json_atomic(path, made | {key: round(value, 2) for key, value in spent.items()})
+    return read_json(path, "a record of this benchmark")
+
+
+def distilled(config: DistillConfig) -> None:
+    """The real command's work, unless it is there."""
+    if not (Path(config.out) / "manifest.json").exists():
+        distill(config, COMMAND)
+
+
+def make_data(options: Options, pair: Pair) -> None:
+    """OUT/data: home (one answer a prompt), x4, heldout, general, and text."""
+    out = Path(options.out)
+    sets = {
+        "home": ("home.train", options.sequences, 1),
+        "x4": ("home.train", max(1, options.sequences // 4), 4),
+        "heldout": ("home.heldout", 2 * options.prompts, 1),
+        "general": ("general.train", options.sequences, 1),
+    }
+    for name, (prompts, count, samples) in sets.items():
+        config = DistillConfig(
+            target=pair.target,
+            prompts=str(out / "prompts" / f"{prompts}.jsonl"),
+            out=str(out / "data" / name),
+            num_samples=samples,
+            max_prompts=count,
+            max_new_tokens=options.response_tokens,
+            prompt_tokens=pair.prompt_tokens,
+            teacher_top_k=16,
+            batch_size=64,
+            seed=1,
+        )
+        distilled(config)
+    if pair.has_text and not (out / "data" / "text").is_dir():
+        write_text_set(options, pair, out / "data" / "text")
+
+
+def write_text_set(options: Options, pair: Pair, directory: Path) -> None:
+    """The prompts of `home` with the text that follows them in place of the target's answers, of the same length."""
+    tokenizer = load_tokenizer(pair.target)
+    rows = []
+    source = Path(options.out) / "prompts" / "home.train.jsonl"
+    for _, row in islice(iterate_rows(str(source)), options.sequences):
+        ids = encode_text(tokenizer, row["text"])
+        end = pair.prompt_tokens
+        if len(ids) > end:
+            rows.append({"prompt_ids": ids[:end], "response_ids": ids[end : end + options.response_tokens]})
+    ids_type = pa.list_(pa.int32())
+    with atomic_dir(directory) as made:
+        part = made / "part-00000.parquet"
+        schema = pa.schema([("prompt_ids", ids_type), ("response_ids", ids_type)])
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
+        listed = [{"file": part.name, "rows": len(rows), "sha256": sha256_file(part)}]
+        write_json_atomic(made / "manifest.json", {"complete": True, "parts": listed})

@@ -1,0 +1,127 @@
+"""What the cells of benchmarks/objectives.py come to: figures with intervals, and their tables in Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from draftsmith.sampling import row_seed
+from eval.bootstrap import Resamples, Sums, difference, estimate, pool_resamples, pool_sums, resamples
+
+ALIKE = "fkl"  # what differences are taken from, and what every data mode is trained with
+# Of one draft: temperature, then domain, then per-prompt sums and counts.
+Alphas = dict[str, dict[str, Sums]]
+
+
+def mean_of(seeds: Sequence[Sums]) -> Sums:
+    """Per prompt, the mean over seeds; they share the prompts and the counts."""
+    return Sums(np.mean([each.numerator_P for each in seeds], axis=0), seeds[0].denominator_P)
+
+
+def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int) -> dict[str, Any]:
+    """By temperature, cell and place (a domain, or `ood`: all but home pooled): alpha, and what it is above fkl and
+    above the base draft; with seeds apart, where they are several.
+    """
+    picks = {
+        domain: resamples(len(alphas["base"][0]["1"][domain].numerator_P), count, row_seed(0, domain) % 2**32)
+        for domain in domains
+    }
+    away = domains[1:]
+    picks["ood"] = pool_resamples([picks[domain] for domain in away])
+
+    def sums(alpha: Alphas, temperature: str, place: str) -> Sums:
+        there = alpha[temperature]
+        return pool_sums([there[domain] for domain in away]) if place == "ood" else there[place]
+
+    found: dict[str, Any] = {}
+    for temperature in alphas["base"][0]:
+        found[temperature] = {}
+        for name, seeds in alphas.items():
+            found[temperature][name] = {}
+            for place, pick in picks.items():
+                each = [sums(alpha, temperature, place) for alpha in seeds]
+                row: dict[str, Any] = {"alpha": estimate(mean_of(each), pick), "seeds": [one.pooled for one in each]}
+                for other in ("base", ALIKE):
+                    if other in alphas and other != name:
+                        there = [sums(alpha, temperature, place) for alpha in alphas[other]]
+                        row[f"above_{other}"] = above(each, there, pick)
+                found[temperature][name][place] = row
+    return found
+
+
+def places(domains: Sequence[str], alpha: Alphas) -> dict[str, float | None]:
+    """alpha of one draft at temperature 1, by domain and, all but home pooled, `ood`."""
+    there = alpha["1"]
+    pooled = {domain: there[domain].pooled for domain in domains}
+    return pooled | {"ood": pool_sums([there[domain] for domain in domains[1:]]).pooled}
+
+
+def above(new: Sequence[Sums], old: Sequence[Sums], picks: Resamples) -> dict[str, Any]:
+    """The difference of the means over seeds, and `told_apart`: the interval has no zero and all seeds agree.
+
+    Seeds are compared with the same seed, or all with the one draft there is.
+    """
+    gap = difference(mean_of(new), mean_of(old), picks)
+    count = max(len(new), len(old))
+    pooled = [[one.pooled or 0.0 for one in each] * (count // len(each)) for each in (new, old)]
+    apart = [a - b for a, b in zip(*pooled, strict=True)]
+    low, high = gap["low"], gap["high"]
+    clear = low is not None and high is not None and low * high > 0 and (min(apart) > 0 or max(apart) < 0)
+    return {**gap, "seeds": apart, "told_apart": clear}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The tables of docs/objectives.md, in Markdown."""
+    home, *away = results["domains"]
+    parts = []
+    objectives = list(results["by_rate"])
+    modes = [name for name in results["cells"] if name not in objectives]
+    for temperature, at in results["figures"].items():
+        kinds = {"objectives": ["base", *objectives]} | ({"data modes": [ALIKE, *modes]} if modes else {})
+        for title, names in kinds.items():
+            heading = ["draft", f"{home} (ID)", f"over {ALIKE}", "OOD", f"over {ALIKE}", "over base", *away]
+            lines = [f"**T = {temperature}: {title}**", "", row_of(heading), row_of(["---"] * len(heading))]
+            for name in names:
+                words = [name]
+                for place in (home, "ood"):
+                    apart = None if name == "base" else at[name][place].get(f"above_{ALIKE}")
+                    words += [told(at[name][place]["alpha"]), gap(apart)]
+                words.append(gap(at[name]["ood"].get("above_base")))
+                lines.append(row_of([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in away)]))
+            parts.append("\n".join(lines))
+    rates = [f"{rate:g}" for rate in results["options"]["rates"]]
+    heading = ["objective", *(f"{rate}: {home}" for rate in rates), *(f"{rate}: OOD" for rate in rates), "chosen"]
+    lines = ["**T = 1: by learning rate, one seed**", "", row_of(heading), row_of(["---"] * len(heading))]
+    for name, tried in results["by_rate"].items():
+        values = [f"{tried[rate][place]:.3f}" for place in (home, "ood") for rate in rates]
+        lines.append(row_of([name, *values, f"{results['cells'][name]['rate']:g}"]))
+    parts.append("\n".join(lines))
+    heading = ["draft", f"{home}, seed by seed", "OOD, seed by seed", "step of the kept weights", "processor s a step"]
+    lines = ["**T = 1: seeds**", "", row_of(heading), row_of(["---"] * len(heading))]
+    for name, cell in results["cells"].items():
+        at = results["figures"]["1"][name]
+        each = [" ".join(f"{value:.3f}" for value in at[place]["seeds"]) for place in (home, "ood")]
+        steps = " ".join(str(run["best_step"]) for run in cell["runs"])
+        seconds = min(run["processor_seconds"] for run in cell["runs"]) / results["options"]["steps"]
+        lines.append(row_of([name, *each, steps, f"{seconds:.2f}"]))
+    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+
+
+def row_of(words: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(words)} |"
+
+
+def told(alpha: dict[str, Any]) -> str:
+    """A figure with its interval."""
+    interval = "" if alpha["low"] is None else f" [{alpha['low']:.3f}, {alpha['high']:.3f}]"
+    return f"{alpha['value']:.3f}{interval}"
+
+
+def gap(apart: dict[str, Any] | None) -> str:
+    """A difference with its interval, bold where it is told apart from zero."""
+    if apart is None:
+        return ""
+    interval = "" if apart["low"] is None else f" [{apart['low']:+.3f}, {apart['high']:+.3f}]"
+    text = f"{apart['value']:+.3f}{interval}"
+    return f"**{text}**" if apart["told_apart"] else text

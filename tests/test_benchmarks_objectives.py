@@ -1,0 +1,174 @@
+"""The benchmark of objectives and data modes, on a tiny pair: what it trains and keeps, what it calls apart."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import objectives, objectives_data
+from benchmarks.objectives import measure_alphas, run
+from benchmarks.objectives_data import Options, Pair, pieces, shuffled
+from benchmarks.objectives_tables import above, figures, tables
+from draftsmith.errors import InputError, RunError
+from draftsmith.io import atomic_dir
+from draftsmith.pair import write_rows
+from eval.bootstrap import Sums, resamples
+from train import run as train_run
+from train.config import TrainConfig
+
+WORDS = "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()
+
+
+def texts(count: int, start: int) -> list[dict[str, str]]:
+    return [{"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))} for i in range(count)]
+
+
+@pytest.fixture
+def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """A pair `nano` that is made of the tests' tiny models, and the least of everything."""
+
+    def tiny(options: Options) -> Pair:
+        out = Path(options.out) / "prompts"
+        if not out.is_dir():
+            with atomic_dir(out) as made:
+                objectives_data.write_train_rows(made, options, texts(20, 0))
+                write_rows(made / "general.train.jsonl", texts(6, 5))
+                for start, domain in enumerate(("prose", "code", "lists")):
+                    write_rows(made / f"{domain}.jsonl", texts(8, start + 1))
+        return Pair(target_dir, draft_dir, 6, ("prose", "code", "lists"), ("code",), True)
+
+    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
+    small = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
+    return Options(out=str(tmp_path / "out"), rates=[1e-2, 3e-3], new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The configurations that are really trained, in order."""
+    asked: list[TrainConfig] = []
+    real = train_run.train
+
+    def train(config: TrainConfig, command: str) -> dict[str, Any]:
+        asked.append(config)
+        return real(config, command)
+
+    monkeypatch.setattr(objectives, "train", train)
+    return asked
+
+
+def without_times(document: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(document | {"seconds": 0}))
+
+
+def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainConfig]) -> None:
+    options = replace(options, only=["ce", "adaspec", "text", "stored"])
+    first = run(options)
+    # Three objectives at two rates with one seed, and at the better one with another; two modes with both seeds.
+    assert len(trained) == 3 * 3 + 2 * 2
+    assert {(each.steps, each.batch_size, each.max_length) for each in trained} == {(3, 2, 14)}
+    for each in trained:
+        if "adaspec" in each.objective:
+            rate = first["cells"]["fkl"]["rate"]
+            assert Path(str(each.reference)).name == f"fkl-lr{rate:g}-seed{each.seed}"
+    (stored,) = {(each.target, each.objective) for each in trained if "stored" in each.out}
+    assert stored == (None, "fkl")
+    for name, cell in first["cells"].items():
+        tried = {rate: each["heldout_alpha"] for rate, each in (cell["by_rate"] or {}).items()}
+        assert (set(tried) == {"0.01", "0.003"}) == (name in objectives.OBJECTIVES)
+        assert not tried or tried[f"{cell['rate']:g}"] == max(tried.values())
+        if tried:
+            same = first["by_rate"][name][f"{cell['rate']:g}"]
+            assert same["prose"] == first["figures"]["1"][name]["prose"]["seeds"][0]
+
+    trained.clear()
+    again = run(options)
+    assert trained == [] and without_times(again) == without_times(first)
+    more = run(replace(options, only=[*options.only, "x4"]))
+    assert len(trained) == 2 and all(each.data[0].endswith("x4") for each in trained)
+    assert more["figures"]["1"]["ce"] == first["figures"]["1"]["ce"]
+
+    with pytest.raises(InputError, match="its steps is 3, now it is 4"):
+        run(replace(options, steps=4))
+
+    text = tables(more)
+    for name in ("base", "fkl", "ce", "adaspec", "text", "stored", "x4"):
+        assert f"| {name} |" in text
+    value = more["figures"]["1"]["ce"]["prose"]["alpha"]["value"]
+    assert f"| ce | {value:.3f} [" in text and "nan" not in text
+
+
+def test_alpha_is_what_eval_measures(options: Options, door: Callable[..., tuple[int, str, str]]) -> None:
+    run(replace(options, only=["fkl"], seeds=1, rates=[1e-2]))
+    pair = objectives_data.PAIRS["nano"](options)
+    draft = str(Path(options.out) / "drafts" / "fkl-lr0.01-seed0")
+    ours = measure_alphas(options, pair, {"d": draft})["d"]
+    sets = [f"{name}={Path(options.out) / 'prompts' / name}.jsonl" for name in pair.domains]
+    words = ["--id", sets[0], "--ood", *sets[1:], "--draft", f"d={draft}", "--tree", "chain:1", "--speed_prompts", "0"]
+    limits = ["--max_prompts", "3", "--prompt_tokens", "6", "--max_new_tokens", "6", "--bootstrap", "100"]
+    out = Path(options.out) / "eval"
+    code, _, err = door("eval", "--target", pair.target, *words, *limits, "--out", out)
+    assert code == 0, err
+    results = json.loads((out / "results.json").read_text())
+    for row in results["alpha"]:
+        if row["domain"] is not None:
+            assert ours[f"{row['temperature']:g}"][row["domain"]].pooled == pytest.approx(row["alpha"]["value"])
+
+
+def test_a_mode_without_effect_is_refused(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(objectives.MODES, "x4", {})
+    with pytest.raises(RunError, match="x4: gave the very weights of fkl"):
+        run(replace(options, only=["x4"], rates=[1e-2], steps=12, seeds=1))
+
+
+def test_unknown_cell_and_missing_paths_are_refused(options: Options) -> None:
+    with pytest.raises(InputError, match="--only kfl: use any of ce, fkl"):
+        run(replace(options, only=["kfl"]))
+    with pytest.raises(InputError, match="--target and --texts"):
+        Options(out="x", pair="stories")
+
+
+def sums_of(*values: float) -> Sums:
+    return Sums.of(list(values), [1.0] * len(values))
+
+
+def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
+    picks = resamples(4, 200, 0)
+    low, high = sums_of(0.1, 0.2, 0.3, 0.4), sums_of(0.2, 0.3, 0.4, 0.5)
+    clear = above([high, high], [low, low], picks)
+    assert clear["told_apart"] and clear["value"] == pytest.approx(0.1) and clear["seeds"] == pytest.approx([0.1, 0.1])
+    # The mean is as much higher for every prompt, but one seed is not.
+    far = sums_of(0.5, 0.6, 0.7, 0.8)
+    assert not above([low, far], [high, low], picks)["told_apart"]
+    # Prompts disagree.
+    mixed = sums_of(0.4, 0.0, 0.5, 0.2)
+    assert not above([mixed, mixed], [low, low], picks)["told_apart"]
+    # One draft against several seeds of another, both ways round.
+    assert len(above([low], [high, high], picks)["seeds"]) == len(above([high, high], [low], picks)["seeds"]) == 2
+
+
+def test_ood_pools_all_but_home_and_seeds_are_averaged() -> None:
+    def draft(*home: float) -> dict[str, dict[str, Sums]]:
+        away = Sums.of([1.0, 3.0], [4.0, 4.0])
+        return {"1": {"home": sums_of(*home), "a": away, "b": Sums.of([2.0, 2.0], [2.0, 2.0])}}
+
+    cells = {"base": [draft(0.1, 0.1)], "fkl": [draft(0.2, 0.4), draft(0.4, 0.6)]}
+    at = figures(("home", "a", "b"), cells, 100)["1"]["fkl"]
+    assert at["ood"]["alpha"]["value"] == pytest.approx(8 / 12)
+    assert at["home"]["alpha"]["value"] == pytest.approx(0.4)
+    assert at["home"]["seeds"] == pytest.approx([0.3, 0.5])
+    assert at["home"]["above_base"]["value"] == pytest.approx(0.3) and "above_fkl" not in at["home"]
+    assert np.isclose(at["ood"]["above_base"]["value"], 0)
+
+
+def test_long_texts_become_pieces_in_an_order_of_their_own(tmp_path: Path) -> None:
+    source = tmp_path / "texts.jsonl"
+    turns = [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "a" * 90}]
+    rows = [{"text": "".join(f"{i:5d}" for i in range(200))}, {"messages": turns}, {"text": "short"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = pieces(source, 400)
+    assert [len(row["text"]) for row in found] == [400, 400, 182]
+    assert shuffled(found) == shuffled(reversed(found))
