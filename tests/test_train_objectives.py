@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import InputError
-from train.losses import LOSSES, NEEDS_TARGET, LossFn, forward_kl_in_place, jensen_shannon, overlap
+from train.losses import LOSSES, NEEDS_TARGET, LossFn, jensen_shannon, overlap
 from train.objective import Objective, parse_objective, select
 
 TARGETED = sorted(NEEDS_TARGET)
@@ -104,13 +104,23 @@ def test_gradients_in_closed_form() -> None:
     torch.testing.assert_close(slope(LOSSES["tvd_pp"], draft, target, tokens), tv / spread)
 
 
-def test_the_kl_made_in_place_is_the_same() -> None:
+@pytest.mark.parametrize("spec", ["fkl", "jsd", "jsd:beta=0.1", "jsd:beta=0.9"])
+def test_what_is_made_in_place_is_the_same(spec: str) -> None:
     draft, target, tokens = pair(12)
-    wanted = LOSSES["fkl"](draft, target, tokens), overlap(draft, target)
-    gradient = slope(LOSSES["fkl"], draft, target, tokens)
-    found = forward_kl_in_place(draft, target, (torch.empty_like(draft), torch.empty_like(draft)))
+    objective = parse_objective(spec)
+    assert objective.in_place is not None
+    wanted = objective.loss(draft, target, tokens), overlap(draft, target)
+    gradient = slope(objective.loss, draft, target, tokens)
+    found = objective.in_place(draft, target, (torch.empty_like(draft), torch.empty_like(draft)))
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(draft, gradient)
+
+
+def test_what_is_not_plain_is_not_made_in_place() -> None:
+    for spec in ("2*fkl", "fkl+ce", "tvd", "ce"):
+        assert parse_objective(spec).in_place is None
+    assert parse_objective("fkl", 2.0).in_place is None
+    assert parse_objective("jsd", 0.5).in_place is None
 
 
 def test_jsd_between_its_limits() -> None:

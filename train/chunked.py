@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.losses import forward_kl_in_place, overlap
-from train.objective import Objective
+from train.losses import overlap
+from train.objective import InPlaceFn, Objective
 from train.sums import Sums
 from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, Widened, compute_dtype, is_partial
 
@@ -95,15 +95,15 @@ def _by_autograd(work: _Work, wants_slope: bool) -> ChunkFn:
     return chunk
 
 
-def _by_hand(work: _Work, teacher: LiveTeacher, like: Tensor, vocabulary: int) -> ChunkFn:
-    """The forward KL of finite logits, several times fewer passes over memory; it overwrites the logits it is given."""
+def _by_hand(work: _Work, teacher: LiveTeacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
+    """An objective that is to be had in place, of finite logits: several times fewer passes over memory."""
     room = [like.new_empty(min(work.chunk, len(work.tokens_N)), vocabulary) for _ in range(2)]
     nothing = torch.zeros_like(like)
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = room[0][: len(logits_CV)], room[1][: len(logits_CV)]
-        loss_C, alpha_C = forward_kl_in_place(logits_CV, target_CV, used)
+        loss_C, alpha_C = measure(logits_CV, target_CV, used)
         if work.weights_N is not None:
             weights_C = work.weights_N[rows].to(loss_C.dtype)
             loss_C, logits_CV = loss_C * weights_C, logits_CV.mul_(weights_C[:, None])
@@ -129,8 +129,9 @@ class _Projected(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
         alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         plain = work.head is None or work.head.is_plain
-        if plain and work.objective.is_forward_kl and isinstance(work.teacher, LiveTeacher):
-            chunk = _by_hand(work, work.teacher, loss, len(weight))
+        in_place = work.objective.in_place
+        if plain and in_place is not None and isinstance(work.teacher, LiveTeacher):
+            chunk = _by_hand(work, work.teacher, in_place, loss, len(weight))
         else:
             chunk = _by_autograd(work, any(needs))
         for rows in work.chunks():

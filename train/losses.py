@@ -153,6 +153,26 @@ def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, room: tuple[Tensor,
     return loss_N, 1 - torch.linalg.vector_norm(slope_NV, 1, -1) / 2
 
 
+@torch.no_grad()
+def jensen_shannon_in_place(
+    draft_NV: Tensor, target_NV: Tensor, room: tuple[Tensor, Tensor], beta: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """`jensen_shannon` and `overlap` as `forward_kl_in_place` gives them.
+
+    `draft_NV` becomes the gradient (1 - beta) q (log(q / m) - KL(q || m)).
+    """
+    log_q_NV, log_p_NV = room
+    torch.log_softmax(draft_NV, -1, out=log_q_NV)
+    torch.log_softmax(target_NV, -1, out=log_p_NV)
+    q_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
+    alpha_N = torch.minimum(p_NV, q_NV).sum(-1)
+    log_m_NV = torch.lerp(q_NV, p_NV, beta).clamp_min_(torch.finfo(q_NV.dtype).tiny).log_()
+    kl_p_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_m_NV))
+    kl_q_N: Tensor = torch.linalg.vecdot(q_NV, log_q_NV.sub_(log_m_NV))
+    draft_NV.mul_(log_q_NV.sub_(kl_q_N[:, None])).mul_(1 - beta)
+    return beta * kl_p_N + (1 - beta) * kl_q_N, alpha_N
+
+
 LOSSES: dict[str, LossFn] = {
     "ce": cross_entropy,
     "fkl": forward_kl,
@@ -164,3 +184,8 @@ LOSSES: dict[str, LossFn] = {
     "lk_hybrid": hybrid,
 }
 NEEDS_TARGET = frozenset(LOSSES) - {"ce"}
+# Those that are also to be had in place, for finite logits.
+IN_PLACE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "fkl": forward_kl_in_place,
+    "jsd": jensen_shannon_in_place,
+}

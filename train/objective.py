@@ -7,6 +7,7 @@ Legend: N tokens, V vocabulary, S sequences.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import InputError
-from train.losses import LOSSES, NEEDS_TARGET, LossFn
+from train.losses import IN_PLACE, LOSSES, NEEDS_TARGET, LossFn
+
+# Draft's and target's logits and room for two more -> loss and alpha a token; the draft's logits become the slope.
+InPlaceFn = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 KEEP = 0.4
 # What a loss may be given, and the open interval it must lie in.
@@ -56,9 +60,13 @@ class Objective:
         return self.keep is not None
 
     @property
-    def is_forward_kl(self) -> bool:
-        """Whether its loss is exactly `forward_kl`, for which there is a faster way."""
-        return self.temperature == 1 and [(term.weight, term.name) for term in self.terms] == [(1, "fkl")]
+    def in_place(self) -> InPlaceFn | None:
+        """The same on finite logits and without autograd (`train.losses.IN_PLACE`), where there is such a way."""
+        term = self.terms[0]
+        if len(self.terms) > 1 or term.weight != 1 or self.temperature != 1 or term.name not in IN_PLACE:
+            return None
+        options = term.loss.keywords if isinstance(term.loss, partial) else {}
+        return partial(IN_PLACE[term.name], **options)
 
     def loss(self, draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
         """Loss `[N]` a token, fp32, from logits. `target_NV` may be None when `needs_target` is false."""
