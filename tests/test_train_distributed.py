@@ -19,7 +19,7 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.errors import RunError
 from train.config import TrainConfig
-from train.parallel import make_world
+from train.world import make_world
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -78,11 +78,12 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def agree(found: Path, expected: Path, start: Path) -> None:
+def agree(found: Path, expected: Path, start: Path | None = None) -> None:
     """The same weights and figures but for rounding, far from where they began."""
     there, here = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
-    begin = load_file(start / "model.safetensors")
-    assert max(float((there[name] - begin[name]).abs().max()) for name in there) > 1e-2
+    if start is not None:
+        begin = load_file(start / "model.safetensors")
+        assert max(float((there[name] - begin[name]).abs().max()) for name in there) > 1e-2
     assert here.keys() == there.keys()
     for name, value in there.items():
         torch.testing.assert_close(here[name], value, atol=2e-5, rtol=1e-4)
@@ -159,6 +160,34 @@ def test_two_processes_are_one(
     code, _, err = door(*run("adam2", 1, 8), *ADAM)
     assert code == 0, err
     agree(tmp_path / "adam2", tmp_path / "adam1", Path(draft_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("cpu2", "--kind eagle --head.noise 0"),
+        pytest.param("cpu2_zero2", "--kind hydra --head.num_heads 3", marks=NO_DEEPSPEED),
+        pytest.param("cpu2_zero3", "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3", marks=NO_DEEPSPEED),
+        ("cpu2_fsdp2", "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3"),
+        ("cpu2", "--draft {draft} --on_policy.fraction 0.5 --on_policy.max_new_tokens 8"),
+    ],
+)
+def test_two_processes_are_one_for_heads_and_answers_of_their_own(
+    config: str, options: str, distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door
+) -> None:
+    def run(out: str, size: int, accumulation: int) -> list[str]:
+        where = words(distilled, draft_dir, target_dir, tmp_path / out, size, accumulation)
+        at = where.index("--draft")
+        return [*where[:at], *where[at + 2 :], *options.format(draft=draft_dir).split(), *SGD]
+
+    assert door(*run("one", 8, 1))[0] == 0
+    done = launch(CONFIGS / f"{config}.yaml", tmp_path, "-m", "draftsmith", *run("two", 2, 2))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "two" / "draftsmith.json").read_text())["processes"] == 2
+    agree(tmp_path / "two", tmp_path / "one")
+    judged = [line["heldout_loss"] for line in metrics(tmp_path / "two") if "heldout_loss" in line]
+    assert judged[-1] < 0.98 * judged[0]
 
 
 def test_another_number_of_rows_in_a_step_is_another_run(

@@ -20,7 +20,7 @@ from train import drafts
 from train.config import OnPolicy, TrainConfig
 from train.data import IGNORE, Examples, collate, load_examples
 from train.onpolicy import Answerer, make_answerer
-from train.parallel import World
+from train.world import World
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]

@@ -30,7 +30,8 @@ from draftsmith.processes import on_main
 from draftsmith.run import difference
 from draftsmith.sampling import row_seed
 from draftsmith.text import Tokenizer
-from train.parallel import Engine, World, gather_optimizer, gather_weights, load_optimizer, load_weights
+from train.parallel import Engine, gather_optimizer, gather_weights, load_optimizer, load_weights
+from train.world import World
 
 log = logging.getLogger(__name__)
 

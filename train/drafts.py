@@ -19,9 +19,9 @@ from train.data import Examples
 from train.features import FeatureCache, cached_layers
 from train.objective import parse_objective
 from train.onpolicy import Answerer
-from train.parallel import World
 from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
+from train.world import World
 
 # What only a fresh head is given; a trained one has its own.
 _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")

@@ -26,8 +26,9 @@ from train.checkpoint import Keeping, Layout, Position
 from train.config import Optim, TrainConfig
 from train.data import Batch, Examples, collate, units
 from train.onpolicy import Answerer
-from train.parallel import Engine, World
+from train.parallel import Engine
 from train.sums import Sums
+from train.world import World
 
 # tau is quoted for a chain of this many drafted tokens where the draft can go to any depth.
 CHAIN = 5

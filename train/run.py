@@ -26,13 +26,13 @@ from draftsmith.processes import Stop, Terminated, is_main, on_main, terminable
 from draftsmith.run import provenance
 from draftsmith.sampling import row_seed
 from draftsmith.text import Tokenizer, load_tokenizer
-from train import checkpoint, drafts, parallel, tracking
+from train import checkpoint, drafts, tracking
 from train.config import TrainConfig
 from train.data import Examples, divide, load_examples, packed, with_replay
 from train.loop import Job, fit
 from train.objective import parse_objective
-from train.parallel import World
 from train.smoke import make_inputs, smoke_config
+from train.world import World, make_world
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
 
 def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     tracking.check_installed(config)
-    world = parallel.make_world(config)
+    world = make_world(config)
     accelerator = world.accelerator
     if config.smoke:
         recipe = config
