@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from draftsmith.processes import is_main
+
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
 Tick = Callable[[int], None]
@@ -24,7 +26,13 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`. Everything goes to standard error, which keeps standard output for results."""
+    """Yield `advance(count, note)`. Everything goes to standard error, which keeps standard output for results.
+
+    Of several processes the main one alone shows anything, and that is its own share.
+    """
+    if not is_main():
+        yield _unseen
+        return
     console = Console(stderr=True)
     if console.is_terminal:
         bar = Progress(
@@ -62,6 +70,10 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
             sys.stderr.flush()
 
     yield advance
+
+
+def _unseen(count: int, note: str = "") -> None:
+    pass
 
 
 def no_tick(count: int) -> None:

@@ -184,6 +184,7 @@ def test_two_processes_are_one_for_heads_and_answers_of_their_own(
     assert door(*run("one", 8, 1))[0] == 0
     done = launch(CONFIGS / f"{config}.yaml", tmp_path, "-m", "draftsmith", *run("two", 2, 2))
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("8/8") == 1  # one of them speaks
     assert json.loads((tmp_path / "two" / "draftsmith.json").read_text())["processes"] == 2
     agree(tmp_path / "two", tmp_path / "one")
     judged = [line["heldout_loss"] for line in metrics(tmp_path / "two") if "heldout_loss" in line]
