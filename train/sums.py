@@ -16,7 +16,8 @@ class Sums:
     alpha: scalar, the sum over tokens of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D and
     depth_tokens_D: the same for every depth, and over how many tokens; a count of 0 means that it was not measured
     (no target), and then the ratio is None. missing: scalar, the sum over tokens of the target's probability of what
-    the draft has no word for; None where its vocabulary is the target's. All but `loss` carry no gradient.
+    the draft has no word for, or of what stored rows do not tell; None where the teacher's law is whole. All but
+    `loss` carry no gradient.
     """
 
     loss: Tensor

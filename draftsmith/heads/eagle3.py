@@ -178,7 +178,7 @@ class Eagle3Head(nn.Module):
         if self.reduced:
             self.register_buffer("d2t", torch.zeros_like(ids))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.set_draft_vocab(ids.tolist())
+            self.set_draft_vocab(range(config.draft_vocab_size))
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0) -> "Eagle3Head":
