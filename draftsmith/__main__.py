@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module(COMMANDS[name][0]).run(words[1:])
         return 0
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":  # every process found the same
+        if _first():  # every process found the same
             print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RunError as error:
@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         if _interrupted(error):
             kept = name != "decode" or any(word.startswith("--out") for word in words)
             more = "; the same command continues where it was" if kept else ""
-            print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
+            if _first():
+                print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
             return 130
         if isinstance(error, BrokenPipeError):
             # The reader (`| head`) has seen enough. What Python still holds back for it goes nowhere.
@@ -85,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
             return 1
         raise
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _interrupted(error: BaseException | None) -> bool:

@@ -42,10 +42,19 @@ class Terminated(SystemExit):
 
 @dataclass
 class Stop:
-    """Whether SIGTERM came. While `held` it only sets `asked`; otherwise the program ends there and then."""
+    """Whether SIGTERM or Ctrl-C came. While `held` it only sets `asked`, else the program ends there and then.
+
+    asked: the signal that came to this process. agreed: whether all processes know by now that one was asked. A second
+    Ctrl-C is not held.
+    """
 
     held: bool = False
-    asked: bool = False
+    asked: int = 0
+    agreed: bool = False
+
+    def leaving(self) -> BaseException:
+        """What to raise when the time has come."""
+        return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated()
 
 
 def launched() -> int:
@@ -145,19 +154,26 @@ def check(found: int) -> None:
 
 @contextmanager
 def terminable() -> Iterator[Stop]:
-    """SIGTERM raises Terminated in the block, or, while `stop.held`, is left to the block to act upon."""
+    """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them to the block."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals are the main thread's
         return
 
     def arrived(number: int, frame: FrameType | None) -> None:
-        stop.asked = True
-        if not stop.held:
-            raise Terminated
+        again = number == stop.asked == signal.SIGINT
+        stop.asked = number
+        if again or not stop.held:
+            raise stop.leaving()
+        if number == signal.SIGINT and is_main():
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
 
-    before = signal.signal(signal.SIGTERM, arrived)
+    # What started this program may have set Ctrl-C aside (`nohup`, `&` in a script), and then it stays so.
+    numbers = [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+    before = {number: signal.signal(number, arrived) for number in numbers}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -175,6 +175,8 @@ for line in sys.stdin:
     if os.fork():
         continue
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Whoever started the tests in the background has set this aside.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     pid = os.fork()
     if pid:
         with open(job["dir"] + "/pid.tmp", "w") as file:

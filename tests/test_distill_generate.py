@@ -240,9 +240,9 @@ def test_two_processes_make_the_same_bytes(words: list[str], whole: Path, tmp_pa
     assert run.returncode == 0, run.stderr
     assert files(there / "set") == files(whole)
     assert run.stdout.count("24 rows") == 1
-    # Each process made its own share.
+    # Each process made its own share; the main one speaks.
     assert "distill: 14/14" in run.stderr
-    assert "distill: 10/10" in run.stderr
+    assert run.stderr.count("distill: ") == 1
 
 
 def test_datasets_reads_it(whole: Path, target_dir: str) -> None:

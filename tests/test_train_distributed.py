@@ -30,7 +30,7 @@ NO_DEEPSPEED = pytest.mark.skipif(
     reason="needs DeepSpeed (pip install 'draftsmith[deepspeed]'), and g++, with which it compiles on CPUs",
 )
 
-# A command in each of the processes that a launch starts, told to stop by SIGTERM at a step; and its exit codes.
+# A command in each of the processes that a launch starts, one told to stop by SIGTERM at a step; and its exit codes.
 DRIVER = """
 import json, os, signal, sys
 import train.loop
@@ -38,7 +38,7 @@ from draftsmith.__main__ import main
 job = json.load(open(sys.argv[1]))
 real = train.loop.learning_rate
 def watched(optim, step, steps):
-    if step == job["stop_at"]:
+    if step == job["stop_at"] and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return real(optim, step, steps)
 train.loop.learning_rate = watched

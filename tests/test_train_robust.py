@@ -109,6 +109,38 @@ def test_sigterm_leaves_a_checkpoint_and_the_next_start_continues(
 
 
 @pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_and_twice_stops_at_once(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    once = "before(train.loop, 'learning_rate', 7, send(signal.SIGINT))"
+    code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + once).wait()
+    assert (code, out) == (130, "")
+    assert last_line(err) == "draftsmith train: interrupted; the same command continues where it was"
+    assert (tmp_path / "draft/run/checkpoints/step_00000007/position.json").exists()
+    before = result(tmp_path / "draft")
+    twice = "\nfor number in (2, 3): before(train.parallel, 'forward', number, send(signal.SIGINT))"
+    code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + twice).wait()
+    assert (code, out) == (130, "")
+    assert last_line(err) == "draftsmith train: interrupted; the same command continues where it was"
+    assert {name for name in result(tmp_path / "draft") if "checkpoints" in name} == {
+        name for name in before if "checkpoints" in name
+    }
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
+def test_a_signal_while_processes_agree_is_not_forgotten(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    # Figures are added up once for the evaluation and twice a step, the second time with who was asked to stop.
+    trap = "import accelerate\nbefore(accelerate.Accelerator, 'reduce', 5, send(signal.SIGTERM))"
+    code, _, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
+    assert code == 143, err
+    assert (tmp_path / "draft/run/checkpoints/step_00000003/position.json").exists()
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
 def test_sigkill_at_random_steps(whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn) -> None:
     """Law 7 at five random steps, each time in another part of the step."""
     draw = random.Random(7)

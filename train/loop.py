@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import RunError
 from draftsmith.io import write_text_atomic
-from draftsmith.processes import Stop, Terminated
+from draftsmith.processes import Stop
 from draftsmith.progress import progress
 from train import checkpoint, parallel
 from train.checkpoint import Keeping, Layout, Position
@@ -149,7 +149,7 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
 def training_step(job: Job, engine: Engine, step: int, stop: Stop) -> dict[str, float]:
     """One optimizer step; returns its loss per valid token, gradient norm, rate, tokens, and alpha with a teacher.
 
-    `stop.asked` is set in every process when it was set in any.
+    `stop.agreed` is set in every process when `stop.asked` was set in any.
     """
     config, accelerator = job.config, job.world.accelerator
     made = make_step(job, step)
@@ -166,9 +166,9 @@ def training_step(job: Job, engine: Engine, step: int, stop: Stop) -> dict[str, 
             parallel.backward(engine, sums.loss * (job.world.size / max(valid, 1)))
         total = _vector(sums) if total is None else total + _vector(sums)
     assert total is not None
-    asked = torch.tensor([float(stop.asked)], dtype=torch.float64, device=total.device)
+    asked = torch.tensor([float(stop.asked > 0)], dtype=torch.float64, device=total.device)
     *vector, stops = accelerator.reduce(torch.cat([total, asked]), reduction="sum").tolist()
-    stop.asked = stops > 0
+    stop.agreed = stops > 0
     loss = vector[0] / max(valid, 1)
     _check_finite(step, "loss", loss, config)
     norm = parallel.step(engine, config.optim.clip_norm)
@@ -214,7 +214,8 @@ def _dealt(job: Job) -> Iterator[tuple[list[int], bool]]:
 def fit(job: Job, stop: Stop) -> Position:
     """Train to the end, from wherever the run was left; the best weights are then `run/best`.
 
-    Raises Terminated after SIGTERM, with a checkpoint made; RunError when a number is not finite.
+    After SIGTERM raises Terminated, after Ctrl-C KeyboardInterrupt, with a checkpoint made; RunError when a number is
+    not finite.
     """
     config = job.config
     draft = job.trainee.draft
@@ -243,13 +244,20 @@ def fit(job: Job, stop: Stop) -> Position:
             if position.step % config.eval_every == 0 or position.step == job.steps:
                 position = _judge(job, engine, position, metrics)
                 note = _note(config, position)
-            if position.step % config.save_every == 0 or position.stopped or stop.asked:
+                _agree(job, stop)
+            if position.step % config.save_every == 0 or position.stopped or stop.agreed:
                 checkpoint.save(job.run_dir, engine, position, layout(job), keeping)
-            if stop.asked:
-                raise Terminated
+            if stop.agreed:
+                raise stop.leaving()
             advance(1, f"loss {figures['loss']:.3f} {note}")
     stop.held = False
     return position
+
+
+def _agree(job: Job, stop: Stop) -> None:
+    """As at the end of a training step: an evaluation is long, and a signal does not come to all at once."""
+    asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
+    stop.agreed = stop.agreed or float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
 
 
 def memory_gib() -> float:

@@ -55,7 +55,7 @@ _NOT_IDENTITY = (
 def train(config: TrainConfig, command: str) -> dict[str, Any]:
     """Run `config` to its end, continuing what a killed run left. Returns the summary; raises InputError.
 
-    SIGTERM ends it with Terminated (exit code 143), with a checkpoint of the step it was at.
+    SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
     with terminable() as stop:
         try:
