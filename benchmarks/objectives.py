@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.objectives_data import COMMAND, PAIRS, Options, Pair, make_data, once
+from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
 from draftsmith.config import parse
 from draftsmith.errors import InputError, RunError
@@ -235,10 +236,12 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, and print the tables."""
+    """Run, draw, and print the tables."""
     options, _ = parse(Options, COMMAND, sys.argv[1:])
-    out = Path(options.out) / "results.json"
-    sys.stdout.write(tables(read_json(out, "the results of this benchmark") if options.table else run(options)))
+    out = Path(options.out)
+    results = read_json(out / "results.json", "the results of this benchmark") if options.table else run(options)
+    write_pictures(results, out)
+    sys.stdout.write(tables(results))
 
 
 if __name__ == "__main__":

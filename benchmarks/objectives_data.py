@@ -55,7 +55,7 @@ class Options:
     """Longest continuation that alpha is measured on."""
     bootstrap: int = 2000
     table: bool = False
-    """Only print the tables of OUT/results.json."""
+    """Only print the tables of OUT/results.json, and draw its pictures."""
 
     def __post_init__(self) -> None:
         if self.pair not in PAIRS:

@@ -12,11 +12,13 @@ import pytest
 from benchmarks import objectives, objectives_data
 from benchmarks.objectives import measure_alphas, run
 from benchmarks.objectives_data import Options, Pair, pieces, shuffled
+from benchmarks.objectives_figure import COLOURED, picture, write_pictures
 from benchmarks.objectives_tables import above, figures, tables
 from draftsmith.errors import InputError, RunError
 from draftsmith.io import atomic_dir
 from draftsmith.pair import write_rows
 from eval.bootstrap import Sums, resamples
+from eval.canvas import WIDE, light
 from train import run as train_run
 from train.config import TrainConfig
 
@@ -99,6 +101,15 @@ def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainC
         assert f"| {name} |" in text
     value = more["figures"]["1"]["ce"]["prose"]["alpha"]["value"]
     assert f"| ce | {value:.3f} [" in text and "nan" not in text
+
+    roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
+    (ax,), tried = picture(more, light(WIDE, roles)).axes, more["by_rate"]
+    drawn = {tuple(map(tuple, np.asarray(line.get_xydata()).tolist())) for line in ax.lines}
+    for name in ("fkl", "ce", "adaspec"):
+        assert tuple((tried[name][rate]["prose"], tried[name][rate]["ood"]) for rate in ("0.003", "0.01")) in drawn
+    assert {text.get_text() for text in ax.texts} == {"base draft", "fkl", "ce"}
+    write_pictures(more, Path(options.out))
+    assert all((Path(options.out) / f"objectives{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
 
 
 def test_alpha_is_what_eval_measures(options: Options, door: Callable[..., tuple[int, str, str]]) -> None:
