@@ -30,7 +30,7 @@ from draftsmith.progress import progress
 from draftsmith.records import Prompt, PromptSet, read_prompts
 from draftsmith.run import difference, provenance
 from draftsmith.sampling import row_seed
-from draftsmith.text import load_tokenizer
+from draftsmith.text import load_tokenizer, vocabulary_sample
 
 SCHEMA = pa.schema(
     [
@@ -93,6 +93,7 @@ def distill(config: DistillConfig, command: str) -> dict[str, Any]:
     _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
     processes.wait_for_everyone()
     manifest = _manifest(out, parts, prompts, identity, command)
+    manifest["vocabulary"] = vocabulary_sample(tokenizer)
     if processes.is_main_process:
         write_json_atomic(out / "manifest.json", manifest)
         (out / "run.json").unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from draftsmith.errors import InputError
+from draftsmith.sampling import check_seed
 
 C = TypeVar("C")
 _OWN_KEYS = ("config", "print_config", "json", "help")
@@ -65,6 +66,7 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
             elif getattr(fields[group], name) is None:
                 fields[group] = dataclasses.replace(fields[group], **{name: said[-1]})
     try:
+        check_seed(fields.get("seed", 0))
         return cls(**fields), "json" in given and given["json"][-1:] != ["false"]
     except InputError as error:
         key = str(error).partition(":")[0]
@@ -96,6 +98,8 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
         many = key in types and _is_list(types[key])
         switch = key in ("json", "help", "print_config") or types.get(key) is bool
         while not equals and position < len(argv) and not _is_option(argv[position]):
+            if types.get(key) is bool and not values and argv[position].lower() not in ("true", "false"):
+                raise InputError(f"--{key}: expected true or false, got {argv[position]!r}")
             if not many and (values or (switch and argv[position].lower() not in ("true", "false"))):
                 raise InputError(f"{argv[position]!r}: unexpected word after --{key}")
             values.append(argv[position])

@@ -72,7 +72,11 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        # safetensors makes files that their owner alone may read, whatever the umask is.
+        mode = temporary.stat().st_mode & 0o666
         for file in sorted(temporary.rglob("*")):
+            if file.is_file():
+                file.chmod(mode)
             _fsync(file)
         _fsync(temporary)
         if path.exists():

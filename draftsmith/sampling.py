@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.errors import InputError
+
 MIN_TEMPERATURE = 1e-5
+
+
+def check_seed(seed: int) -> None:
+    """InputError for what some generator does not take."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed: {seed} must be at least 0 and below 2**63")
 
 
 @dataclass(frozen=True, kw_only=True)

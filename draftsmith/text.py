@@ -29,7 +29,11 @@ def quiet() -> None:
 def check_source(name: str) -> None:
     """InputError for a name that can only be a local directory and is none; hub names are `owner/name` or `name`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if Path(name).is_file():
+        raise InputError(f"{name}: is a file; name the directory that it lies in")
     if Path(name).is_dir():
+        if (Path(name) / "run" / "run.json").exists() and not (Path(name) / "config.json").exists():
+            raise InputError(f"{name}: holds a training run that has not ended; the same train command continues it")
         return
     if looks_local:
         raise InputError(f"{name}: no such directory (a hub name is written owner/name)")
@@ -63,6 +67,24 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{name}: no tokenizer could be loaded from it ({reason})") from None
     return tokenizer
+
+
+def vocabulary_sample(tokenizer: Tokenizer, count: int = 128) -> dict[str, str]:
+    """Some tokens by id, spread over the vocabulary: what tells whether ids mean the same to another tokenizer."""
+    size = len(tokenizer)
+    ids = range(0, size, max(1, size // count))
+    return {str(i): str(token) for i, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)}
+
+
+def check_vocabulary(tokenizer: Tokenizer, sample: dict[str, str], where: str) -> None:
+    """InputError, beginning with `where`, when the tokenizer has another token at an id of a `vocabulary_sample`."""
+    ids = [int(i) for i in sample if int(i) < len(tokenizer)]
+    for i, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        if token != sample[str(i)]:
+            raise InputError(
+                f"{where}: its token {i} is {sample[str(i)]!r}, which is {token!r} to the tokenizer of this run; "
+                f"use that of the target that wrote it"
+            )
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

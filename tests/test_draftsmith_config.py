@@ -105,7 +105,7 @@ def test_json_is_asked_apart() -> None:
         (["--name", "a", "--zzzz", "1"], "--help lists them"),
         (["name"], "'name': unexpected word"),
         (["--name", "a", "b"], "'b': unexpected word after --name"),
-        (["--name", "a", "--loud", "b"], "'b': unexpected word after --loud"),
+        (["--name", "a", "--loud", "b"], "--loud: expected true or false, got 'b'"),
         (["--name"], "--name: needs a value"),
         ([], "--name: is missing"),
         (["--name", "a", "--count", "x"], "--count: expected an int, got x"),

@@ -12,9 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Cache,
+    CohereConfig,
+    CohereForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -432,13 +436,16 @@ def test_the_fused_states_exist_in_targets_of_any_depth() -> None:
 
 
 def test_heads_fit_other_families() -> None:
-    """Own head sizes (Qwen 3), bounded logits (Gemma 2)."""
+    """Own head sizes (Qwen 3), logits that are bounded (Gemma 2) or scaled (Cohere, Granite)."""
     shape: dict[str, Any] = dict(vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=3, head_dim=8)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    plain = {key: value for key, value in shape.items() if key != "head_dim"} | {"pad_token_id": 0}
     torch.manual_seed(0)
     for model in (
         Qwen3ForCausalLM(Qwen3Config(**shape)),
         Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0, initializer_range=1.0)),
+        CohereForCausalLM(CohereConfig(**plain, logit_scale=0.1, initializer_range=1.0)),
+        GraniteForCausalLM(GraniteConfig(**plain, logits_scaling=4.0, initializer_range=1.0)),
     ):
         model.eval()  # type: ignore[no-untyped-call]
         for fresh in FRESH.values():
@@ -447,6 +454,7 @@ def test_heads_fit_other_families() -> None:
             out = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
             logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
             torch.testing.assert_close(logits[:, :, 0], out.logits)
+            torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
 
 
 def test_an_eagle_head_of_the_original_code_loads(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from train.chunked import chunk_size, projected, token_losses
 from train.data import IGNORE, Batch, StoredRows
 from train.losses import LOSSES, overlap
 from train.objective import parse_objective, select
-from train.teacher import Head, LiveTeacher, StoredTeacher, find_head
+from train.teacher import Head, LiveTeacher, Reduced, StoredTeacher, Widened, find_head
 from train.trainees import TRAINEES
 from train.trainees.lm import LMTrainee
 
@@ -151,10 +151,14 @@ def test_under_autocast_it_is_as_near_as_the_plain_way() -> None:
 
 
 def test_the_default_chunk_follows_the_vocabulary() -> None:
-    assert chunk_size(torch.empty(32000, 1, device="meta"), 7) == 7
+    assert chunk_size(torch.empty(32000, 1, device="meta"), None, 7) == 7
     on_cpu, big = torch.empty(32000, 1), torch.empty(10**6, 1)
-    assert 64 <= chunk_size(on_cpu, None) <= 512
-    assert 1 <= chunk_size(big, None) <= 64
+    assert 64 <= chunk_size(on_cpu, None, None) <= 512
+    assert 1 <= chunk_size(big, None, None) <= 64
+    # A draft of few tokens does not make the target's logits fit.
+    small, wide = torch.empty(16, 1), LiveTeacher(torch.empty(4, 1), Head(torch.nn.Linear(1, 32000)))
+    for teacher in (wide, Reduced(wide, slice(16)), Widened(wide, 16)):
+        assert chunk_size(small, teacher, None) == chunk_size(on_cpu, None, None)
 
 
 def full_rows(target_NV: Tensor, k: int) -> StoredTeacher:

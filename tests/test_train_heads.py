@@ -177,10 +177,10 @@ def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
 def logits_of(trainee: Any, depth: int, hidden_NH: Tensor) -> Tensor:
     draft = trainee.draft
     if isinstance(draft, Eagle3Head):
-        return draft.borrowed.cap(draft.lm_head(hidden_NH))
+        return draft.borrowed.finish(draft.lm_head(hidden_NH))
     if isinstance(draft, MedusaHeads):
         projection: Any = draft[depth][-1]  # type: ignore[index]
-        return draft.borrowed.cap(projection(hidden_NH))
+        return draft.borrowed.finish(projection(hidden_NH))
     logits_NV: Tensor = draft.borrowed.project(hidden_NH)
     return logits_NV
 
@@ -482,6 +482,17 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path: Pat
     again = cache_at(tmp_path, max_bytes=bound)
     hits = [number for number in range(90) if again.get([number] * 10) is not None]
     assert len(hits) > 20 and hits == list(range(len(hits)))
+
+
+def test_a_cache_filled_by_fewer_processes_stays_within_its_bound(tmp_path: Path) -> None:
+    bound = 60_000
+    for processes in (1, 4):
+        caches = [cache_at(tmp_path, max_bytes=bound, process=i, processes=processes) for i in range(processes)]
+        for number in range(90):
+            caches[number % processes].put([number, processes] * 5, states(number, 10))
+        for cache in caches:
+            cache.flush()
+        assert 0.6 * bound < on_disk(tmp_path) <= bound
 
 
 def test_room_is_made_by_shards_of_another_target_only(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def examples(distilled: str, draft_dir: str) -> Examples:
 
 def answerer_of(draft_dir: str, seed: int = 7, max_length: int = 48, **policy: Any) -> Answerer:
     model = load_model(draft_dir, device="cpu", dtype="float32")
-    return make_answerer(model, OnPolicy(**({"fraction": 1.0, "max_new_tokens": 12} | policy)), max_length, seed)
+    options = OnPolicy(**({"fraction": 1.0, "max_new_tokens": 12} | policy))
+    return make_answerer(model, options, max_length, seed, model.config.vocab_size)
 
 
 def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Examples, draft_dir: str) -> None:
@@ -147,6 +148,25 @@ def test_training_on_what_the_draft_says_raises_acceptance(
     assert all(line["tokens"] == pytest.approx(8 * line["drawn_tokens"]) for line in stepped)
 
 
+def test_a_draft_of_more_tokens_than_the_target_says_none_that_the_target_lacks(
+    target_dir: str, other_vocabulary_dir: str, distilled: str, tmp_path: Path, door: Door
+) -> None:
+    wide = other_vocabulary_dir
+    run = [*words(target_dir, wide, distilled), "--steps", 2, "--on_policy.fraction", 1, "--out", tmp_path / "draft"]
+    code, _, err = door(*run)
+    assert code == 0, err
+    model = load_model(wide, device="cpu", dtype="float32")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[290:] *= 4  # it would like to say little else
+    prompts = [[2, 3, 4]] * 8
+    said = {}
+    for known in (290, 300):
+        answerer = make_answerer(model, OnPolicy(fraction=1.0, max_new_tokens=12), 48, 7, known)
+        said[known] = max(max(answer) for answer in answerer.answer(prompts, range(8)))
+    assert said[290] < 290 <= said[300]
+    assert not model._forward_hooks
+
+
 def test_a_step_does_not_depend_on_how_it_is_divided(
     target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
 ) -> None:
@@ -215,11 +235,11 @@ def test_divided_weights_cannot_answer(kind: Any, draft_dir: str, distilled: str
     )
     draft = load_model(draft_dir, device="cpu")
     with pytest.raises(InputError, match=f"and {kind} divides them; launch with .*ddp.yaml or zero2.yaml$"):
-        drafts.make_answerer(config, World(Any, kind, False), draft)
+        drafts.make_answerer(config, World(Any, kind, False), draft, draft)
 
 
 REFUSED = [
-    (["--on_policy.fraction", "1.5"], "on_policy.fraction: 1.5 must be between 0 and 1"),
+    (["--on_policy.fraction", "1.5"], "on_policy.fraction: 1.5 must be at least 0 and at most 1"),
     (["--on_policy.temperature", "0"], "on_policy.temperature: 0.0 must be above 0"),
     (["--on_policy.max_new_tokens", "0"], "on_policy.max_new_tokens: 0 must be at least 1"),
     (["--packing", "true"], "packing: rows of answers that are yet to be drawn cannot be packed; set it to false"),

@@ -11,7 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from draftsmith.errors import InputError
 from train.chunked import projected, token_losses, token_measures
-from train.data import IGNORE, Batch, StoredRows
+from train.data import IGNORE, Batch, StoredRows, _stored
 from train.losses import LOSSES
 from train.objective import parse_objective
 from train.teacher import Head, LiveTeacher, Reduced, StoredTeacher, fitted
@@ -39,6 +39,23 @@ def plain_laws(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Ten
     # Decoding cuts the draft's padding off and makes the rest add up to one.
     q_N = draft_NV[:, :shared].softmax(-1)
     return seen_NV, q_N, torch.minimum(p_NW[:, :shared], q_N).sum(-1), p_NW[:, shared:].sum(-1)
+
+
+def test_rows_that_tell_nothing_are_a_teacher_too() -> None:
+    """However a step is divided: a batch whose rows all say only that the mass is elsewhere."""
+    row = {
+        "prompt_ids": [1],
+        "response_ids": [2, 3],
+        "top_ids": [[], []],
+        "top_logprobs": [[], []],
+        "tail_mass": [1, 1],
+    }
+    stored = _stored([row], 8)
+    teacher = StoredTeacher(stored.top_ids_NK, stored.top_logprobs_NK, stored.tail_N)
+    draft_NV = torch.randn(2, TARGET)
+    found = teacher.logits(slice(None), draft_NV).softmax(-1)
+    torch.testing.assert_close(found, draft_NV.softmax(-1))
+    assert teacher.overlap(slice(None), draft_NV).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", [*sorted(LOSSES), "0.9*fkl+0.1*ce"])

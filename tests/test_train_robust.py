@@ -129,6 +129,30 @@ def test_ctrl_c_leaves_a_checkpoint_and_twice_stops_at_once(
 
 
 @pytest.mark.slow
+def test_the_best_weights_are_those_of_the_path_that_was_taken(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out otherwise."""
+    best = tmp_path / "draft/run/best"
+    killed = "train.checkpoint.on_main = lambda work: (work(), os.kill(os.getpid(), signal.SIGKILL))"
+    for step in (4, 8):
+        # The first process also evaluates at its start, the second from step 3 on at step 4.
+        trap = f"before(train.checkpoint, 'save_best', 2, lambda: exec({killed!r}))"
+        assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
+        assert json.loads((best / "step.json").read_text()) == {"step": step}
+        if step == 4:
+            expected = load_file(best / "model.safetensors")
+    worse = """
+real = train.loop.evaluate
+train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(*words).items()}
+"""
+    code, _, err = spawn(*words, cwd=tmp_path, patch=BEFORE + worse).wait()
+    assert code == 0, err
+    assert json.loads((tmp_path / "draft/draftsmith.json").read_text())["best_step"] == 4
+    found = load_file(tmp_path / "draft/model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert not list((tmp_path / "draft/run").glob("best_*"))
+
+
+@pytest.mark.slow
 def test_a_signal_while_processes_agree_is_not_forgotten(
     whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
 ) -> None:
@@ -175,7 +199,7 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(
         code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
         assert (code, out) == (1, ""), err
         assert "No space left on device" in last_line(err)
-        assert last_line(err).startswith("draftsmith train: ")
+        assert last_line(err).startswith("draftsmith train: draft/run/")
         checkpoints = sorted((tmp_path / "draft/run/checkpoints").iterdir())
         assert checkpoints
         assert all((path / "files.json").exists() for path in checkpoints)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,7 +52,7 @@ MOMENTS = {
         "before(pathlib.Path, 'rename', 2, lambda a, b: a.name.startswith('.step_'))"
     ),
     "between the old best weights and the new": (
-        "before(pathlib.Path, 'rename', 1, lambda a, b: b.name == 'best' and list(a.parent.glob('.best.old.*')))"
+        "before(pathlib.Path, 'rename', 1, lambda a, b: b.name == 'best' and list(a.parent.glob('best_*')))"
     ),
     "while the metrics are cut": "before(pathlib.Path, 'replace', 1, lambda a, b: b.name == 'metrics.jsonl')",
     "while an old checkpoint is removed": (
@@ -112,6 +113,9 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words: list[str], tmp_
         code, _, err = child.wait()
         assert code == -9, (moment, err)
         assert not (killed / "draft" / "config.json").exists(), moment
+    # At the very end, when all is there but for what is to be removed.
+    last = DIE.format(signal="SIGKILL") + "before(train.checkpoint, 'tidy', 1)"
+    assert spawn(*words, "--json", cwd=killed, patch=last).wait()[0] == -9
     code, out, err = spawn(*words, "--json", cwd=killed).wait()
     assert code == 0, err
     assert json.loads(out.splitlines()[-1]) == summary
@@ -264,6 +268,66 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     assert code == 2
     assert "holds a model that this run did not make" in err
     assert not Path("draft/run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--seed -1", "seed: -1 must be at least 0"),
+        ("--seed 99999999999999999999", "seed: 99999999999999999999 must be at least 0 and below 2**63"),
+        ("--packing yes", "--packing: expected true or false, got 'yes'"),
+        ("--objective fkl@adaspec", "reference: @adaspec compares with a draft that was distilled already; name it"),
+        ("--reference d", "reference: only an objective that ends in @adaspec has one; leave it out"),
+        ("--replay d", "replay_fraction: is 0, so `replay` would not be used; set it"),
+        ("--replay_fraction 0.3", "replay: is empty and replay_fraction is not; name the data to mix in"),
+        ("--heldout_fraction 0", "heldout_fraction: 0.0 must be above 0 and below 1"),
+        ("--objective 0.9fkl+0.1*ce", "no loss is named '0.9fkl' (write 0.9*fkl)"),
+        ("--objective jsd=0.5", "no loss is named 'jsd=0.5' (write jsd:beta=0.5)"),
+        ("--draft_config .", "draft_config: . is a directory; name the config.json in it"),
+        ("--target words.txt", "words.txt: is a file; name the directory that it lies in"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    more: str, message: str, words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("words")
+    code, out, err = door(*words, *more.split())
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not Path("draft").exists()
+
+
+def test_data_of_another_tokenizer_is_refused_without_a_target_too(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, target_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = json.loads((Path(target_dir) / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.__getitem__)
+    # The same size; two tokens have changed places.
+    vocabulary[names[100]], vocabulary[names[102]] = vocabulary[names[102]], vocabulary[names[100]]
+    shutil.copytree(target_dir, "other")
+    Path("other/tokenizer.json").write_text(json.dumps(other))
+    code, _, err = door(*words, "--tokenizer", "other")
+    assert code == 2
+    assert "to the tokenizer of this run; use that of the target that wrote it" in err
+    assert not Path("draft").exists()
+
+
+def test_a_run_that_has_not_ended_is_no_draft_yet(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, target_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert door(*words)[0] == 0
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in Path("draft").iterdir() if path.is_file()} == {0o666 & ~umask}
+    Path("draft/config.json").unlink()
+    code, _, err = door("decode", "--target", target_dir, "--draft", "draft", "--prompt", "The")
+    assert code == 2
+    assert "draft: holds a training run that has not ended; the same train command continues it" in err
 
 
 def test_a_loss_that_is_no_number_ends_the_run(

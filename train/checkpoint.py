@@ -7,13 +7,15 @@ file that is not what was written is found before it is used, and the checkpoint
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -71,16 +73,82 @@ class Keeping:
     every: int
 
 
-def save_best(run_dir: Path, engine: Engine) -> None:
-    """Keep the weights that are the best so far. Every process calls it."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What cannot be written is one line that names the path."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise RunError(f"{path}: cannot be written ({reason}); make room, and the same command continues") from None
+
+
+def save_best(run_dir: Path, engine: Engine, step: int) -> None:
+    """Keep the weights of this step as the best so far. Every process calls it.
+
+    What a checkpoint calls the best stays beside it: a run that continues from there may take another path.
+    """
     weights = gather_weights(engine)
 
     def write() -> None:
-        with atomic_dir(run_dir / "best") as directory:
+        best = run_dir / "best"
+        before = _best_step(best)
+        if before in _bests_of_checkpoints(run_dir) and before != step:
+            shutil.rmtree(_aside(run_dir, before), ignore_errors=True)
+            best.rename(_aside(run_dir, before))
+        with writing(best), atomic_dir(best) as directory:
             save_file(weights, directory / "model.safetensors")
+            (directory / "step.json").write_text(json.dumps({"step": step}))
             _seal(directory)
 
     on_main(write)
+
+
+def restore_best(run_dir: Path, position: Position) -> None:
+    """Make `best` the one of a position that was restored. Every process calls it; RunError when it is nowhere."""
+
+    def restore() -> None:
+        best, aside = run_dir / "best", _aside(run_dir, position.best_step)
+        if _best_step(best) != position.best_step:
+            if not aside.exists():
+                raise RunError(
+                    f"{best}: the weights of step {position.best_step} are gone; "
+                    f"delete `checkpoints` beside it to train again from the start"
+                )
+            shutil.rmtree(best, ignore_errors=True)
+            aside.rename(best)
+        _drop_bests(run_dir)
+
+    on_main(restore)
+
+
+def _best_step(directory: Path) -> int | None:
+    try:
+        step = read_json(directory / "step.json", "the step of the best weights")["step"]
+    except (InputError, KeyError):
+        return None
+    return int(step)
+
+
+def _aside(run_dir: Path, step: int) -> Path:
+    return run_dir / f"best_{step:08d}"
+
+
+def _bests_of_checkpoints(run_dir: Path) -> set[int]:
+    found = set()
+    for path in _checkpoints(run_dir):
+        try:
+            found.add(int(read_json(path / "position.json", "the position of a training run")["best_step"]))
+        except (InputError, KeyError):
+            continue  # a damaged checkpoint; `newest` says so
+    return found
+
+
+def _drop_bests(run_dir: Path) -> None:
+    wanted = {_aside(run_dir, step) for step in _bests_of_checkpoints(run_dir)}
+    for path in run_dir.glob("best_*"):
+        if path not in wanted:
+            shutil.rmtree(path)
 
 
 def load_best(run_dir: Path) -> dict[str, Tensor]:
@@ -100,7 +168,8 @@ def save(run_dir: Path, engine: Engine, position: Position, layout: Layout, keep
     weights, moments = gather_weights(engine), gather_optimizer(engine)
 
     def write() -> None:
-        with atomic_dir(run_dir / "checkpoints" / f"step_{position.step:08d}") as directory:
+        path = run_dir / "checkpoints" / f"step_{position.step:08d}"
+        with writing(path), atomic_dir(path) as directory:
             save_file(weights, directory / "model.safetensors")
             save_file(moments, directory / "optimizer.safetensors")
             for rank, state in enumerate(states):
@@ -109,6 +178,7 @@ def save(run_dir: Path, engine: Engine, position: Position, layout: Layout, keep
             (directory / "layout.json").write_text(json.dumps(asdict(layout)))
             _seal(directory)
         _drop_old(run_dir, keeping)
+        _drop_bests(run_dir)
 
     on_main(write)
 
@@ -221,6 +291,12 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
         return
     there = read_json(record, "the record of a training run")
     differs = difference(there, identity)
+    if differs is not None and differs.startswith("rows_per_step "):
+        raise InputError(
+            f"{run_dir.parent}: holds a run of {there['rows_per_step']} sequences a step (batch_size x accumulation x "
+            f"processes), and this would be {identity['rows_per_step']}; set batch_size or accumulation so that they "
+            f"are as many, or choose another `out`"
+        )
     if differs is not None:
         raise InputError(
             f"{run_dir.parent}: holds another run: its {differs}; choose another `out` or delete the directory"
@@ -229,17 +305,32 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     remove_leftovers(run_dir / "checkpoints")
 
 
-def publish(out: Path, write: Callable[[Path], None], tokenizer: Tokenizer | None, record: dict[str, Any]) -> None:
+def publish(
+    out: Path,
+    write: Callable[[Path], None],
+    tokenizer: Tokenizer | None,
+    record: dict[str, Any],
+    keeping: Keeping,
+) -> None:
     """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half is not loadable.
 
     write: puts the draft's own files into a directory.
     """
     staging = out / "run" / "final"
-    with atomic_dir(staging) as directory:
+    with writing(out), atomic_dir(staging) as directory:
         write(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         (directory / "draftsmith.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
-    staging.rmdir()
+    tidy(out / "run", keeping)
+
+
+def tidy(run_dir: Path, keeping: Keeping) -> None:
+    """Remove what only a run that goes on needs, and what one that was killed at its very end has left."""
+    shutil.rmtree(run_dir / "final", ignore_errors=True)
+    for path in run_dir.glob("best_*"):
+        shutil.rmtree(path)
+    if _checkpoints(run_dir):
+        _drop_old(run_dir, keeping)

@@ -19,18 +19,19 @@ from torch import Tensor
 from train.losses import overlap
 from train.objective import InPlaceFn, Objective
 from train.sums import Sums
-from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, Widened, compute_dtype, is_partial
+from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, Widened, compute_dtype, is_partial, vocabulary
 
 # Logits of a chunk. On a CPU they should stay near the caches, on a GPU they should be enough to fill it.
 _CHUNK_LOGITS = {"cpu": 2**23}
 _CHUNK_LOGITS_ELSEWHERE = 2**25
 
 
-def chunk_size(weight_VH: Tensor, chunk: int | None) -> int:
-    """Tokens of a chunk: as told, or what fits the device."""
+def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
+    """Tokens of a chunk: as told, or as many as the wider of the two laws lets fit the device."""
     if chunk is not None:
         return chunk
-    return max(16, _CHUNK_LOGITS.get(weight_VH.device.type, _CHUNK_LOGITS_ELSEWHERE) // weight_VH.shape[0])
+    widest = max(weight_VH.shape[0], vocabulary(teacher))
+    return max(16, _CHUNK_LOGITS.get(weight_VH.device.type, _CHUNK_LOGITS_ELSEWHERE) // widest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +198,7 @@ def projected(
         tokens_N=tokens_N,
         weights_N=weights_N,
         objective=objective,
-        chunk=chunk_size(weight_VH, chunk),
+        chunk=chunk_size(weight_VH, teacher, chunk),
         wants_gradient=torch.is_grad_enabled(),
         wants_alpha=alpha,
     )
@@ -224,7 +225,7 @@ def token_measures(
     weight_VH, bias_V = head.weight_VH, head.bias_V
     dtype = compute_dtype(weight_VH)
     weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-    work = _Work(head, teacher, tokens_N, None, objective, chunk_size(weight_VH, chunk), False, True)
+    work = _Work(head, teacher, tokens_N, None, objective, chunk_size(weight_VH, teacher, chunk), False, True)
     none = torch.zeros(0, device=hidden_NH.device)
     found = [(none, none, none)]
     for rows in work.chunks():

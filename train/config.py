@@ -17,10 +17,13 @@ class Optim:
     lr: float = 1e-4
     """Peak learning rate."""
     beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
     beta2: float = 0.95
+    """AdamW's decay of the mean squared gradient."""
     weight_decay: float = 0.0
     """Decoupled; not applied to norms and biases."""
     warmup_steps: int = 0
+    """Steps in which the rate rises from 0."""
     final_lr_fraction: float = 0.1
     """The cosine ends at this fraction of `lr`."""
     clip_norm: float = 1.0
@@ -121,6 +124,7 @@ class TrainConfig:
     heldout: list[str] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Empty: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: float = 0.05
+    """Share of the prompts in `data` that are held out where `heldout` is empty."""
     max_length: int = 512
     """Tokens of prompt and response; what is longer is cut, text is cut into blocks of this length."""
     packing: bool = False
@@ -136,6 +140,7 @@ class TrainConfig:
     accumulation: int = 1
     """Forwards per optimizer step; a step sees batch_size x accumulation x processes sequences."""
     epochs: float = 1.0
+    """Times through `data`."""
     steps: int | None = None
     """Optimizer steps; overrides `epochs`."""
     gradient_checkpointing: bool = False
@@ -160,10 +165,13 @@ class TrainConfig:
     project: str = "draftsmith"
     """Name of the W&B project."""
     seed: int = 0
+    """Of fresh weights, the order of the data, dropout and noise."""
     device: str = "auto"
+    """auto, cpu or cuda."""
     dtype: str = "auto"
-    """Of the target."""
+    """Of the target: auto, float32, bfloat16 or float16."""
     trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
     smoke: bool = False
     """Try the recipe out: tiny random models of the same families, made-up data, a few steps, nothing downloaded."""
 
@@ -178,16 +186,22 @@ class TrainConfig:
         if self.kind == "lm" and self.draft is None and self.draft_config is None:
             raise InputError("draft: give `draft` (weights to start from) or `draft_config` (a config.json)")
         objective = parse_objective(self.objective, self.temperature)
-        if objective.needs_reference != (self.reference is not None):
-            raise InputError("reference: goes with an objective that ends in @adaspec; give both or neither")
-        if bool(self.replay) != (self.replay_fraction > 0) or not 0 <= self.replay_fraction < 1:
-            raise InputError("replay_fraction: must be above 0 and below 1 with `replay`, and 0 without it")
+        if objective.needs_reference and self.reference is None:
+            raise InputError("reference: @adaspec compares with a draft that was distilled already; name it")
+        if self.reference is not None and not objective.needs_reference:
+            raise InputError("reference: only an objective that ends in @adaspec has one; leave it out")
+        if not 0 <= self.replay_fraction < 1:
+            raise InputError(f"replay_fraction: {self.replay_fraction} must be at least 0 and below 1")
+        if self.replay and self.replay_fraction == 0:
+            raise InputError("replay_fraction: is 0, so `replay` would not be used; set it, such as to 0.3")
+        if self.replay_fraction > 0 and not self.replay:
+            raise InputError("replay: is empty and replay_fraction is not; name the data to mix in")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
         if not 0 < self.epochs < math.inf:
             raise InputError(f"epochs: {self.epochs} must be above 0")
         if not 0 < self.heldout_fraction < 1:
-            raise InputError(f"heldout_fraction: {self.heldout_fraction} must be between 0 and 1")
+            raise InputError(f"heldout_fraction: {self.heldout_fraction} must be above 0 and below 1")
         optim = self.optim
         if not 0 < optim.lr < math.inf:
             raise InputError(f"optim.lr: {optim.lr} must be above 0")
@@ -208,7 +222,7 @@ class TrainConfig:
         self.head.check(self.kind)
         policy = self.on_policy
         if not 0 <= policy.fraction <= 1:
-            raise InputError(f"on_policy.fraction: {policy.fraction} must be between 0 and 1")
+            raise InputError(f"on_policy.fraction: {policy.fraction} must be at least 0 and at most 1")
         if policy.max_new_tokens < 1:
             raise InputError(f"on_policy.max_new_tokens: {policy.max_new_tokens} must be at least 1")
         if not 0 < policy.temperature < math.inf:

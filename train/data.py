@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.errors import InputError
 from draftsmith.io import hash_json, read_json, sha256_file
 from draftsmith.records import check_messages, iterate_rows, whole
-from draftsmith.text import Tokenizer, encode_messages, encode_text
+from draftsmith.text import Tokenizer, check_vocabulary, encode_messages, encode_text
 from train.packing import layout, pack
 
 # Its bars would draw over our own progress.
@@ -110,7 +110,7 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
     targets: set[str | None] = set()
     for source in sources:
         if Path(source).is_dir():
-            table, digest, target = _distilled(Path(source))
+            table, digest, target = _distilled(Path(source), tokenizer)
             targets |= {target} - {None}
         else:
             if tokenizer is None:
@@ -157,11 +157,13 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
         yield from table[name].chunks
 
 
-def _distilled(directory: Path) -> tuple[datasets.Dataset, str, str | None]:
+def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None]:
     """Rows, what identifies them, and the fingerprint of the target that wrote them (None when it is not told)."""
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
     paths, parts = [], []
     for part in manifest["parts"]:
         path = directory / part["file"]
@@ -376,7 +378,8 @@ def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
         ids += row["top_ids"][valid]
         logprobs += row["top_logprobs"][valid]
         tails += row["tail_mass"][valid]
-    width = max((len(each) for each in ids), default=0)
+    # One at least: a row may tell nothing but that the mass lies elsewhere.
+    width = max([1, *map(len, ids)])
     return StoredRows(
         torch.tensor([each + [0] * (width - len(each)) for each in ids], dtype=torch.long).reshape(len(ids), width),
         torch.tensor([each + [-math.inf] * (width - len(each)) for each in logprobs]).reshape(len(ids), width),

@@ -1,5 +1,6 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from draftsmith.drafts import Draft, draft_kind
 from draftsmith.errors import InputError
 from draftsmith.heads import HEADS, Head, load_head, write_head
 from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.io import read_json
+from draftsmith.io import make_dir, read_json
 from draftsmith.models import fingerprint, load_model, vocabulary_size
 from train import onpolicy, parallel
 from train.config import TrainConfig
@@ -63,6 +64,8 @@ def _build_lm(config: TrainConfig) -> PreTrainedModel:
 
 def read_shape(path: str) -> PretrainedConfig:
     """A model shape from a Hugging Face config.json; InputError names the file and key at fault."""
+    if Path(path).is_dir():
+        raise InputError(f"draft_config: {path} is a directory; name the config.json in it")
     values = read_json(Path(path), "a Hugging Face config.json")
     if not isinstance(values, dict) or "model_type" not in values:
         raise InputError(f"{path}: key 'model_type' is missing; a Hugging Face config.json has it")
@@ -138,22 +141,26 @@ def make_trainee(
     return trainee
 
 
-def make_answerer(config: TrainConfig, world: World, draft: Draft) -> Answerer | None:
+def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
     """The draft as one that answers for itself, where training is on-policy. InputError when it cannot."""
     if config.on_policy.fraction == 0:
         return None
-    assert isinstance(draft, PreTrainedModel)
+    assert isinstance(draft, PreTrainedModel) and target is not None
     if world.kind in ("zero3", "fsdp"):
         raise InputError(
             f"on_policy: the draft answers with whole weights, and {world.kind} divides them; "
             f"launch with configs/accelerate/ddp.yaml or zero2.yaml"
         )
-    return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed)
+    return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
 
 
 def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTrainedModel) -> FeatureCache | None:
     if config.head.features is None:
         return None
+    place = Path(config.head.features)
+    make_dir(place, "head.features")
+    if not os.access(place, os.W_OK):
+        raise InputError(f"head.features: {place} cannot be written to; name another directory")
     return FeatureCache(
         config.head.features,
         fingerprint(target),

@@ -3,7 +3,8 @@
 What a document's states are depends on nothing but the target, the tokens, which layers and the dtype; these four are
 hashed into the key of a cached row, so a row can be found again by what it is and by nothing else. States that go
 through the cache are made one document at a time, outside autocast and rounded to the cache's dtype whether or not they
-were found, so a run trains on the same bits whatever the disk held when it began.
+were found, so a run trains on the same bits whatever the disk held when it began, as long as it was filled on a like
+machine: another device or number of threads rounds otherwise.
 
     DIR/<16 hex digits of (target, layers, dtype)>/p<process>/manifest.json
                                                              /00000.safetensors   a tensor [L, T, H] a document
@@ -197,14 +198,17 @@ class _Shards:
 
     def _make_room(self, size: int) -> bool:
         """Whether a shard of this size may be written, after shards of other identities have given way."""
-        own = sum(_size(file) for file in self.own.glob("*.safetensors"))
-        # What the processes of this run write they share evenly; so none can take the room that another has seen.
-        ours = {self.home / f"p{process}" for process in range(self.processes)}
+        # What the processes of this run write they share evenly; so none can take the room that another has seen. One
+        # that has more already, from a run of fewer, keeps it.
+        ours = [self.home / f"p{process}" for process in range(self.processes)]
+        held = [sum(map(_size, directory.glob("*.safetensors"))) for directory in ours]
+        wanted = held[ours.index(self.own)] + size
+        share = sum(max(each, wanted) for each in held)
         others = [file for file in self.root.glob("*/p*/*.safetensors") if file.parent not in ours]
         taken = sum(map(_size, others))
         strangers = sorted((f for f in others if f.parent.parent != self.home), key=_age)
-        while (own + size) * self.processes + taken > self.max_bytes:
-            if not strangers or (own + size) * self.processes > self.max_bytes:
+        while share + taken > self.max_bytes:
+            if not strangers or share > self.max_bytes:
                 return False
             oldest = strangers.pop(0)
             taken -= _size(oldest)

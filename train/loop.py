@@ -22,7 +22,7 @@ from draftsmith.io import write_text_atomic
 from draftsmith.processes import Stop
 from draftsmith.progress import progress
 from train import checkpoint, parallel
-from train.checkpoint import Keeping, Layout, Position
+from train.checkpoint import Keeping, Layout, Position, writing
 from train.config import Optim, TrainConfig
 from train.data import Batch, Examples, collate, units
 from train.onpolicy import Answerer
@@ -227,6 +227,7 @@ def fit(job: Job, stop: Stop) -> Position:
     position = Position()
     if found is not None:
         position = checkpoint.restore_rest(found, engine, layout(job), config.seed)
+        checkpoint.restore_best(job.run_dir, position)
     metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
     job.trainee.train()
     keeping = Keeping(config.keep, config.save_every)
@@ -275,7 +276,7 @@ def _judge(job: Job, engine: Engine, position: Position, metrics: "Metrics") -> 
     by_alpha = judged_by(job.config, figures) == "alpha"
     value = figures["heldout_alpha"] if by_alpha else figures["heldout_loss"]
     if position.best is None or (value > position.best if by_alpha else value < position.best):
-        checkpoint.save_best(job.run_dir, engine)
+        checkpoint.save_best(job.run_dir, engine, position.step)
         return replace(position, best=value, best_step=position.step, best_figures=figures, evaluations_since_best=0)
     since = position.evaluations_since_best + 1
     stopped = 0 < job.config.patience <= since
@@ -312,6 +313,6 @@ class Metrics:
     def write(self, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
         """Append figures; the tracker also gets what the clock says."""
         if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **figures}) + "\n")
         self.accelerator.log(figures | (clock or {}), step=step)

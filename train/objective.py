@@ -134,6 +134,17 @@ def _keep(mask: str, spec: str) -> float:
     return keep
 
 
+def _meant(name: str) -> str:
+    """What a word that is no loss was probably meant to be."""
+    loss, equals, value = name.partition("=")
+    if equals and loss in _OPTIONS:
+        return f" (write {loss}:{next(iter(_OPTIONS[loss]))}={value})"
+    number = name.rstrip("abcdefghijklmnopqrstuvwxyz_")
+    if number and name.removeprefix(number) in LOSSES:
+        return f" (write {number}*{name.removeprefix(number)})"
+    return ""
+
+
 def _term(part: str, spec: str) -> Term:
     weight_text, starred, rest = part.rpartition("*")
     weight = _number(weight_text, "the weight", spec) if starred else 1.0
@@ -141,7 +152,7 @@ def _term(part: str, spec: str) -> Term:
         raise InputError(f"objective: {spec!r}: the weight {weight:g} must be above 0")
     name, _, option = rest.partition(":")
     if name not in LOSSES:
-        raise InputError(f"objective: {spec!r}: no loss is named '{name}'; there are {', '.join(LOSSES)}")
+        raise InputError(f"objective: {spec!r}: no loss is named '{name}'{_meant(name)}; there are {', '.join(LOSSES)}")
     loss = LOSSES[name]
     if option:
         key, _, value_text = option.partition("=")

@@ -6,15 +6,18 @@ stream of training and the weights: not of what shares a batch, of how many proc
 resumed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from decode import SpeculativeDecoder
 from draftsmith.errors import InputError
-from draftsmith.models import eos_ids
+from draftsmith.models import eos_ids, vocabulary_size
 from draftsmith.sampling import Sampling, generator, row_seed
 from train.config import OnPolicy
 from train.data import Examples
@@ -25,13 +28,17 @@ Answers = dict[int, tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Answerer:
-    """The draft in training as one that answers. Its weights are read at every call, as they are then."""
+    """The draft in training as one that answers. Its weights are read at every call, as they are then.
+
+    vocabulary: how many of its tokens the target knows too; it says no others, as in decoding.
+    """
 
     draft: PreTrainedModel
     decoder: SpeculativeDecoder
     policy: OnPolicy
     max_length: int
     seed: int
+    vocabulary: int
 
     def is_drawn(self, place: int) -> bool:
         """Whether the sequence at this place of the stream is the draft's: a coin of its own for each."""
@@ -45,6 +52,7 @@ class Answerer:
         was_training = self.draft.training
         self.draft.eval()
         answers: dict[int, list[int]] = {}
+        hook = self.draft.register_forward_hook(self._narrow)
         try:
             for room, indices in by_room.items():
                 drawn = self.decoder.generate(
@@ -56,8 +64,13 @@ class Answerer:
                 )
                 answers |= {index: row.output_ids for index, row in zip(indices, drawn.generations, strict=True)}
         finally:
+            hook.remove()
             self.draft.train(was_training)
         return [answers[index] for index in range(len(prompts))]
+
+    def _narrow(self, draft: Any, given: Any, out: CausalLMOutputWithPast) -> None:
+        assert out.logits is not None
+        out.logits[..., self.vocabulary :] = -math.inf
 
     def draw(self, examples: Examples, rows: Sequence[int], places: Sequence[int]) -> Answers:
         """Prompt and answer by index in `rows`, for those of them that are drawn.
@@ -81,11 +94,13 @@ def _prompt(examples: Examples, row: int) -> list[int]:
     return text[: max(1, min(len(text), examples.max_length) // 4)]
 
 
-def make_answerer(draft: PreTrainedModel, policy: OnPolicy, max_length: int, seed: int) -> Answerer:
+def make_answerer(
+    draft: PreTrainedModel, policy: OnPolicy, max_length: int, seed: int, target_vocabulary: int
+) -> Answerer:
     """Made once a run; `max_length` is within the context. InputError, one line, for a draft that cannot answer."""
     try:
         # Its weights change at every step: nothing may be packed.
         decoder = SpeculativeDecoder(draft, fast=False)
     except ValueError as error:
         raise InputError(f"on_policy: {error}") from None
-    return Answerer(draft, decoder, policy, max_length, seed)
+    return Answerer(draft, decoder, policy, max_length, seed, min(vocabulary_size(draft), target_vocabulary))

@@ -85,7 +85,9 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     _check_fit(config, draft, target, reference, tokenizer)
     for examples in (training, heldout):
         _check_data(config, examples, draft, target)
-    answerer = drafts.make_answerer(config, world, draft)
+    if target is not None and (training.targets | heldout.targets) - {fingerprint(target)}:
+        log.warning("data: was distilled from other weights than those of target %s", config.target)
+    answerer = drafts.make_answerer(config, world, draft, target)
     rows_per_step = config.batch_size * config.accumulation * world.size
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     identity = {
@@ -103,7 +105,9 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     identity = json.loads(json.dumps(identity))
     run_dir = out / "run"
     on_main(lambda: checkpoint.claim(run_dir, identity))
+    keeping = checkpoint.Keeping(config.keep, config.save_every)
     if (out / "config.json").exists():
+        on_main(lambda: checkpoint.tidy(run_dir, keeping))
         return _summary(out, read_json(out / "draftsmith.json", "the record of a draft checkpoint"))
     tracking.start(accelerator, config, identity, run_dir)
     trainee = drafts.make_trainee(config, world, draft, target, reference)
@@ -136,7 +140,7 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
         best = drafts.build(config, target, training)
         drafts.load_state(best, checkpoint.load_best(run_dir))
         record["fingerprint"] = draft_fingerprint(best)
-        checkpoint.publish(out, lambda directory: drafts.write(best, directory), tokenizer, record)
+        checkpoint.publish(out, lambda directory: drafts.write(best, directory), tokenizer, record, keeping)
 
     on_main(publish)
     tracking.finish(accelerator, config, record, out)
@@ -200,8 +204,6 @@ def _check_data(config: TrainConfig, examples: Examples, draft: Draft, target: P
         )
     if config.best_by == "alpha" and target is None and not examples.stored:
         raise InputError("best_by: alpha needs a target, or data with teacher columns; use loss")
-    if target is not None and examples.targets - {fingerprint(target)}:
-        log.warning("data: was distilled from other weights than those of target %s", config.target)
 
 
 def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import InputError
+from draftsmith.heads.target import logit_scale
 
 # The logarithm of a mass that counts for nothing and does not vanish in fp32.
 _LEAST = -80.0
@@ -204,6 +205,18 @@ def is_partial(teacher: Teacher | None) -> bool:
     return isinstance(teacher, Reduced | StoredTeacher)
 
 
+def vocabulary(teacher: Teacher | None) -> int:
+    """How many logits a token the teacher makes on its way; 0 for one that makes none but the draft's."""
+    match teacher:
+        case LiveTeacher():
+            return len(teacher.head.weight_VH)
+        case Reduced():
+            return vocabulary(teacher.whole)
+        case Widened():
+            return vocabulary(teacher.narrow)
+    return 0
+
+
 @torch.no_grad()
 def find_head(model: PreTrainedModel, name: str) -> Head:
     """The head of a causal LM, checked: hidden states through it must give the logits that the model itself gives.
@@ -214,8 +227,7 @@ def find_head(model: PreTrainedModel, name: str) -> Head:
     if not isinstance(module, nn.Module) or model.base_model is model:
         raise InputError(f"{name}: has no output projection to train through; use a causal language model")
     config = model.config.get_text_config(decoder=True)
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    head = Head(module, scale, getattr(config, "final_logit_softcapping", None))
+    head = Head(module, logit_scale(config), getattr(config, "final_logit_softcapping", None))
     ids_BT = torch.arange(4, device=model.device)[None] % config.vocab_size
     was_training = model.training
     model.eval()

@@ -2,14 +2,16 @@
 
 from draftsmith.commands.output import command_line, finish
 from draftsmith.config import parse
-from draftsmith.processes import is_main
 from train.config import TrainConfig
-from train.run import train
 
 
 def run(argv: list[str]) -> None:
     """Fit a draft; the checkpoint is the directory `out`."""
     config, as_json = parse(TrainConfig, "train", argv)
+    # Only now: these take seconds to import, and a mistyped option need not wait for them.
+    from draftsmith.processes import is_main
+    from train.run import train
+
     summary = train(config, command_line("train", argv))
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
     lines = [

@@ -282,7 +282,7 @@ class Eagle3Head(nn.Module):
         `input_ids_BT[:, t]`. Mask and positions as for `EagleHead.forward`.
         """
         g_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
-        return self.borrowed.cap(self.lm_head(self.norm(g_BTH))), g_BTH
+        return self.borrowed.finish(self.lm_head(self.norm(g_BTH))), g_BTH
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""

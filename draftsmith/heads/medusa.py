@@ -125,4 +125,4 @@ class MedusaHeads(nn.ModuleList):
         if bias is not None:
             # The checkpoint format has no room for a bias; where the target's projection has one it is the target's.
             logits_BTKV = logits_BTKV + bias
-        return self.borrowed.cap(logits_BTKV)
+        return self.borrowed.finish(logits_BTKV)

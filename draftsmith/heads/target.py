@@ -19,6 +19,11 @@ def text_config(target: PreTrainedModel) -> Any:
     return target.config.get_text_config(decoder=True)
 
 
+def logit_scale(config: Any) -> float:
+    """What a model of this text configuration multiplies its logits by."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
 def _frozen(module: nn.Module, value: Tensor) -> Tensor:
     """`module(value)`: gradients reach `value` but never the module's parameters."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
@@ -40,6 +45,7 @@ class Borrowed:
     lm_head: nn.Module
     hidden_size: int
     vocab_size: int
+    scale: float
     softcap: float | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
@@ -53,10 +59,11 @@ class Borrowed:
 
     def project(self, states: Tensor) -> Tensor:
         """The target's logits `[..., V]` of states `[..., H]` that are as after its final norm."""
-        return self.cap(_frozen(self.lm_head, states.to(self.lm_head_weight.dtype)))
+        return self.finish(_frozen(self.lm_head, states.to(self.lm_head_weight.dtype)))
 
-    def cap(self, logits: Tensor) -> Tensor:
-        """Logits bounded as the target bounds its own (Gemma 2), or as they are."""
+    def finish(self, logits: Tensor) -> Tensor:
+        """Logits scaled (Cohere, Granite) and bounded (Gemma 2) as the target does with its own."""
+        logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     @property
@@ -92,6 +99,7 @@ def borrow(target: PreTrainedModel) -> Borrowed:
         lm_head=lm_head,
         hidden_size=config.hidden_size,
         vocab_size=vocabulary_size(target),
+        scale=logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
     for what, width in (

@@ -52,7 +52,7 @@ class EagleTrainee(nn.Module):
         self.objective = check_objective(objective, draft.kind)
         self.chunk, self.noise, self.depths = chunk, noise, depths
         self.target = freeze(target, draft.hidden_layers, packing, cache)
-        self.head = Head(draft.borrowed.lm_head, 1.0, draft.borrowed.softcap)
+        self.head = Head(draft.borrowed.lm_head, draft.borrowed.scale, draft.borrowed.softcap)
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens `loss` is a sum over, the `tokens` of `forward`, told without it."""

@@ -69,7 +69,7 @@ class Eagle3Trainee(nn.Module):
         self.objective = check_objective(objective, draft.kind)
         self.chunk, self.steps, self.decay = chunk, test_steps, step_decay
         self.target = freeze(target, draft.hidden_layers, packing, cache)
-        self.head = Head(draft.lm_head, 1.0, draft.borrowed.softcap)
+        self.head = Head(draft.lm_head, draft.borrowed.scale, draft.borrowed.softcap)
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens `loss` is a sum over, the `tokens` of `forward`, told without it."""

@@ -62,7 +62,7 @@ class MedusaTrainee(nn.Module):
                     None,
                     self.objective,
                     self.chunk,
-                    Head(projection, 1.0, self.draft.borrowed.softcap),
+                    Head(projection, self.draft.borrowed.scale, self.draft.borrowed.softcap),
                 )
             )
         return add_up(parts, [self.decay**k for k in range(len(parts))])
