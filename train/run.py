@@ -114,8 +114,9 @@ def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
     # From here on randomness is dropout's; processes that shared a seed would drop the same cells.
     torch.manual_seed(row_seed(config.seed, f"process {accelerator.process_index}"))
     position = fit(Job(config, world, trainee, training, heldout, steps, run_dir, answerer), stop)
-    # A wrapper that goes after its process group waits for the group's threads with the interpreter's lock in hand,
-    # which those may be waiting for.
+    # What was shared must go before its process group: a wrapper that goes later waits for the group's threads with the
+    # interpreter's lock in hand, which those may be waiting for, and a group that outlives the interpreter aborts.
+    del draft, trainee, answerer
     accelerator.free_memory()
     record = {
         "kind": "draft-lm" if config.kind == "lm" else config.kind,
