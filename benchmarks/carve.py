@@ -1,6 +1,7 @@
 """Cuts a small draft out of a LLaMA, as the weights that its training starts from.
 
-    python benchmarks/carve.py --model configs/demo/target --out DIR --num_hidden_layers 2 --intermediate_size 96
+    python benchmarks/carve.py --model draftsmith/demo/pair/target --out DIR \
+        --num_hidden_layers 2 --intermediate_size 96
 
 The embedding, the final norm and evenly spaced layers (the first and the last among them) are kept as they are; of
 each kept feed-forward block the neurons with the heaviest weights. What comes out is no good model, but it already
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from draftsmith.config import parse
-from draftsmith.models import load_model
-from draftsmith.text import load_tokenizer
+from draftsmith_core.models import load_model
+from draftsmith_core.options import parse
+from draftsmith_core.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py [--out FILE.json] [--sections forwards ways ...] [--device cuda --dtype bfloat16]
 
-Prints one JSON object. Without arguments it needs nothing but the clone: the target is configs/demo/target and the
-draft configs/bench/draft, both widened (`widen.py`) to the cost of a 99 M and a 7 M model; the prompts are held-out
+Prints one JSON object. Without arguments it needs nothing but the clone: the target is draftsmith/demo/pair/target and
+the draft configs/bench/draft, both widened (`widen.py`) to the cost of a 99 M and a 7 M model; the prompts are held-out
 passages of the demo's corpus. README.md in this directory says what the sections hold and how to read them.
 """
 
@@ -29,17 +29,17 @@ import transformers
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import sections
+from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
-from benchmarks.ways import Pair, endless
 from benchmarks.widen import widen
-from draftsmith import corpus
-from draftsmith.config import parse
-from draftsmith.errors import InputError
-from draftsmith.io import write_text_atomic
-from draftsmith.models import dtype_name, load_model, resolve_device
-from draftsmith.text import Tokenizer, encode_text, load_tokenizer
+from draftsmith.demo import corpus
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import write_text_atomic
+from draftsmith_core.models import dtype_name, load_model, resolve_device
+from draftsmith_core.options import parse
+from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 
-TARGET, DRAFT = ROOT / "configs" / "demo" / "target", ROOT / "configs" / "bench" / "draft"
+TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
 # Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not matter.
 POSITIONS = 8192
 TARGET_SHAPE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
@@ -72,7 +72,7 @@ class Options:
             "prompt_lookup@chain:6",
         ]
     )
-    """Ways to set side by side (benchmarks/ways.py); `hf` and `ar` are always timed."""
+    """Ways to set side by side (benchmarks/methods.py); `hf` and `ar` are always timed."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     rounds: int = 5
     """Every round has other prompts and, above temperature 0, another seed."""

@@ -35,20 +35,20 @@ import torch
 from benchmarks.objectives_data import COMMAND, PAIRS, Options, Pair, make_data, once
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
-from draftsmith.config import parse
-from draftsmith.errors import InputError, RunError
-from draftsmith.io import read_json, write_json_atomic
-from draftsmith.models import eos_ids, fingerprint, load_model
-from draftsmith.records import read_prompts
-from draftsmith.run import difference, versions
-from draftsmith.sampling import Sampling
-from draftsmith.text import load_tokenizer
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import read_json, write_json_atomic
+from draftsmith_core.models import eos_ids, fingerprint, load_model
+from draftsmith_core.options import parse
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.provenance import difference, versions
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import Sums
-from eval.cells import CellStore
 from eval.estimate import alpha_sums
+from eval.measurement_cache import CellStore
 from train.config import OnPolicy, Optim, TrainConfig
-from train.run import train
+from train.training_run import train
 
 TEMPERATURES = (1.0, 0.0)
 

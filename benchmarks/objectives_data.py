@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith import corpus
-from draftsmith.errors import InputError
-from draftsmith.io import atomic_dir, read_json, sha256_file, write_json_atomic
-from draftsmith.pair import write_rows
-from draftsmith.records import iterate_rows
-from draftsmith.text import decode_text, encode_text, load_tokenizer
+from draftsmith.demo import corpus
+from draftsmith.demo.nano_pair import write_rows
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic
+from draftsmith_core.prompts import iterate_rows
+from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
 from train.config import Optim, TrainConfig
-from train.run import train
+from train.training_run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "benchmarks/objectives.py"
@@ -95,8 +95,8 @@ def nano(options: Options) -> Pair:
             write_train_rows(made, options, corpus.passages(home, corpus.split(home).train, 400))
             general = corpus.passages(away[0], corpus.split(away[0]).train, 400)
             write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
-    recipes = ROOT / "configs" / "demo"
-    return Pair(str(recipes / "target"), str(recipes / "base"), 32, (home, *away), (away[0],), True)
+    shipped = ROOT / "draftsmith" / "demo" / "pair"
+    return Pair(str(shipped / "target"), str(shipped / "base"), 32, (home, *away), (away[0],), True)
 
 
 STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")

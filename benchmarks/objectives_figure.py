@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.canvas import DARK, LIGHT, WIDE, Look, drawing, place, sheet, write_png
+from eval.report.theme import DARK, LIGHT, WIDE, Look, drawing, place, sheet, write_png
 
 # Those with a colour; with more, none could be told apart. The others are drawn in grey.
 COLOURED = ("fkl", "ce", "jsd", "tvd", "lk_alpha", "rkl")

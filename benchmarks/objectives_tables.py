@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.sampling import row_seed
+from draftsmith_core.sampling import row_seed
 from eval.bootstrap import Resamples, Sums, difference, estimate, pool_resamples, pool_sums, resamples
 
 ALIKE = "fkl"  # what differences are taken from, and what every data mode is trained with

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.methods import Pair, Way, build, decoder
 from benchmarks.timing import Clock, Run, hugging_face_forwards, medians_s, rotated, runner_forwards, timed_run
-from benchmarks.ways import Pair, Way, build, decoder
 from decode import VERIFIERS, parse_tree
-from draftsmith.errors import InputError
-from draftsmith.models import context_length
-from draftsmith.sampling import Sampling, generator, row_seed
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import context_length
+from draftsmith_core.sampling import Sampling, generator, row_seed
 
 FORWARD_ROWS = (1, 2, 5, 9, 17, 29, 61)
 FORWARD_CONTEXTS = (128, 4096)

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.forward import Block, Runner, attention_windows
-from decode.packed import Packs
-from draftsmith.models import context_length
+from decode.packed_linear import Packs
+from draftsmith_core.models import context_length
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
 

@@ -31,8 +31,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from draftsmith.config import parse  # noqa: E402
-from draftsmith.models import resolve_device  # noqa: E402
+from draftsmith_core.models import resolve_device  # noqa: E402
+from draftsmith_core.options import parse  # noqa: E402
 from train.data import Batch  # noqa: E402
 from train.objective import parse_objective  # noqa: E402
 from train.trainees.lm import LMTrainee  # noqa: E402

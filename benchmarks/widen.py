@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.config import parse
-from draftsmith.errors import InputError
-from draftsmith.models import load_model
-from draftsmith.text import load_tokenizer
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model
+from draftsmith_core.options import parse
+from draftsmith_core.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

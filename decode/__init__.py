@@ -17,10 +17,10 @@ from decode.propose import (
     RetrievalProposer,
     Session,
 )
-from decode.shape import TREES, TreeKind, parse_tree
 from decode.stats import DecodeStats
-from decode.stop import Stop, stop_at
+from decode.stop_strings import Stop, stop_at
 from decode.tree import Growth, Shape, Tree
+from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verdict, Verifier
 
 __all__ = [

@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.forward import Block, Runner, attention_windows
-from decode.packed import Packs
+from decode.packed_linear import Packs
 from decode.propose.draft_model import check_context
 from decode.propose.protocol import Drawing, Outcome, Proposal, Proposer, Session
-from decode.shape import parse_tree
 from decode.stats import Counter, DecodeStats
-from decode.stop import Stop
+from decode.stop_strings import Stop
 from decode.tree import Shape, Tree, TreeBatch
+from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
-from draftsmith.models import context_length
-from draftsmith.sampling import Sampling, probs, uniforms
+from draftsmith_core.models import context_length
+from draftsmith_core.sampling import Sampling, probs, uniforms
 
 _KEPT_BLOCKS = 64
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -104,7 +104,7 @@ class SpeculativeDecoder:
         prompt b.
 
         `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. A row ends at any
-        of `eos_ids` and where `stop` says (`decode.stop`).
+        of `eos_ids` and where `stop` says (`decode.stop_strings`).
         Raises ValueError for an empty prompt, a prompt that does not fit the context, or a number
         of generators that differs.
         """

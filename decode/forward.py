@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
-from decode.lean import lean_forward
+from decode.llama_forward import lean_forward
 from decode.masks import LiveMask, additive, causal_mask
-from decode.packed import Packs
+from decode.packed_linear import Packs
 
 # Prompts go in by so many cells at a time: the memory of a mask and of the activations is then bounded.
 _CHUNK = 256

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from draftsmith.errors import InputError
-from draftsmith.sampling import Sampling
+from draftsmith_core.errors import InputError
+from draftsmith_core.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

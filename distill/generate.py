@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
 from distill.engines import ENGINES, Engine, Request
-from draftsmith.errors import InputError
-from draftsmith.io import (
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import (
     atomic_file,
     canonical_json,
     hash_json,
@@ -25,12 +25,12 @@ from draftsmith.io import (
     sha256_file,
     write_json_atomic,
 )
-from draftsmith.processes import join, on_main
-from draftsmith.progress import progress
-from draftsmith.records import Prompt, PromptSet, read_prompts
-from draftsmith.run import difference, provenance
-from draftsmith.sampling import row_seed
-from draftsmith.text import load_tokenizer, vocabulary_sample
+from draftsmith_core.processes import join, on_main
+from draftsmith_core.progress import progress
+from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith_core.provenance import difference, provenance
+from draftsmith_core.sampling import row_seed
+from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
 
 SCHEMA = pa.schema(
     [

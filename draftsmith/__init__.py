@@ -1,3 +1,5 @@
-"""The ground every other package stands on: sampling, records, files, models, text, and the door."""
+"""The front door: the command line, the demo and, lazily, everything that Python can call."""
 
-__version__ = "0.1.0"
+from draftsmith_core import __version__
+
+__all__ = ["__version__"]

@@ -16,15 +16,15 @@ import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith.errors import InputError, RunError  # noqa: E402
+from draftsmith_core.errors import InputError, RunError  # noqa: E402
 
 # command: (module with `run(argv)`, what it does). Modules are imported when their command is called.
 COMMANDS = {
-    "demo": ("draftsmith.commands.demo", "the whole road on the shipped nano pair, offline, in minutes"),
-    "distill": ("draftsmith.commands.distill", "the target's own outputs for a set of prompts"),
-    "train": ("draftsmith.commands.train", "fit a draft to a distilled set"),
-    "decode": ("draftsmith.commands.decode", "generate with target and draft, losslessly"),
-    "eval": ("draftsmith.commands.eval", "what alignment bought, in distribution and out of it"),
+    "demo": ("draftsmith.cli.demo", "the whole road on the shipped nano pair, offline, in minutes"),
+    "distill": ("draftsmith.cli.distill", "the target's own outputs for a set of prompts"),
+    "train": ("draftsmith.cli.train", "fit a draft to a distilled set"),
+    "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
+    "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
 }
 
 

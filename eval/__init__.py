@@ -2,6 +2,6 @@
 (OOD)."""
 
 from eval.config import EvalConfig
-from eval.run import evaluate
+from eval.evaluate import evaluate
 
 __all__ = ["EvalConfig", "evaluate"]

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Literal
 
 from decode import VERIFIERS, Growth, Shape, parse_tree
-from draftsmith.errors import InputError
-from draftsmith.io import read_tree_file
-from draftsmith.models import Quantize
-from draftsmith.sampling import Sampling
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import read_tree_file
+from draftsmith_core.models import Quantize
+from draftsmith_core.sampling import Sampling
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.propose.levels import fit_vocabulary
-from draftsmith.drafts import Draft
-from draftsmith.errors import RunError
-from draftsmith.heads.eagle import EagleHead
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import vocabulary_size
-from draftsmith.progress import Tick, no_tick
-from draftsmith.sampling import Sampling, acceptance, probs
+from decode.propose.static_tree import fit_vocabulary
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import Draft
+from draftsmith_core.errors import RunError
+from draftsmith_core.models import vocabulary_size
+from draftsmith_core.progress import Tick, no_tick
+from draftsmith_core.sampling import Sampling, acceptance, probs
 
 # Logits held at once, as a number of elements (256 MiB in fp32). A chunk of columns is cut to fit.
 MAX_LOGITS = 2**26

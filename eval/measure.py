@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from decode import PROPOSERS, SpeculativeDecoder
-from draftsmith.drafts import Draft, kind_of
-from draftsmith.progress import Tick, no_tick
-from draftsmith.records import Prompt
-from draftsmith.sampling import Sampling, generator, row_seed
+from drafts.load import Draft, kind_of
+from draftsmith_core.progress import Tick, no_tick
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.config import Method
 from eval.estimate import Continuation
 

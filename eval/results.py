@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftsmith.sampling import row_seed
+from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
     Resamples,
     Sums,

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from draftsmith.errors import InputError
-from draftsmith.io import hash_json
-from draftsmith.records import Prompt, read_prompts
-from draftsmith.text import Tokenizer
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import hash_json
+from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.tokenization import Tokenizer
 
 Kind = Literal["id", "ood"]
 

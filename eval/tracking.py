@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from draftsmith import lineage
-from draftsmith.io import hash_json
+from draftsmith_core import wandb_runs
+from draftsmith_core.io import hash_json
 from eval.config import EvalConfig
 from eval.schema import Results
 
 
 def check_tracker(config: EvalConfig) -> None:
     """InputError when the tracker that is asked for is not there, or has no way to open a run."""
-    lineage.check_installed(config.tracker)
+    wandb_runs.check_installed(config.tracker)
     if config.tracker == "wandb":
-        lineage.check_account()
+        wandb_runs.check_account()
 
 
 def track(config: EvalConfig, document: Results, out: Path) -> None:
@@ -28,17 +28,17 @@ def track(config: EvalConfig, document: Results, out: Path) -> None:
     }
     settings = {**document["config"], "models": models}
     run_id = hash_json([str(out.resolve()), settings])[:16]
-    with lineage.unasked():
-        options = lineage.run_options(out, out.resolve().name, run_id, "eval")
-        with wandb.init(project=config.project, config=settings, **options) as run, lineage.staged(out / "wandb"):
+    with wandb_runs.unasked():
+        options = wandb_runs.run_options(out, out.resolve().name, run_id, "eval")
+        with wandb.init(project=config.project, config=settings, **options) as run, wandb_runs.staged(out / "wandb"):
             for name in document["drafts"]:
                 row = document["models"][name]
-                lineage.use(run, lineage.draft_artifact(row["name"], row["fingerprint"]))
+                wandb_runs.use(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
             run.summary.update(figures(document))
             artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
             for file in ("results.json", "report.html"):
                 artifact.add_file(str(out / file), file)
-            lineage.make(run, artifact)
+            wandb_runs.make(run, artifact)
 
 
 def figures(document: Results) -> dict[str, float]:

@@ -167,7 +167,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
-import draftsmith.commands.decode, draftsmith.commands.distill, draftsmith.commands.train
+import draftsmith.cli.decode, draftsmith.cli.distill, draftsmith.cli.train
 from draftsmith.__main__ import main
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:

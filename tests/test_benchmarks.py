@@ -13,15 +13,15 @@ from benchmarks import decode as bench_decode
 from benchmarks import sections
 from benchmarks.carve import carve
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
+from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
-from benchmarks.ways import Pair, build, endless
 from benchmarks.widen import main as widen_main
 from benchmarks.widen import spread, wide_config, widen
 from decode.forward import Runner
-from draftsmith import corpus
-from draftsmith.errors import InputError
-from draftsmith.text import load_tokenizer
+from draftsmith.demo import corpus
+from draftsmith_core.errors import InputError
+from draftsmith_core.tokenization import load_tokenizer
 
 VOCAB = 61
 
@@ -107,7 +107,7 @@ def test_layers_are_interleaved_evenly() -> None:
 
 
 def test_widened_model_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "configs/demo/base"
+    source = "draftsmith/demo/pair/base"
     words = ["widen", "--model", source, "--out", str(tmp_path / "w"), "--hidden_size", "160"]
     monkeypatch.setattr("sys.argv", [*words, "--num_hidden_layers", "2", "--max_position_embeddings", "1024"])
     widen_main()

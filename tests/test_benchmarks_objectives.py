@@ -14,12 +14,12 @@ from benchmarks.objectives import measure_alphas, run
 from benchmarks.objectives_data import Options, Pair, pieces, shuffled
 from benchmarks.objectives_figure import COLOURED, picture, write_pictures
 from benchmarks.objectives_tables import above, figures, tables
-from draftsmith.errors import InputError, RunError
-from draftsmith.io import atomic_dir
-from draftsmith.pair import write_rows
+from draftsmith.demo.nano_pair import write_rows
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir
 from eval.bootstrap import Sums, resamples
-from eval.canvas import WIDE, light
-from train import run as train_run
+from eval.report.theme import WIDE, light
+from train import training_run as train_run
 from train.config import TrainConfig
 
 WORDS = "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()

@@ -14,22 +14,23 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistillConfig
-from draftsmith.config import parse
-from draftsmith.heads.eagle import EagleHead
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.hydra import HydraHeads
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
-from draftsmith.text import load_tokenizer
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.options import parse
+from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig, check
 from train.config import TrainConfig
-from train.drafts import read_shape
+from train.draft_setup import read_shape
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+DEMO = ROOT / "draftsmith" / "demo"
 TRAIN = sorted(CONFIGS.glob("train/*.yaml"))
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
-SHAPES = sorted(CONFIGS.glob("**/*.config.json"))
+SHAPES = sorted([*CONFIGS.glob("**/*.config.json"), *DEMO.glob("**/*.config.json")])
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,26 @@ RECIPES = [
     *(Recipe(str(path.relative_to(ROOT)), "train", TrainConfig, ()) for path in TRAIN),
     *(Recipe(str(path.relative_to(ROOT)), "distill", DistillConfig, ("--out=o", "--target=t")) for path in DISTILL),
     Recipe("configs/bench/draft.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
-    Recipe("configs/demo/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
-    Recipe("configs/demo/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
-    Recipe("configs/demo/seqkd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
-    Recipe("configs/demo/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
-    Recipe("configs/demo/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
-    Recipe("configs/demo/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
+    Recipe("draftsmith/demo/recipes/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
+    Recipe("draftsmith/demo/recipes/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
+    Recipe(
+        "draftsmith/demo/recipes/seqkd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
+    ),
+    Recipe(
+        "draftsmith/demo/recipes/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
+    ),
+    Recipe("draftsmith/demo/recipes/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
+    Recipe(
+        "draftsmith/demo/recipes/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")
+    ),
     Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
     Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
 ]
 
 
 def test_no_recipe_is_left_out() -> None:
-    there = {str(p.relative_to(ROOT)) for p in CONFIGS.rglob("*.yaml") if p.parent.name != "accelerate"}
+    files = [*CONFIGS.rglob("*.yaml"), *DEMO.rglob("*.yaml")]
+    there = {str(p.relative_to(ROOT)) for p in files if p.parent.name != "accelerate"}
     assert there == {recipe.path for recipe in RECIPES}
     # What there must be a recipe for, by the beginning of its name.
     for pair in (
@@ -296,9 +304,9 @@ def test_vicuna_is_asked_as_it_was_trained(tmp_path: Path, target_dir: str, monk
 
 
 def test_shipped_pair_is_small_and_says_how_it_was_made() -> None:
-    files = [path for member in ("target", "base") for path in (CONFIGS / "demo" / member).iterdir()]
+    files = [path for member in ("target", "base") for path in (DEMO / "pair" / member).iterdir()]
     assert sum(path.stat().st_size for path in files) <= 8_000_000
     for member in ("target", "base"):
-        record = json.loads((CONFIGS / "demo" / member / "draftsmith.json").read_text())
+        record = json.loads((DEMO / "pair" / member / "draftsmith.json").read_text())
         assert set(record["heldout_perplexity"]) == {"prose", "code", "unicode"}
-        assert (CONFIGS / "demo" / record["recipe"]).is_file()
+        assert (DEMO / "recipes" / record["recipe"]).is_file()

@@ -23,7 +23,7 @@ from transformers import (
 from decode import DraftModelProposer, Drawing, Generation, Outcome, Proposal, Shape, SpeculativeDecoder, Tree
 from decode.forward import Block, Runner
 from decode.tree import TreeBatch
-from draftsmith.sampling import Sampling, generator
+from draftsmith_core.sampling import Sampling, generator
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
-from draftsmith.sampling import Sampling, generator
+from draftsmith_core.sampling import Sampling, generator
 
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17

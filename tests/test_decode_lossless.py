@@ -15,7 +15,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import decode.propose.levels
+import decode.propose.static_tree
 from decode import (
     PROPOSERS,
     VERIFIERS,
@@ -29,10 +29,10 @@ from decode import (
     SpeculativeDecoder,
     Tree,
 )
-from draftsmith.heads import HEADS, Head
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.sampling import Sampling, draw_with_replacement, generator, probs
-from draftsmith.suffixes import SuffixIndex
+from decode.suffix_index import SuffixIndex
+from drafts.heads import HEADS, Head
+from drafts.heads.eagle3 import Eagle3Head
+from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
 
 VOCAB = 5
 LENGTH = 3
@@ -263,7 +263,7 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistic(made, LAW, 16_000) < 1
     with monkeypatch.context() as patch:
         # Children drawn with replacement under the rule for draws without.
-        patch.setattr(decode.propose.levels, "draw_without_replacement", draw_with_replacement)
+        patch.setattr(decode.propose.static_tree, "draw_without_replacement", draw_with_replacement)
         assert statistic(made, LAW, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's law without its temperature.
@@ -271,11 +271,11 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert statistic(made, LAW, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
-        whole = decode.propose.levels.LevelSession._proposal
+        whole = decode.propose.static_tree.LevelSession._proposal
 
         def pruned(self: object, tokens_BM: Tensor, laws: list[Tensor], depth: int) -> object:
             kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
             return whole(self, kept, laws, depth)  # type: ignore[arg-type]
 
-        patch.setattr(decode.propose.levels.LevelSession, "_proposal", pruned)
+        patch.setattr(decode.propose.static_tree.LevelSession, "_proposal", pruned)
         assert statistic(made, LAW, 16_000) > 1.5

@@ -13,8 +13,8 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, pa
 from decode.cache import TreeCache
 from decode.engine import _Run
 from decode.forward import Runner
-from decode.shape import kary
-from draftsmith.sampling import Sampling, generator
+from decode.tree_spec import kary
+from draftsmith_core.sampling import Sampling, generator
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from decode import VERIFIERS, DraftModelProposer, Proposal, SpeculativeDecoder, Tree
 from decode.verify import Verifier
 from decode.verify.rule import residual
-from draftsmith.sampling import Sampling, draw_without_replacement, generator, probs
+from draftsmith_core.sampling import Sampling, draw_without_replacement, generator, probs
 
 VOCAB = 5
 LENGTH = 3
@@ -145,7 +145,7 @@ def test_output_law_is_the_targets_in_a_large_sample(verifier: str, tree: str) -
         (
             "speculative",
             "chain:3",
-            "decode.propose.levels.draw",
+            "decode.propose.static_tree.draw",
             lambda q, u: q.argmax(-1),
         ),
         # Last token from the raw distribution: temperature left out.

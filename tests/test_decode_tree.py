@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.sequoia import Size, best_size, expected_length, optimal_tree
-from decode.shape import TREES, parse_tree
 from decode.tree import MAX_CANDIDATES, MAX_NODES, Growth, Shape, Tree, grow_batch
+from decode.tree_spec import TREES, parse_tree
 
 CPU = torch.device("cpu")
 

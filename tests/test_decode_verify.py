@@ -14,12 +14,12 @@ from scipy.stats import chi2
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.bound import optimal_acceptance
 from decode.propose.protocol import Drawing, Proposal
+from decode.transport_bound import optimal_acceptance
 from decode.tree import Growth, Tree, grow_batch
 from decode.verify import VERIFIERS, Verdict, Verifier
 from decode.verify.kseq import accept, solve
-from draftsmith.sampling import (
+from draftsmith_core.sampling import (
     draw,
     draw_top_and_one,
     draw_with_replacement,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.commands import demo
+from draftsmith.cli import demo
 
 SMALL = {
     "distill": ["--max_prompts", "24", "--max_new_tokens", "24", "--batch_size", "24"],
@@ -20,7 +20,7 @@ def test_demo_from_prompts_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     demo._write_prompts(tmp_path / "prompts")
     ran = []
     for name, words in demo.steps(tmp_path):
-        importlib.import_module(f"draftsmith.commands.{name}").run([*words, *SMALL[name]])
+        importlib.import_module(f"draftsmith.cli.{name}").run([*words, *SMALL[name]])
         ran.append(name)
     assert ran == ["distill", "train", "train", "eval"]
     results = json.loads((tmp_path / "eval" / "results.json").read_text())

@@ -15,10 +15,10 @@ import pytest
 
 from distill.config import DistillConfig
 from distill.generate import SCHEMA, distill
-from draftsmith.io import sha256_file
-from draftsmith.models import eos_ids, load_model
-from draftsmith.sampling import Sampling, generator, row_seed
-from draftsmith.text import load_tokenizer
+from draftsmith_core.io import sha256_file
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.tokenization import load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distill.score import score
-from draftsmith.models import load_model
+from draftsmith_core.models import load_model
 
 Door = Callable[..., tuple[int, str, str]]
 K = 5

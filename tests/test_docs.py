@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.commands.ways import markdown
+from draftsmith.cli.method_table import markdown
 from train.losses import LOSSES
 from train.trainees import TRAINEES
 
@@ -73,7 +73,7 @@ def test_commands_work_in_order(tmp_path: Path) -> None:
 
 def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
     for member in ("target", "base"):
-        record = json.loads((ROOT / "configs" / "demo" / member / "draftsmith.json").read_text())
+        record = json.loads((ROOT / "draftsmith" / "demo" / "pair" / member / "draftsmith.json").read_text())
         for value in record["heldout_perplexity"].values():
             assert f"{value:.1f}" in README, f"{member}: perplexity {value}"
 
@@ -103,4 +103,6 @@ def test_readme_pictures_and_links_are_in_the_repository() -> None:
 
 def test_readme_holds_the_table_of_what_decode_can_do() -> None:
     between = re.findall(r"<!-- ways: begin -->\n(.*?)\n<!-- ways: end -->", README, flags=re.DOTALL)
-    assert between == [markdown()], "put `python -c 'from draftsmith.commands.ways import *; print(markdown())'` there"
+    assert between == [markdown()], (
+        "put `python -c 'from draftsmith.cli.method_table import *; print(markdown())'` there"
+    )

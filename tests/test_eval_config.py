@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from decode import VERIFIERS, Growth, Tree
-from draftsmith.config import parse
-from draftsmith.errors import InputError
-from draftsmith.records import Prompt
+from draftsmith_core.errors import InputError
+from draftsmith_core.options import parse
+from draftsmith_core.prompts import Prompt
 from eval.config import EvalConfig, Method, check
-from eval.run import command
+from eval.evaluate import command
 from eval.suites import Suite, fit
 
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["home=h.jsonl"], ood=["away=a.jsonl"], out="o")

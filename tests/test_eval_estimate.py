@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
-from draftsmith.errors import RunError
-from draftsmith.records import Prompt
-from draftsmith.sampling import Sampling, acceptance, generator, probs
+from draftsmith_core.errors import RunError
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling, acceptance, generator, probs
 from eval import measure
 from eval.estimate import Continuation, alpha_sums
 

@@ -12,16 +12,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode import PROPOSERS, Outcome, parse_tree
-from draftsmith.drafts import check_draft_vocabulary, draft_fingerprint, kind_of
-from draftsmith.errors import InputError
-from draftsmith.heads import Head, save_head
-from draftsmith.heads.eagle import EagleHead
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.hydra import HydraHeads
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import load_model, memory_bytes
-from draftsmith.sampling import Sampling, acceptance, probs
-from draftsmith.text import load_tokenizer
+from drafts.heads import Head, save_head
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import check_draft_vocabulary, draft_fingerprint, kind_of
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model, memory_bytes
+from draftsmith_core.sampling import Sampling, acceptance, probs
+from draftsmith_core.tokenization import load_tokenizer
 from eval import EvalConfig, evaluate
 from eval.estimate import Continuation, Place, alpha_sums, first_logits
 
@@ -235,7 +235,7 @@ def world(
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than measuring these models, and is tested elsewhere."""
-    monkeypatch.setattr("eval.run.write_report", lambda results, out: out)
+    monkeypatch.setattr("eval.evaluate.write_report", lambda results, out: out)
 
 
 def results_of(config: EvalConfig) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.records import Prompt
+from draftsmith_core.prompts import Prompt
 from eval import results as assembling
 from eval.config import Method
-from eval.report import render_page
+from eval.report.findings import lead
+from eval.report.page import render_page
+from eval.report.tables import memory
 from eval.schema import ModelRow, Results, Training
 from eval.suites import Kind, Suite
-from eval.tables import memory
-from eval.words import lead
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from eval import EvalConfig, evaluate
 from eval.tracking import figures
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.chunked import chunk_size, projected, token_losses
 from train.data import IGNORE, Batch, StoredRows
 from train.losses import LOSSES, overlap

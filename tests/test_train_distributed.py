@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith.errors import RunError
+from draftsmith_core.errors import RunError
 from train.config import TrainConfig
 from train.world import make_world
 

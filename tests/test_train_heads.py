@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.errors import InputError
-from draftsmith.heads.eagle import EagleHead
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.hydra import HydraHeads
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import fingerprint
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import fingerprint
 from train.data import IGNORE, Batch
 from train.features import FeatureCache, cached_layers, documents
+from train.loss_sums import Sums
 from train.objective import parse_objective
 from train.packing import layout
-from train.sums import Sums
 from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
 

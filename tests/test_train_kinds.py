@@ -20,12 +20,12 @@ from decode.propose import PROPOSERS
 from decode.propose.protocol import Outcome, Proposal
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith.drafts import load_draft
-from draftsmith.heads import HEADS, head_kind
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import load_model
-from draftsmith.sampling import Sampling, generator
+from drafts.heads import HEADS, head_kind
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import load_draft
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling, generator
 from train.data import IGNORE, Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES

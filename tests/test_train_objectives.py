@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.losses import LOSSES, NEEDS_TARGET, LossFn, jensen_shannon, overlap
 from train.objective import Objective, parse_objective, select
 

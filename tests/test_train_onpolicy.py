@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith.errors import InputError
-from draftsmith.models import eos_ids, load_model
-from draftsmith.sampling import Sampling, generator, row_seed
-from draftsmith.text import load_tokenizer
-from train import drafts
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.tokenization import load_tokenizer
+from train import draft_setup
 from train.config import OnPolicy, TrainConfig
 from train.data import IGNORE, Examples, collate, load_examples
 from train.onpolicy import Answerer, make_answerer
@@ -235,7 +235,7 @@ def test_divided_weights_cannot_answer(kind: Any, draft_dir: str, distilled: str
     )
     draft = load_model(draft_dir, device="cpu")
     with pytest.raises(InputError, match=f"and {kind} divides them; launch with .*ddp.yaml or zero2.yaml$"):
-        drafts.make_answerer(config, World(Any, kind, False), draft, draft)
+        draft_setup.make_answerer(config, World(Any, kind, False), draft, draft)
 
 
 REFUSED = [

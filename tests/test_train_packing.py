@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.data import IGNORE, Examples, collate, load_examples, order, packed, units, with_replay
 from train.objective import parse_objective
 from train.packing import block_mask, layout, pack, packing_way

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.chunked import projected, token_losses, token_measures
 from train.data import IGNORE, Batch, StoredRows, _stored
 from train.losses import LOSSES

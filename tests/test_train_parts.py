@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 import decode.engine
 from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.__main__ import main
-from draftsmith.errors import InputError
-from draftsmith.io import sha256_file
-from draftsmith.models import load_model
-from draftsmith.sampling import Sampling, generator, probs
-from draftsmith.text import Tokenizer, load_tokenizer
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import sha256_file
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling, generator, probs
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.config import Optim
 from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, order
 from train.loop import expected_tokens, learning_rate, make_optimizer
@@ -283,7 +283,7 @@ def test_training_sees_what_decoding_does(
         decoder = SpeculativeDecoder(model)
     else:
         # The same model as a drafter: its own logits at every node of its chain, through its own cache.
-        import decode.propose.levels as drafting
+        import decode.propose.static_tree as drafting
 
         monkeypatch.setattr(drafting, "probs", recording)
         target = load_model(draft_dir, device="cpu")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith.models import load_model
+from draftsmith_core.models import load_model
 from train.data import collate, load_examples, order
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
@@ -41,7 +41,7 @@ def before(owner, name, count, when=lambda *words: True):
                 die()
         return real(*words, **more)
     setattr(owner, name, dying)
-import pathlib, draftsmith.io, train.checkpoint, train.loop
+import pathlib, draftsmith_core.io, train.checkpoint, train.loop
 """
 # Where a run is killed, in turn; after each of these it is started again.
 MOMENTS = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.drafts import draft_fingerprint, draft_kind, load_draft
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.hydra import HydraHeads
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.models import load_model
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import draft_fingerprint, draft_kind, load_draft
+from draftsmith_core.models import load_model
 
 Door = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.errors import InputError, RunError
-from draftsmith.io import (
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import (
     atomic_dir,
     make_dir,
     read_json,
@@ -28,10 +28,10 @@ from draftsmith.io import (
     sha256_file,
     write_json_atomic,
 )
-from draftsmith.processes import on_main
-from draftsmith.run import difference
-from draftsmith.sampling import row_seed
-from draftsmith.text import Tokenizer
+from draftsmith_core.processes import on_main
+from draftsmith_core.provenance import difference
+from draftsmith_core.sampling import row_seed
+from draftsmith_core.tokenization import Tokenizer
 from train.parallel import Engine, gather_optimizer, gather_weights, load_optimizer, load_weights
 from train.world import World
 

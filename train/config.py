@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.objective import parse_objective
 
 

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from draftsmith.errors import InputError
-from draftsmith.io import hash_json, read_json, sha256_file
-from draftsmith.records import check_messages, iterate_rows, whole
-from draftsmith.text import Tokenizer, check_vocabulary, encode_messages, encode_text
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import hash_json, read_json, sha256_file
+from draftsmith_core.prompts import check_messages, iterate_rows, whole
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
 from train.packing import layout, pack
 
 # Its bars would draw over our own progress.

@@ -25,8 +25,8 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.errors import InputError
-from draftsmith.io import atomic_file, hash_json, read_json, remove_leftovers, sha256_file, write_json_atomic
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_file, hash_json, read_json, remove_leftovers, sha256_file, write_json_atomic
 from train.data import IGNORE, Batch
 from train.packing import attention, packing_way
 from train.teacher import Head, find_head

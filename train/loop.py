@@ -17,17 +17,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from draftsmith.errors import RunError
-from draftsmith.io import write_text_atomic
-from draftsmith.processes import Stop
-from draftsmith.progress import progress
+from draftsmith_core.errors import RunError
+from draftsmith_core.io import write_text_atomic
+from draftsmith_core.processes import Stop
+from draftsmith_core.progress import progress
 from train import checkpoint, parallel
 from train.checkpoint import Keeping, Layout, Position, writing
 from train.config import Optim, TrainConfig
 from train.data import Batch, Examples, collate, units
+from train.loss_sums import Sums
 from train.onpolicy import Answerer
 from train.parallel import Engine
-from train.sums import Sums
 from train.world import World
 
 # tau is quoted for a chain of this many drafted tokens where the draft can go to any depth.

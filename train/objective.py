@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 from train.losses import IN_PLACE, LOSSES, NEEDS_TARGET, LossFn
 
 # Draft's and target's logits and room for two more -> loss and alpha a token; the draft's logits become the slope.

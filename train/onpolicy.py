@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from decode import SpeculativeDecoder
-from draftsmith.errors import InputError
-from draftsmith.models import eos_ids, vocabulary_size
-from draftsmith.sampling import Sampling, generator, row_seed
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.sampling import Sampling, generator, row_seed
 from train.config import OnPolicy
 from train.data import Examples
 

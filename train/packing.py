@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.errors import InputError
+from draftsmith_core.errors import InputError
 
 # How many documents are looked at together; more fills rows better and mixes lengths less.
 _WINDOW = 512

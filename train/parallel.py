@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.errors import RunError
+from draftsmith_core.errors import RunError
 from train.config import TrainConfig
 from train.data import Batch
-from train.sums import Sums
+from train.loss_sums import Sums
 from train.world import World, silent
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.

@@ -20,9 +20,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.errors import InputError
-from draftsmith.io import make_dir, read_json, sha256_file, write_json_atomic
-from draftsmith.text import quiet
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import make_dir, read_json, sha256_file, write_json_atomic
+from draftsmith_core.tokenization import quiet
 from train.config import TrainConfig
 
 _SHIPPED = Path(__file__).parents[1] / "configs" / "models"

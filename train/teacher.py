@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.errors import InputError
-from draftsmith.heads.target import logit_scale
+from drafts.heads.borrowed import logit_scale
+from draftsmith_core.errors import InputError
 
 # The logarithm of a mass that counts for nothing and does not vanish in fp32.
 _LEAST = -80.0

@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from draftsmith import lineage
-from draftsmith.errors import InputError
-from draftsmith.io import hash_json
-from draftsmith.processes import launched, on_main
+from draftsmith_core import wandb_runs
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import hash_json
+from draftsmith_core.processes import launched, on_main
 from train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 def check_installed(config: TrainConfig) -> None:
     """InputError when the tracker that is asked for is not there, or wandb has no way to open a run."""
-    lineage.check_installed(config.tracker)
+    wandb_runs.check_installed(config.tracker)
     # Several processes cannot tell each other of a missing key before they have met: there `start` finds it.
     if config.tracker == "wandb" and launched() == 1:
-        lineage.check_account()
+        wandb_runs.check_account()
 
 
 def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
@@ -37,16 +37,16 @@ def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any
 def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
     # Another `out` is another run.
     run_id = hash_json([str(run_dir.resolve()), identity])[:16]
-    with lineage.unasked():
-        options = lineage.run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
+    with wandb_runs.unasked():
+        options = wandb_runs.run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
         accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
         run = accelerator.get_tracker("wandb", unwrap=True)
         for figure, best in (("loss", "min"), ("alpha", "max"), ("tau", "max")):
             run.define_metric(f"heldout_{figure}", summary=best)
         heldout = config.heldout or config.data
-        with lineage.staged(run_dir / "wandb"):
-            lineage.use(run, lineage.data_artifact("data", identity["data"], [*config.data, *config.replay]))
-            lineage.use(run, lineage.data_artifact("heldout-data", identity["heldout_data"], list(heldout)))
+        with wandb_runs.staged(run_dir / "wandb"):
+            wandb_runs.use(run, wandb_runs.data_artifact("data", identity["data"], [*config.data, *config.replay]))
+            wandb_runs.use(run, wandb_runs.data_artifact("heldout-data", identity["heldout_data"], list(heldout)))
         _catch_up(run, run_dir)
 
 
@@ -69,9 +69,9 @@ def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any]
     if config.tracker == "wandb" and accelerator.is_main_process:
         run = accelerator.get_tracker("wandb", unwrap=True)
         try:
-            with lineage.unasked(), lineage.staged(out / "run" / "wandb"):
+            with wandb_runs.unasked(), wandb_runs.staged(out / "run" / "wandb"):
                 run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
-                lineage.make(run, lineage.draft_artifact(str(out), record["fingerprint"]), ["best"])
+                wandb_runs.make(run, wandb_runs.draft_artifact(str(out), record["fingerprint"]), ["best"])
         except InputError as error:
             # The draft is there; that W&B does not know of it is no reason to fail.
             log.warning("%s", error)

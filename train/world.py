@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from draftsmith.errors import RunError
-from draftsmith.models import resolve_device
-from draftsmith.processes import Asked, asked, check, process_group_options
+from draftsmith_core.errors import RunError
+from draftsmith_core.models import resolve_device
+from draftsmith_core.processes import Asked, asked, check, process_group_options
 from train.config import TrainConfig
 
 Kind = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from decode.propose.draft_model import DraftModelProposer
-from decode.propose.heads import HeadProposer
+from decode.propose.head_proposers import HeadProposer
 from decode.propose.lookahead import LookaheadProposer
 from decode.propose.prompt_lookup import PromptLookupProposer
 from decode.propose.protocol import Drawing, Outcome, Proposal, Proposer, Session

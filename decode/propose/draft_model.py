@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.forward import Block, Runner, attention_windows
-from decode.packed import Packs
-from decode.propose.growth import GrowthSession
-from decode.propose.levels import Frontier, LevelSession, Network, Plan, fit_vocabulary, pending_block
+from decode.packed_linear import Packs
+from decode.propose.dynamic_tree import GrowthSession
 from decode.propose.protocol import Drawing, Outcome, Session
+from decode.propose.static_tree import Frontier, LevelSession, Network, Plan, fit_vocabulary, pending_block
 from decode.tree import Growth, Shape, Tree
-from draftsmith.models import context_length, vocabulary_size
-from draftsmith.sampling import Sampling
+from draftsmith_core.models import context_length, vocabulary_size
+from draftsmith_core.sampling import Sampling
 
 
 class DraftModelProposer:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.ngrams import NOTHING, Flat, Forest, Trie, check_static
+from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
 from decode.propose.protocol import Drawing, Outcome, Proposal
 from decode.tree import Shape, Tree
-from draftsmith.sampling import Sampling
+from draftsmith_core.sampling import Sampling
 
 
 class LookaheadProposer:

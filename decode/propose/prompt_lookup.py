@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.ngrams import NOTHING, Flat, Forest, NgramIndex, check_static
+from decode.propose.candidate_trie import NOTHING, Flat, Forest, NgramIndex, check_static
 from decode.propose.protocol import Drawing, Outcome, Proposal
 from decode.tree import Shape
-from draftsmith.sampling import Sampling
+from draftsmith_core.sampling import Sampling
 
 
 class PromptLookupProposer:

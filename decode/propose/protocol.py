@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.tree import Shape, TreeBatch
-from draftsmith.sampling import Sampling
+from draftsmith_core.sampling import Sampling
 
 # How the children of one node were chosen, which is what a verifier's correctness rests on:
 #   without_replacement  drawn from q one after another, each removed from q before the next

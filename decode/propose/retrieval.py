@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.ngrams import NOTHING, Flat, Forest, Trie, check_static
+from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
 from decode.propose.protocol import Drawing, Outcome, Proposal
+from decode.suffix_index import SuffixIndex
 from decode.tree import Shape
-from draftsmith.models import vocabulary_size
-from draftsmith.sampling import Sampling
-from draftsmith.suffixes import SuffixIndex
+from draftsmith_core.models import vocabulary_size
+from draftsmith_core.sampling import Sampling
 
 # More continuations than this change the frequencies of a trie of some dozen nodes no further.
 CONTINUATIONS = 32

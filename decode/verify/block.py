@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.verify.rule import Verdict, Verifier, chain_nodes, finish, landing, match, one_a_depth, walk
-from draftsmith.sampling import draw
+from draftsmith_core.sampling import draw
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:

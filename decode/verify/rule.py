@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.propose.protocol import Drawing, Proposal
 from decode.tree import Growth, Shape, TreeBatch
-from draftsmith.sampling import draw
+from draftsmith_core.sampling import draw
 
 # Some rows of a batch, or all.
 Rows = slice | Tensor

@@ -22,7 +22,7 @@ from decode.tree import TreeBatch
 from decode.verify.block import keep, weight
 from decode.verify.mcsd import without
 from decode.verify.rule import ALL, Rows, Verdict, Verifier, among, finish_at, landing, match, nowhere, walk
-from draftsmith.sampling import draw
+from draftsmith_core.sampling import draw
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:

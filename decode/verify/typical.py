@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.verify.rule import Verdict, Verifier, finish_at, match
-from draftsmith.sampling import draw
+from draftsmith_core.sampling import draw
 
 EPSILON = 0.09  # no token of at least this probability is refused
 DELTA = 0.3  # with high entropy less will do: delta exp(-entropy); delta = sqrt(epsilon), as the paper has it

@@ -6,10 +6,10 @@ from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.engines.protocol import Request, Response
 from distill.score import TeacherRows, score
-from draftsmith.errors import InputError
-from draftsmith.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
-from draftsmith.sampling import generator
-from draftsmith.text import Tokenizer
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
+from draftsmith_core.sampling import generator
+from draftsmith_core.tokenization import Tokenizer
 
 
 class HFEngine:

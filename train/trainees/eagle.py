@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.eagle import EagleHead
+from drafts.heads.eagle import EagleHead
 from train.chunked import projected
 from train.data import Batch
 from train.features import FeatureCache, freeze
+from train.loss_sums import Sums
 from train.objective import Objective
-from train.sums import Sums
 from train.teacher import Head, LiveTeacher
-from train.trainees.drafting import Pairs, add_up, check_objective, count_pairs, pairs_at, unroll
+from train.trainees.head_training import Pairs, add_up, check_objective, count_pairs, pairs_at, unroll
 
 FEATURE_WEIGHT = 1.0
 TOKEN_WEIGHT = 0.1
@@ -27,7 +27,7 @@ class EagleTrainee(nn.Module):
     """Feature regression (smooth L1, mean over H) plus 0.1 times the objective (arXiv 2401.15077, section 4.2).
 
     Pair t, the feature at t with the token at t + 1, must give the feature at t + 1, whose projection is the law of
-    the token at t + 2; the pairs that count are those of `train.trainees.drafting`. The objective `fkl` is the paper's
+    the token at t + 2; the pairs that count are those of `head_training`. The objective `fkl` is the paper's
     soft cross-entropy less the target's own entropy: another value, the same gradient. Embedding and output projection
     are the target's and stay as they are.
 

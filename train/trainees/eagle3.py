@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.eagle3 import Eagle3Head
+from drafts.heads.eagle3 import Eagle3Head
 from train.chunked import projected
 from train.data import Batch
 from train.features import FeatureCache, freeze
+from train.loss_sums import Sums
 from train.objective import Objective
-from train.sums import Sums
 from train.teacher import Head, LiveTeacher, Reduced, Teacher
-from train.trainees.drafting import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at, unroll
+from train.trainees.head_training import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at, unroll
 
 
 def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
@@ -49,7 +49,7 @@ class Eagle3Trainee(nn.Module):
     vocabulary, made to add up to one there; `fkl` is the paper's soft cross-entropy less the target's own entropy:
     another value, the same gradient. An objective with `ce` leaves out tokens of the data that the draft has no word
     for. Acceptance is against the target's whole law, and `missing` is what of that lies outside the draft vocabulary.
-    All are sums over pairs that count (see `train.trainees.drafting`): no padding is in the mean that the loop takes.
+    All are sums over pairs that count (see `head_training`): no padding is in the mean that the loop takes.
     Raises InputError, one line.
     """
 

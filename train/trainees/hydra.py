@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.hydra import HydraHeads
+from drafts.heads.hydra import HydraHeads
 from train.chunked import projected
 from train.data import Batch
 from train.features import FeatureCache, freeze
+from train.loss_sums import Sums
 from train.objective import Objective
-from train.sums import Sums
 from train.teacher import Head, LiveTeacher
-from train.trainees.drafting import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at
+from train.trainees.head_training import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at
 
 
 class HydraTrainee(nn.Module):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.errors import InputError
-from draftsmith.models import vocabulary_size
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import vocabulary_size
 from train.chunked import projected, token_losses, token_measures
 from train.data import IGNORE, Batch
+from train.loss_sums import Sums
 from train.objective import Objective, select
 from train.packing import attention, packing_way
-from train.sums import Sums
 from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, find_head, fitted, is_partial
 
 

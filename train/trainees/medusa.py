@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.medusa import MedusaHeads
+from drafts.heads.medusa import MedusaHeads
 from train.chunked import projected
 from train.data import Batch
 from train.features import FeatureCache, freeze
+from train.loss_sums import Sums
 from train.objective import Objective
-from train.sums import Sums
 from train.teacher import Head, LiveTeacher
-from train.trainees.drafting import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at
+from train.trainees.head_training import DECAY, Pairs, add_up, check_objective, count_pairs, pairs_at
 
 
 class MedusaTrainee(nn.Module):
@@ -23,7 +23,7 @@ class MedusaTrainee(nn.Module):
 
     From the feature at t it must give the token at t + 2 + k: with `ce` the data's, with other objectives the
     target's law at position t + 1 + k, behind the true tokens between. The feature counts where the token at t + 1
-    may be the root of a draft, as in `train.trainees.drafting`. Raises InputError, one line.
+    may be the root of a draft, as in `head_training`. Raises InputError, one line.
     """
 
     def __init__(

@@ -1,0 +1,129 @@
+"""The ways of decoding that the benchmarks set side by side, by the words that name them.
+
+hf                        transformers' generate
+hf-assisted               its assisted generation as it comes: up to 20 tokens, stopped by the draft's confidence
+hf-constant:N             assisted with N tokens at every step and no confidence stop
+ar                        this engine without a draft
+TREE[/VERIFIER]           this engine with the draft model on a tree such as chain:4 or eagle2:depth=4,beam=4,nodes=16
+PROPOSER@TREE[/VERIFIER]  another proposer that needs no weights, such as prompt_lookup@chain:6
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from benchmarks.timing import tensor_of
+from decode import PROPOSERS, DraftModelProposer, SpeculativeDecoder
+from draftsmith_core.errors import InputError
+from draftsmith_core.sampling import Sampling, generator, row_seed
+
+# `hf-assisted`: the defaults of transformers' own generation config, written out so that they are fixed here.
+ASSISTED_TOKENS, ASSISTED_CONFIDENCE = 20, 0.4
+
+
+@dataclass(frozen=True)
+class Way:
+    """`decode(prompts, seed)` returns the new tokens of every prompt.
+
+    `prefills` of its target forwards come before the first step; in transformers the first step is the prefill.
+    """
+
+    name: str
+    prefills: int
+    decode: Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft that never end a text: every way then emits the same number of tokens."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+
+
+def endless(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model without an EOS token, so that generate does not stop at one."""
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = None
+        config.pad_token_id = 0
+    return model
+
+
+def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Way:
+    """The way that a name stands for. Raises InputError, one line, for a name that means nothing."""
+    sampling = Sampling(temperature=temperature)
+    if name == "hf":
+        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, None))
+    if name == "hf-assisted":
+        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)))
+    if name.startswith("hf-constant:") and name.removeprefix("hf-constant:").isdecimal():
+        ahead = int(name.removeprefix("hf-constant:"))
+        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ahead, 0.0)))
+    if name.startswith("hf"):
+        raise InputError(f"--ways {name}: use hf, hf-assisted or hf-constant:N")
+    if name == "ar":
+        return Way(name, 1, _ours(SpeculativeDecoder(pair.target), sampling, max_new_tokens))
+    return Way(name, 1, _ours(decoder(name, pair), sampling, max_new_tokens))
+
+
+def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
+    """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is the usual one for the tree when not named."""
+    proposer_name, _, rest = name.rpartition("@")
+    tree, _, verifier = rest.partition("/")
+    weightless = [each for each, kind in PROPOSERS.items() if kind.needs == "nothing"]
+    if proposer_name and proposer_name not in weightless:
+        raise InputError(
+            f"--ways {name}: '{proposer_name}' is no proposer without weights; use {', '.join(weightless)}"
+        )
+    try:
+        proposer = PROPOSERS[proposer_name].make(None) if proposer_name else DraftModelProposer(pair.draft)
+        verifier = verifier or usual_verifier(tree, bool(proposer_name))
+        return SpeculativeDecoder(pair.target, proposer, tree=tree, verifier=verifier)
+    except ValueError as error:
+        raise InputError(f"--ways {name}: {error}") from None
+
+
+def usual_verifier(tree: str, deterministic: bool) -> str:
+    """What accepts most among the plain rules: tokens that were not drawn at random are simply looked up."""
+    if deterministic or not tree.startswith(("chain", "kary")):
+        return "exact"
+    return "speculative" if tree.startswith("chain") else "mcsd"
+
+
+def _ours(
+    engine: SpeculativeDecoder, sampling: Sampling, max_new_tokens: int
+) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
+    def decode(prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+        generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
+        batch = engine.generate(prompts, sampling, max_new_tokens, generators)
+        return [generation.output_ids for generation in batch.generations]
+
+    return decode
+
+
+def _hugging_face(
+    pair: Pair, sampling: Sampling, max_new_tokens: int, assisted: tuple[int, float] | None
+) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
+    settings: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        # Without top_k=0 generate keeps the 50 most probable tokens.
+        settings = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **settings)
+    extra = {} if assisted is None else {"assistant_model": pair.draft}
+    generate: Callable[..., torch.Tensor] = pair.target.generate  # type: ignore[assignment]
+
+    def decode(prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+        if assisted is not None:
+            # Ways share the draft, so each call sets its own.
+            drafting = pair.draft.generation_config
+            drafting.num_assistant_tokens, drafting.assistant_confidence_threshold = assisted
+            drafting.num_assistant_tokens_schedule = "constant"
+        torch.manual_seed(seed)
+        ids_BT = tensor_of(prompts, pair.target.device)
+        out_BT = generate(ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=config, **extra)
+        return [list(map(int, row)) for row in out_BT[:, ids_BT.shape[1] :].tolist()]
+
+    return decode

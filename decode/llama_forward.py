@@ -1,0 +1,325 @@
+"""The forward of the LLaMA family written as tensor operations: no modules, no hooks, no masks made inside.
+
+A small draft model spends most of a forward in Python, and the target pays the same at every step. This is the
+computation of `LlamaForCausalLM` and its relatives with the fewest operations: one product for queries, keys and values
+where packed weights allow it, rotary tables read instead of computed, keys and values written straight into the
+`TreeCache`. It equals the model's own forward within rounding, and a model that it might not equal is refused.
+
+Legend: B rows, q queries a row, X = B * q, D hidden size, E head size, H query heads, G key/value heads, P cells the
+attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from decode.cache import TreeCache
+from decode.packed_linear import PackedLinear, Packs
+
+_FAMILY: dict[type, Any] = {
+    modeling_llama.LlamaForCausalLM: modeling_llama,
+    modeling_mistral.MistralForCausalLM: modeling_mistral,
+    modeling_qwen2.Qwen2ForCausalLM: modeling_qwen2,
+    modeling_qwen3.Qwen3ForCausalLM: modeling_qwen3,
+}
+# The other kinds choose their frequencies by the length of the input, so that no table holds.
+_ROPES = ("default", "linear", "llama3", "yarn")
+# Left behind by transformers itself when hidden states were once asked for, and silent otherwise.
+_HARMLESS = "transformers.utils.output_capturing"
+
+
+def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
+    """The lean forward of `model`, or None when only its own forward is sure to be right: another architecture, a
+    subclass, hooks, adapters, quantised or scattered weights, other attention, a frequency that depends on length.
+    """
+    family = _FAMILY.get(type(model))
+    if family is None or model.training or getattr(model.config, "_attn_implementation", "") != "sdpa":
+        return None
+    inner: Any = model.model
+    if type(inner.rotary_emb).__name__ not in vars(family) or inner.rotary_emb.rope_type not in _ROPES:
+        return None
+    if 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
+        return None
+    for module in model.modules():
+        kind = type(module)
+        known = kind in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) or vars(family).get(kind.__name__) is kind
+        known = known or kind.__module__ == "transformers.activations"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if (
+            not known
+            or "forward" in module.__dict__
+            or any(getattr(hook, "__module__", "") != _HARMLESS for hook in hooks)
+        ):
+            return None
+        if getattr(module, "_compiled_call_impl", None) is not None or module.training:
+            return None
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return None
+    parameters = list(model.parameters())
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+        return None
+    if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
+        return None
+    if not parameters[0].dtype.is_floating_point or parameters[0].device.type not in ("cpu", "cuda"):
+        return None
+    return LeanForward(model, packs)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer's tensors; `weight_IO` is a view of the weight, so that no product has to make one."""
+
+    weight_OI: Tensor
+    weight_IO: Tensor
+    bias_O: Tensor | None
+
+    @staticmethod
+    def of(linear: nn.Linear) -> "_Linear":
+        return _Linear(linear.weight, linear.weight.detach().t(), linear.bias)
+
+    def __call__(self, x_XI: Tensor) -> Tensor:
+        if self.bias_O is None:
+            return torch.mm(x_XI, self.weight_IO)
+        return torch.addmm(self.bias_O, x_XI, self.weight_IO)
+
+    def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
+        sum_XO = torch.addmm(other_XO, x_XI, self.weight_IO)
+        return sum_XO if self.bias_O is None else sum_XO.add_(self.bias_O)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer's tensors (the model's own, not copies) and what multiplies them for several rows."""
+
+    kind: str
+    norm_D: Tensor
+    qkv: tuple[_Linear, _Linear, _Linear]
+    head_norms_E: tuple[Tensor, Tensor] | None
+    out: _Linear
+    ffn_norm_D: Tensor
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+    packed_qkv: PackedLinear | None
+    packed_out: PackedLinear | None
+    packed_gate_up: PackedLinear | None
+    packed_down: PackedLinear | None
+
+
+def _end(x_XD: Tensor, rows: int, keep: int) -> Tensor:
+    queries = x_XD.shape[0] // rows
+    if not 0 < keep < queries:
+        return x_XD
+    return x_XD.view(rows, queries, -1)[:, queries - keep :].reshape(rows * keep, -1)
+
+
+class LeanForward:
+    """Runs one model; made for one `generate` call, because it remembers which tensors the model consists of.
+
+    `run` returns logits `[B, kept, V]` and the hidden states asked for `[B, q, D]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, packs: Packs) -> None:
+        body: Any = model.model
+        config: Any = model.config
+        attention = body.layers[0].self_attn
+        self.packs = packs
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.size: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.eps: float = body.norm.variance_epsilon
+        self.act = body.layers[0].mlp.act_fn
+        self.silu = config.hidden_act in ("silu", "swish")
+        self.embedding_VD: Tensor = body.embed_tokens.weight
+        self.norm_D: Tensor = body.norm.weight
+        head: Any = model.lm_head
+        self.head = _Linear.of(head)
+        self.packed_head = packs.layer("head", (head.weight,), (head.bias,))
+        self.rotary = body.rotary_emb
+        self.dtype, self.device = self.embedding_VD.dtype, self.embedding_VD.device
+        self._half = self.dtype in (torch.float16, torch.bfloat16)
+        self._on_cpu = self.device.type == "cpu"
+        self._table_N2E = torch.empty(0, 2 * self.size, dtype=self.dtype, device=self.device)
+        kinds = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        plain = "full_attention" if window is None else "sliding_attention"
+        self.layers = [
+            self._layer(index, layer, plain if kinds is None else kinds[index])
+            for index, layer in enumerate(body.layers[: config.num_hidden_layers])
+        ]
+
+    def _layer(self, index: int, layer: Any, kind: str) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = (_Linear.of(attention.q_proj), _Linear.of(attention.k_proj), _Linear.of(attention.v_proj))
+        head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+
+        def packed(name: str, *linears: _Linear) -> PackedLinear | None:
+            weights, biases = [linear.weight_OI for linear in linears], [linear.bias_O for linear in linears]
+            return self.packs.layer(f"{index}.{name}", weights, biases)
+
+        out, gate, up, down = map(_Linear.of, (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        return _Layer(
+            kind=kind,
+            norm_D=layer.input_layernorm.weight,
+            qkv=qkv,
+            head_norms_E=head_norms,
+            out=out,
+            ffn_norm_D=layer.post_attention_layernorm.weight,
+            gate=gate,
+            up=up,
+            down=down,
+            packed_qkv=packed("qkv", *qkv),
+            packed_out=packed("out", out),
+            packed_gate_up=packed("gate_up", gate, up),
+            packed_down=packed("down", down),
+        )
+
+    # Writes into views of the cache, which autograd forbids.
+    @torch.no_grad()
+    def run(
+        self,
+        tokens_Bq: Tensor,
+        positions_Bq: Tensor,
+        top_position: int,
+        masks: Mapping[str, Tensor | None] | Tensor | None,
+        cache: TreeCache,
+        keep_logits: int = 0,
+        hidden_layers: Sequence[int] = (),
+        *,
+        prefill: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One forward behind `cache.column`. `positions_Bq` may have one row for all, none above `top_position`.
+
+        `masks` are additive, `[1 or B, 1, q, P]`, by kind of layer or one for all; None sees everything, but in
+        the first chunk of a prefill means causal. `prefill` computes no logits, and takes packed weights
+        only where their rounding does not depend on how many rows there are.
+        """
+        rows, queries = tokens_Bq.shape
+        heads, groups, size = self.heads, self.groups, self.size
+        total = rows * queries
+        cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
+        packed = self.packs.useful(total) and (self.packs.native or not prefill)
+        news, alls = cache.views(rows, groups, size, queries, self.embedding_VD)
+        attend = self._attention(masks, queries)
+        wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}
+        states: dict[int, Tensor] = {}
+        x_XD = F.embedding(tokens_Bq, self.embedding_VD).view(total, -1)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            if index in wanted:
+                states[index] = x_XD
+            h_XD = self._norm(x_XD, layer.norm_D)
+            if packed and layer.packed_qkv is not None:
+                qkv = layer.packed_qkv(h_XD)
+            else:
+                qkv = torch.cat([linear(h_XD) for linear in layer.qkv], dim=1)
+            qkv_BqHE = qkv.view(rows, queries, heads + 2 * groups, size)
+            qk_BqHE = qkv_BqHE[:, :, : heads + groups]
+            if layer.head_norms_E is not None:
+                qk_BqHE = torch.cat(
+                    [
+                        self._norm(qk_BqHE[:, :, :heads], layer.head_norms_E[0]),
+                        self._norm(qk_BqHE[:, :, heads:], layer.head_norms_E[1]),
+                    ],
+                    dim=2,
+                )
+            # The sine carries the sign of the half that is rotated in.
+            qk_BqHE = (qk_BqHE * cos_Bq1E).addcmul_(qk_BqHE.roll(size // 2, -1), sin_Bq1E)
+            new_keys, new_values = news[0][index], news[1][index]
+            new_keys.copy_(qk_BqHE[:, :, heads:].transpose(1, 2))
+            new_values.copy_(qkv_BqHE[:, :, heads + groups :].transpose(1, 2))
+            if prefill and index == last and last + 1 not in wanted:
+                break  # Nobody reads what the last layer makes of its keys and values.
+            mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), alls[0][index], alls[1][index], layer.kind)
+            x_XD = (layer.packed_out if packed and layer.packed_out else layer.out).plus(mixed_XD, x_XD)
+            h_XD = self._norm(x_XD, layer.ffn_norm_D)
+            h_XI = self._inner(h_XD, layer, packed)
+            x_XD = (layer.packed_down if packed and layer.packed_down else layer.down).plus(h_XI, x_XD)
+        if prefill and last + 1 not in wanted:
+            return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
+        if last + 1 not in wanted:
+            x_XD = _end(x_XD, rows, keep_logits)
+        x_XD = self._norm(x_XD, self.norm_D)
+        if last + 1 in wanted:
+            states[last + 1] = x_XD
+            x_XD = _end(x_XD, rows, keep_logits)
+        if prefill:
+            return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
+        head = self.packed_head if packed and self.packed_head and self.packs.useful(x_XD.shape[0]) else self.head
+        logits = head(x_XD).view(rows, x_XD.shape[0] // rows, -1)
+        return logits, self._hidden(states, hidden_layers, rows, queries)
+
+    def _hidden(
+        self, states: Mapping[int, Tensor], layers: Sequence[int], rows: int, queries: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(states[layer % (len(self.layers) + 1)].view(rows, queries, -1) for layer in layers)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._half:
+            # The model scales after rounding back to half precision.
+            return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * weight
+        if self._on_cpu and x.shape[0] == 1 and x.ndim == 2:
+            # What rms_norm does in eight operations, for the one row of plain decoding.
+            row = x[0]
+            return torch.mul(x, (float(row.dot(row)) / row.shape[0] + self.eps) ** -0.5).mul_(weight)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _inner(self, h_XD: Tensor, layer: _Layer, packed: bool) -> Tensor:
+        if packed and layer.packed_gate_up is not None:
+            gate, up = layer.packed_gate_up(h_XD).chunk(2, dim=1)
+        else:
+            gate, up = layer.gate(h_XD), layer.up(h_XD)
+        gate = F.silu(gate) if self.silu else self.act(gate)
+        return gate.mul_(up)
+
+    def _rope(self, positions_Bq: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        if self._table_N2E.shape[0] <= top:
+            positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
+            cos_1NE, sin_1NE = self.rotary(self.embedding_VD[:1], positions_1N)
+            half = self.size // 2
+            sin_NE = torch.cat((-sin_1NE[0, :, :half], sin_1NE[0, :, half:]), dim=-1)
+            self._table_N2E = torch.cat((cos_1NE[0], sin_NE), dim=-1)
+        both = F.embedding(positions_Bq, self._table_N2E).unsqueeze(2)
+        return both[..., : self.size], both[..., self.size :]
+
+    def _attention(self, masks: Mapping[str, Tensor | None] | Tensor | None, queries: int) -> Any:
+        grouped = self.heads // self.groups
+        # The query heads of one key/value head side by side, as more queries of that head: nothing is repeated. For
+        # several queries a CPU does as well by itself; masked CUDA kernels do not know grouped heads.
+        folded: dict[int, Tensor] = {}
+
+        def fold_mask(mask: Tensor) -> Tensor:
+            if queries == 1:
+                return mask
+            known = folded.get(id(mask))
+            if known is None:
+                known = mask.expand(-1, grouped, -1, -1).reshape(mask.shape[0], 1, grouped * queries, mask.shape[3])
+                folded[id(mask)] = known
+            return known
+
+        def attend(q_BHqE: Tensor, keys: Tensor, values: Tensor, kind: str) -> Tensor:
+            mask = masks.get(kind) if isinstance(masks, Mapping) else masks
+            rows = q_BHqE.shape[0]
+            if grouped > 1 and (queries == 1 or (mask is not None and not self._on_cpu)):
+                q = q_BHqE.reshape(rows, self.groups, grouped * queries, self.size)
+                mask = None if mask is None else fold_mask(mask)
+                mixed = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+                mixed = mixed.reshape(rows, self.heads, queries, self.size)
+            else:
+                causal = mask is None and queries > 1
+                mixed = F.scaled_dot_product_attention(
+                    q_BHqE, keys, values, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped > 1
+                )
+            return mixed.transpose(1, 2).reshape(rows * queries, -1)
+
+        return attend

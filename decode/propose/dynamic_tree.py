@@ -1,0 +1,137 @@
+"""Drafting a tree that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with
+the draft tree of every node's budget and an early end OPT-Tree, arXiv 2406.17276).
+
+Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T cells, W
+pending tokens, V vocabulary.
+
+Children are the most probable tokens, a function of the context alone, so pruning them afterwards looks at nothing
+that was drawn. Above temperature 0 the confidence of a token is its probability under the sampling law; at
+temperature 0, where that is one-hot, its probability at temperature 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode.forward import Block
+from decode.propose.protocol import Outcome, Proposal
+from decode.propose.static_tree import Frontier, Network
+from decode.tree import Growth, grow_batch
+from draftsmith_core.sampling import Sampling, probs
+
+
+class GrowthSession:
+    """A network drafting trees of its own shape for the rows of one `generate` call."""
+
+    def __init__(self, network: Network, growth: Growth, sampling: Sampling, device: torch.device) -> None:
+        self.network, self.growth, self.sampling, self.device = network, growth, sampling, device
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        """Grow every row's tree by `Growth.depth` forwards of the network, and keep its best nodes."""
+        growth = self.growth
+        tokens_Bk, values_Bk = self._children(self.network.open())
+        rows, device = tokens_Bk.shape[0], tokens_Bk.device
+        tokens, values = [tokens_Bk], [values_Bk]
+        parents = [torch.full_like(tokens_Bk, -1)]
+        expanded = [torch.full((rows, 1), -1, device=device)]  # candidates that were expanded; the root is -1
+        sees_BeT = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)
+        paths_Bed = tokens_Bk.new_zeros(rows, 1, 0)
+        growing_B1 = torch.ones(rows, 1, dtype=torch.bool, device=device)
+        first, reached = 0, self._expected(values)
+        for _ in range(1, growth.depth):
+            # In order of the candidates, so that siblings stay side by side and parents in order.
+            best_Be = values[-1].topk(min(growth.beam, values[-1].shape[1]), dim=1).indices.sort(dim=1).values
+            inputs_Be, above_Be = tokens[-1].gather(1, best_Be), parents[-1].gather(1, best_Be)
+            # Only the nodes of the level before can be parents; their places among themselves and among all.
+            place_Be = (expanded[-1].unsqueeze(1) == above_Be.unsqueeze(2)).int().argmax(2)
+            count = inputs_Be.shape[1]
+            paths_Bed = torch.cat([_rows(paths_Bed, place_Be), inputs_Be.unsqueeze(2)], dim=2)
+            itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
+            sees_BeT = torch.cat([_rows(sees_BeT, place_Be), itself], dim=2)
+            offset = sum(level.shape[1] for level in expanded[:-1])
+            frontier = Frontier(inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded), paths_Bed)
+            tokens_Bek, own_Bek = self._children(self.network.extend(frontier).unsqueeze(2))
+            values.append((own_Bek + values[-1].gather(1, best_Be).unsqueeze(2)).flatten(1))
+            tokens.append(tokens_Bek.flatten(1))
+            expanded.append(best_Be + first)
+            parents.append(expanded[-1].repeat_interleave(tokens_Bek.shape[2], dim=1))
+            first += values[-2].shape[1]
+            if growth.gain:
+                # A row that has ended its tree gets no deeper nodes, however long its batch mates go on.
+                values[-1] = values[-1].masked_fill(~growing_B1, -torch.inf)
+                before, reached = reached, self._expected(values)
+                growing_B1 = growing_B1 & (reached - before >= growth.gain).unsqueeze(1)
+                if not bool(growing_B1.any()):
+                    break
+        self._expanded = torch.cat(expanded[1:], dim=1) if len(expanded) > 1 else None
+        return self._rerank(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), len(values))
+
+    def commit(self, outcome: Outcome) -> None:
+        """Tell the network which expanded nodes were accepted."""
+        candidates = self._kept_BN.tolist()
+        places: list[dict[int, int]] = [{} for _ in candidates]
+        if self._expanded is not None:
+            places = [{c: i for i, c in enumerate(row)} for row in self._expanded.tolist()]
+        cells = [
+            [place.get(row[m - 1]) for m in path]
+            for path, row, place in zip(outcome.paths, candidates, places, strict=True)
+        ]
+        self.network.commit(cells, outcome)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self.network.select_rows(rows)
+
+    def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The `beam` best tokens below each node and their log-confidences, from logits `[B, ..., 1, V]`; the node
+        axis of length 1 is dropped.
+        """
+        logits = logits.squeeze(-2)
+        if self.sampling.greedy:
+            log_q = logits.float().log_softmax(-1)
+        else:
+            log_q = probs(logits, self.sampling).log()
+        best = log_q.topk(min(self.growth.beam, log_q.shape[-1]), dim=-1)
+        return best.indices, best.values
+
+    def _expected(self, values: list[Tensor]) -> Tensor:
+        """Expected accepted tokens if the best nodes so far were the tree, `[B]`."""
+        if not self.growth.gain:
+            return values[0].new_zeros(())
+        everything = torch.cat(values, dim=1)
+        best: Tensor = everything.topk(min(self.growth.nodes, everything.shape[1]), dim=1).values.exp().sum(1)
+        return best
+
+    def _block(self, sees_BeT: Tensor, expanded: Sequence[Tensor]) -> Block:
+        """Cells of the pending tokens, then all expanded nodes; queries are those of the last level."""
+        rows, count, _ = sees_BeT.shape
+        width, device = self.network.width, sees_BeT.device
+        pending = torch.ones(rows, count, width, dtype=torch.bool, device=device)
+        offsets = list(range(width))
+        for depth, level in enumerate(expanded[1:], 1):
+            offsets += [width - 1 + depth] * level.shape[1]
+        offsets += [width - 1 + len(expanded)] * count
+        return Block(torch.tensor([offsets], device=device), torch.cat([pending, sees_BeT], dim=2), static=False)
+
+    def _rerank(self, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, depth: int) -> Proposal:
+        """Keep the best nodes of all candidates; of equal values the shallower, which comes first."""
+        rows, total = values_BC.shape
+        count = min(self.growth.nodes, total)
+        ranked_BC = values_BC.sort(dim=1, descending=True, stable=True).indices
+        kept_BN = ranked_BC[:, :count].sort(dim=1).values
+        numbers_BN = torch.arange(1, count + 1, device=kept_BN.device).expand(rows, -1)
+        number_BC = torch.zeros(rows, total + 1, dtype=torch.long, device=kept_BN.device)
+        number_BC.scatter_(1, kept_BN + 1, numbers_BN)
+        parents_BN = number_BC.gather(1, parents_BC.gather(1, kept_BN) + 1) - 1
+        exists_BN = values_BC.gather(1, kept_BN) > -torch.inf
+        drafted_BN = tokens_BC.gather(1, kept_BN).masked_fill(~exists_BN, -1)
+        self._kept_BN = kept_BN
+        tokens_BM = torch.nn.functional.pad(drafted_BN, (1, 0), value=-1).to(self.device)
+        tree = grow_batch(parents_BN.to(self.device), exists_BN.to(self.device), depth, self.growth.beam)
+        return Proposal(tree=tree, tokens_BM=tokens_BM, q_BEV=None, drawing="deterministic")
+
+
+def _rows(values_Ben: Tensor, index_Bk: Tensor) -> Tensor:
+    """Entries `index_Bk` of the middle axis, `[B, k, n]`."""
+    return values_Ben.gather(1, index_Bk.unsqueeze(2).expand(-1, -1, values_Ben.shape[2]))

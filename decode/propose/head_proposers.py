@@ -1,0 +1,310 @@
+"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, and blockwise parallel decoding.
+
+Legend: B rows, W pending tokens, e nodes of a level, d depth, K heads, T cells, V vocabulary, H feature size.
+
+A feature is the target's hidden state at a position; the token that stands after it was chosen from it. EAGLE heads
+forward every token of the text with the feature of the position before it, and drafted tokens with features that the
+head itself predicted; once the target has scored them, the accepted ones are forwarded again with true features
+(arXiv 2401.15077, section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads have no cache: they read
+the feature from which the root was chosen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.forward import Block, Runner
+from decode.packed_linear import Packs
+from decode.propose.draft_model import make_session, room_for
+from decode.propose.protocol import Drawing, Outcome, Session
+from decode.propose.static_tree import Frontier, Plan, fit_vocabulary, pending_block
+from decode.tree import Shape, Tree
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.models import vocabulary_size
+from draftsmith_core.sampling import Sampling
+
+AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
+_ANY: frozenset[Drawing] = frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
+
+
+class HeadProposer:
+    """Drafts with a trained head; `chains_only` makes independent heads blockwise parallel decoding (Stern et al. 2018,
+    arXiv 1811.03115).
+    """
+
+    drafts = 1
+
+    def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
+        self.head = head
+        self.hidden_layers = tuple(head.hidden_layers)
+        self._chains_only = chains_only
+        self._vocabulary = head.vocab_size
+        self._plans: dict[tuple[Tree, torch.device, torch.device], Plan] = {}
+        self._pending: dict[int, Block] = {}
+        self._fed = _Fed(head) if isinstance(head, EagleHead | Eagle3Head) else None
+        self._packs = Packs(self._fed) if self._fed is not None and fast else False
+
+    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+        """Any way on a static tree."""
+        return _ANY if isinstance(tree, Tree) else frozenset({"deterministic"})
+
+    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+        """Refuse a tree that is deeper than there are heads, and a target of another size."""
+        self._vocabulary = vocabulary_size(target)
+        width = int(target.config.get_text_config().hidden_size)
+        if feature_size(self.head) != width:
+            raise ValueError(f"head for hidden size {feature_size(self.head)}, target has {width}; use its own target")
+        heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else tree.depth
+        if tree.depth > heads:
+            raise ValueError(
+                f"tree of depth {tree.depth}, but there are {heads} heads; use a tree such as chain:{heads}"
+            )
+        if self._chains_only and not tree.is_chain:
+            raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Heads reach as far as their target, whose own context is checked; one in training is refused."""
+        if self.head.training:
+            raise ValueError("the head is in training mode; call eval() on it first")
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tree: Shape,
+        drawing: Drawing,
+        sampling: Sampling,
+        max_new_tokens: int,
+        hidden_BTH: Sequence[Tensor],
+        device: torch.device,
+    ) -> Session:
+        """Begin on the features of the prompts."""
+        network: Recurrent | Independent | Sequential
+        roots = [prompt[-1] for prompt in prompts]
+        if isinstance(self.head, EagleHead | Eagle3Head):
+            room = max_new_tokens + room_for(tree)
+            assert self._fed is not None
+            runner = Runner(self._fed, {"full_attention": None}, None, fast=self._packs)  # type: ignore[arg-type]
+            network = Recurrent(self._fed, runner, prompts, hidden_BTH, room, self._pending, self._vocabulary)
+        elif isinstance(self.head, MedusaHeads):
+            network = Independent(self.head, last_features(prompts, hidden_BTH[0]), self._vocabulary)
+        else:
+            network = Sequential(self.head, last_features(prompts, hidden_BTH[0]), roots, self._vocabulary)
+        return make_session(network, tree, drawing, sampling, self._plans, device, device)
+
+
+def feature_size(head: AnyHead) -> int:
+    """Width of the features that a head reads."""
+    return head.config.layer.hidden_size if isinstance(head, EagleHead | Eagle3Head) else head.config.hidden_size
+
+
+def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> Tensor:
+    """`[B, H]`: the state that the last prompt token was chosen from; zeros when there is none before it."""
+    rows = [
+        hidden_BTH[row, len(prompt) - 2] if len(prompt) > 1 else hidden_BTH.new_zeros(hidden_BTH.shape[2])
+        for row, prompt in enumerate(prompts)
+    ]
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class _Output:
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a runner asks of a configuration."""
+
+    num_hidden_layers: int
+    hidden_size: int
+
+    def get_text_config(self, decoder: bool = True) -> "_Shape":
+        return self
+
+
+class _Fed(nn.Module):
+    """An EAGLE head as the model of a `Runner`: the features of the coming tokens are laid ready in `features_BTH`."""
+
+    def __init__(self, head: EagleHead | Eagle3Head) -> None:
+        super().__init__()
+        self.head: EagleHead | Eagle3Head = head
+        self.features_BTH: Tensor | None = None
+        self.config: Any = _Shape(1, feature_size(head))
+        weight = next(head.parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+        self.eval()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor,
+        past_key_values: Any,
+        use_cache: bool,
+        **options: Any,
+    ) -> _Output:
+        """Forward the next `input_ids.shape[1]` of the features laid ready."""
+        assert self.features_BTH is not None
+        now, self.features_BTH = self.features_BTH.split(
+            [input_ids.shape[1], self.features_BTH.shape[1] - input_ids.shape[1]], 1
+        )
+        logits, features = self.head(input_ids, now, attention_mask, position_ids, past_key_values)
+        return _Output(logits, (features,))
+
+
+class Recurrent:
+    """An EAGLE or EAGLE-3 head, its cache, and its pending tokens with their true features."""
+
+    drafts = 1
+    reads_paths = False
+
+    def __init__(
+        self,
+        model: _Fed,
+        runner: Runner,
+        prompts: Sequence[Sequence[int]],
+        hidden_BTH: Sequence[Tensor],
+        room: int,
+        blocks: dict[int, Block],
+        vocabulary: int,
+    ) -> None:
+        self.model, self.runner, self._blocks, self._vocabulary = model, runner, blocks, vocabulary
+        self.head = head = model.head
+        self.fuse: Callable[[Sequence[Tensor]], Tensor] = head.fuse if isinstance(head, Eagle3Head) else lambda h: h[0]
+        features_BTH = self.fuse(hidden_BTH)
+        self.model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
+        self.runner.prefill([prompt[1:-1] for prompt in prompts], room)
+        self._tokens = [[prompt[-1]] for prompt in prompts]
+        self._features = list(last_features(prompts, features_BTH).unsqueeze(1))
+        self.width = 1
+
+    def open(self) -> Tensor:
+        """Forward the text that is new, with the target's features."""
+        self.width = max(map(len, self._tokens))
+        self._lead = [self.width - len(tokens) for tokens in self._tokens]
+        self.runner.open(self._lead)
+        if self.width not in self._blocks:
+            self._blocks[self.width] = pending_block(self.width, self.runner.device)
+        padded = [[0] * lead + tokens for lead, tokens in zip(self._lead, self._tokens, strict=True)]
+        features = [nn.functional.pad(f, (0, 0, lead, 0)) for f, lead in zip(self._features, self._lead, strict=True)]
+        tokens_BW = torch.tensor(padded, device=self.runner.device)
+        logits, features_BWH = self._forward(tokens_BW, torch.stack(features), self._blocks[self.width], 1)
+        self._outputs_BEH = features_BWH[:, -1:]
+        return logits
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        """Forward a level with the features that the head predicted for the parents."""
+        index = frontier.parents_Re.expand(frontier.tokens_Be.shape[0], -1).unsqueeze(2)
+        features = self._outputs_BEH.gather(1, index.expand(-1, -1, self._outputs_BEH.shape[2]))
+        logits, features_BeH = self._forward(frontier.tokens_Be, features, frontier.block, 0)
+        self._outputs_BEH = torch.cat([self._outputs_BEH, features_BeH], dim=1)
+        return logits
+
+    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """Keep only what was forwarded with true features; the emitted tokens now have theirs."""
+        live = [bool(tokens) for tokens in outcome.tokens]
+        self.runner.keep(
+            [[*range(lead, self.width)] if alive else [] for lead, alive in zip(self._lead, live, strict=True)]
+        )
+        for row, tokens in enumerate(outcome.tokens):
+            if not tokens:
+                self.runner.finish(row)
+                self._tokens[row], self._features[row] = self._tokens[row][-1:], self._features[row][-1:]
+                continue
+            self._tokens[row] = list(tokens)
+            self._features[row] = self.fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self.runner.select_rows(rows)
+        self._tokens = [self._tokens[row] for row in rows]
+        self._features = [self._features[row] for row in rows]
+
+    def _forward(self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int) -> tuple[Tensor, Tensor]:
+        self.model.features_BTH = features_BqH
+        logits, (features,) = self.runner.forward(tokens_Bq, block, hidden_layers=(0,))
+        logits = logits[:, -keep:]
+        if isinstance(self.head, Eagle3Head):
+            logits = self.head.to_target(logits)
+        return fit_vocabulary(logits, self._vocabulary), features
+
+
+class Independent:
+    """Medusa heads: head d gives one law for all nodes of depth d + 1, whatever their path."""
+
+    drafts = 1
+    reads_paths = False
+    width = 1
+
+    def __init__(self, heads: MedusaHeads, features_BH: Tensor, vocabulary: int) -> None:
+        self.heads, self._vocabulary = heads, vocabulary
+        self._features = list(features_BH)
+
+    def open(self) -> Tensor:
+        """All heads at once."""
+        logits_BKV = self.heads(torch.stack(self._features).unsqueeze(1))[:, 0]
+        self._logits_BKV = fit_vocabulary(logits_BKV, self._vocabulary)
+        self._depth = 0
+        return self._logits_BKV[:, :1]
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        """The next head's law, once a node."""
+        self._depth += 1
+        return self._logits_BKV[:, self._depth : self._depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
+
+    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """The new root was chosen at the last accepted node."""
+        for row, states in enumerate(outcome.hidden):
+            if outcome.tokens[row]:
+                self._features[row] = states[0][-1]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self._features = [self._features[row] for row in rows]
+
+
+class Sequential:
+    """Hydra heads: head d reads the feature and the tokens from the root down to a node of depth d."""
+
+    drafts = 1
+    reads_paths = True
+    width = 1
+
+    def __init__(self, heads: HydraHeads, features_BH: Tensor, roots: Sequence[int], vocabulary: int) -> None:
+        self.heads, self._vocabulary = heads, vocabulary
+        self._features, self._roots = list(features_BH), list(roots)
+
+    def open(self) -> Tensor:
+        """The first head, below the root."""
+        self._features_B1H = torch.stack(self._features).unsqueeze(1)
+        self._roots_B11 = torch.tensor(self._roots, device=self._features_B1H.device).view(-1, 1, 1)
+        return fit_vocabulary(self.heads(self._features_B1H, self._roots_B11), self._vocabulary)
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        """The head of this depth, below every node."""
+        count = frontier.tokens_Be.shape[1]
+        tokens_Bed = torch.cat([self._roots_B11.expand(-1, count, -1), frontier.paths_Bed.clamp(min=0)], dim=2)
+        logits = self.heads(self._features_B1H.expand(-1, count, -1), tokens_Bed)
+        return fit_vocabulary(logits, self._vocabulary)
+
+    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """The new root was chosen at the last accepted node."""
+        for row, states in enumerate(outcome.hidden):
+            if outcome.tokens[row]:
+                self._features[row], self._roots[row] = states[0][-1], outcome.tokens[row][-1]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self._features = [self._features[row] for row in rows]
+        self._roots = [self._roots[row] for row in rows]

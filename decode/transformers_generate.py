@@ -1,0 +1,137 @@
+"""Speculative decoding inside transformers: `model.generate(..., custom_generate=speculative(proposer))`.
+
+Everything else of `generate` stays as it is: generation configs, `max_new_tokens`, EOS, padded batches,
+`num_return_sequences`, `return_dict_in_generate`. What would change the law of single tokens beyond
+temperature, top-k and top-p is refused, because a draft's acceptance is only right for the law that is sampled from.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from decode.engine import SpeculativeDecoder
+from decode.propose.protocol import Proposer
+from decode.stop_strings import Stop
+from decode.tree import Shape
+from draftsmith_core.sampling import Sampling, generator
+
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+_UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def speculative(
+    proposer: Proposer | None,
+    tree: str | Shape = "chain:4",
+    verifier: str = "speculative",
+    *,
+    stop: Stop | None = None,
+) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+    """A function for the `custom_generate` argument of `model.generate`; the arguments are `SpeculativeDecoder`'s.
+
+    The model on which `generate` is called is the target. Randomness comes from torch's global generator, as in
+    `generate` itself. A `streamer` and the `tokenizer` that `stop_strings` need never reach a `custom_generate`
+    function: pass `stop=stop_at(tokenizer, strings)` here, and use `SpeculativeDecoder.generate` with
+    `on_tokens` to stream. Raises ValueError, in one line, for settings that it cannot honour exactly.
+    """
+    decoders: list[SpeculativeDecoder] = []
+
+    def generate(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        # Named here, a model's own argument would be handed over twice.
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        _check(logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if not decoders or decoders[0].target is not model:
+            decoders[:] = [SpeculativeDecoder(model, proposer, tree, verifier)]
+        rows = input_ids.tolist()
+        if model_kwargs.get("attention_mask") is not None:
+            seen = model_kwargs["attention_mask"].bool().tolist()
+            rows = [
+                [t for t, real in zip(row, mask, strict=True) if real] for row, mask in zip(rows, seen, strict=True)
+            ]
+        batch = decoders[0].generate(
+            rows,
+            _sampling(generation_config),
+            int(generation_config.max_length) - input_ids.shape[1],
+            [generator(int(seed)) for seed in torch.randint(2**62, (len(rows),))],
+            _eos(stopping_criteria),
+            stop=stop,
+        )
+        outputs = [generation.output_ids for generation in batch.generations]
+        sequences = torch.cat([input_ids, _padded(outputs, generation_config, input_ids.device)], dim=1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
+
+    return generate
+
+
+def _check(
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    for processor in processors:
+        if not isinstance(processor, _WARPERS):
+            raise ValueError(
+                f"speculative decoding cannot honour {type(processor).__name__}: only temperature, top_k and top_p "
+                f"may change the law of a token; remove the option that adds it"
+            )
+    for criterion in criteria:
+        if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
+            raise ValueError(f"speculative decoding cannot honour the stopping criterion {type(criterion).__name__}")
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"speculative decoding draws single sequences; num_beams {config.num_beams} must be 1")
+    for name in ("penalty_alpha", "prompt_lookup_num_tokens", "dola_layers"):
+        if getattr(config, name, None):
+            raise ValueError(f"speculative decoding does not do what {name} asks for; leave it out")
+    if asked := [name for name in _UNSUPPORTED_OUTPUTS if getattr(config, name, None)]:
+        raise ValueError(f"speculative decoding does not return what {asked[0]} asks for; set it to False")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("speculative decoding needs token ids; pass input_ids instead of inputs_embeds")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("speculative decoding keeps its own cache; call generate without past_key_values")
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    if not config.do_sample:
+        return Sampling(temperature=0.0)
+    return Sampling(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+    )
+
+
+def _eos(criteria: StoppingCriteriaList) -> list[int]:
+    return [int(token) for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id]
+
+
+def _padded(outputs: Sequence[Sequence[int]], config: GenerationConfig, device: torch.device) -> Tensor:
+    longest = max(map(len, outputs))
+    padding = config.pad_token_id
+    if padding is None:
+        eos = config.eos_token_id
+        padding = eos if isinstance(eos, int) else (eos or [0])[0]
+    return torch.tensor([[*ids, *[padding] * (longest - len(ids))] for ids in outputs], device=device)

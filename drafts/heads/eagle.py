@@ -1,0 +1,148 @@
+"""EAGLE-1/2 head: predicts the target's next top feature from a feature and the token after it.
+
+Legend: B rows, T tokens, H hidden size, V vocabulary.
+
+Source: EAGLE (arXiv 2401.15077, section 4.1). On disk as its authors' checkpoints are: a Llama config of one layer with
+the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's embedding, which is not ours to train.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from drafts.heads.borrowed import borrow
+from drafts.heads.head_config import check_equal, count, setting
+from drafts.heads.llama_layer import (
+    LayerConfig,
+    cached,
+    causal_mask,
+    default_positions,
+    init_layer,
+    init_linear,
+    layer_from_json,
+    layer_like,
+    layer_to_json,
+    llama_parts,
+)
+from draftsmith_core.models import vocabulary_size
+from draftsmith_core.sampling import generator
+
+INITIALIZER_RANGE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """The layer, the target's vocabulary, and whether `fc` has a bias."""
+
+    layer: LayerConfig
+    vocab_size: int
+    bias: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **layer_to_json(self.layer),
+            "vocab_size": self.vocab_size,
+            "bias": self.bias,
+            "tie_word_embeddings": False,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "EagleConfig":
+        """Read and checked against the target; InputError, one line, names file and key."""
+        config = cls(
+            layer=layer_from_json(values, where),
+            vocab_size=count(values, "vocab_size", where),
+            # The authors' code gives `fc` a bias where the key is absent.
+            bias=setting(values, "bias", bool, where, True),
+        )
+        parts = borrow(target)
+        check_equal(where, "hidden_size", config.layer.hidden_size, parts.hidden_size)
+        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
+        return config
+
+
+class EagleHead(nn.Module):
+    """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output projection."""
+
+    kind: ClassVar[str] = "eagle"
+
+    def __init__(self, config: EagleConfig, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = borrow(target)
+        llama, rotary = llama_parts(config.layer, config.vocab_size)
+        hidden = config.layer.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
+        layer = LlamaDecoderLayer(llama, 0)
+        layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
+        self.layers = nn.ModuleList([layer])
+        self.rotary = rotary
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "EagleHead":
+        """An untrained head on the target's device, in its dtype and in training mode."""
+        head = cls(EagleConfig(layer=layer_like(target), vocab_size=vocabulary_size(target)), target)
+        random = generator(seed)
+        init_linear(head.fc, None, random)
+        init_layer(head.layers, INITIALIZER_RANGE, random)
+        return head.to(device=target.device, dtype=target.dtype)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Which of the target's `hidden_states` it needs: the last, after the final norm."""
+        return (-1,)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """The predicted features `[B, T, H]` of `forward`, without the logits that they give."""
+        dtype = self.fc.weight.dtype
+        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
+        states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
+        if attention_mask is None:
+            attention_mask = causal_mask(input_ids_BT.shape[1], cached(past_key_values), states_BTH)
+        if position_ids is None:
+            position_ids = default_positions(input_ids_BT, cached(past_key_values))
+        states_BTH = self.layers[0](
+            states_BTH,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            position_embeddings=self.rotary.tables(states_BTH, position_ids),
+        )
+        return states_BTH
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, T, V]` of the token after each input token, and the predicted features `[B, T, H]` under them.
+
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. The mask is 4-D and
+        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal, behind what is cached. Positions default
+        to the cells' own places.
+        """
+        states_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
+        return self.borrowed.project(states_BTH), states_BTH

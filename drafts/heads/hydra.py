@@ -1,0 +1,128 @@
+"""Hydra heads: like Medusa's, but each head also reads the tokens drafted before its own.
+
+Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V vocabulary.
+
+Source: Hydra (arXiv 2402.05109, section 3), the grounded MLP. Head d reads the target's feature h_t beside the
+embeddings of tokens t + 1 .. t + d + 1 and predicts token t + d + 2. Logits go through the target's own output
+projection, where the authors' code gives every head one of its own: a projection is V * H parameters and a head about
+2 * (d + 2) * H^2, so that K own ones would be most of what is trained, stored and read per draft step. A fresh head
+gives the target's logits at t, as Medusa's do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drafts.heads.borrowed import borrow
+from drafts.heads.head_config import check_equal, count
+from draftsmith_core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraConfig:
+    """How many heads, and how many residual blocks each has."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config.json."""
+        return {
+            "architectures": ["HydraHeads"],
+            "model_type": "hydra",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "hydra_num_heads": self.num_heads,
+            "hydra_num_layers": self.num_layers,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "HydraConfig":
+        """Read and checked against the target; InputError, one line, names file and key."""
+        config = cls(
+            hidden_size=count(values, "hidden_size", where),
+            vocab_size=count(values, "vocab_size", where),
+            num_heads=count(values, "hydra_num_heads", where),
+            num_layers=count(values, "hydra_num_layers", where, 1),
+        )
+        parts = borrow(target)
+        check_equal(where, "hidden_size", config.hidden_size, parts.hidden_size)
+        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
+        return config
+
+
+class _Block(nn.Module):
+    """Sx + SiLU(Wx + b). S starts by passing the first H inputs on, W and b as zero; where sizes agree S is fixed."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.skip = nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs, bias=False)
+        if isinstance(self.skip, nn.Linear):
+            nn.init.eye_(self.skip.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., inputs]` to `[..., outputs]`."""
+        out: Tensor = self.skip(states) + nn.functional.silu(self.linear(states))
+        return out
+
+
+class HydraHeads(nn.Module):
+    """K grounded heads over the target's own output projection."""
+
+    kind: ClassVar[str] = "hydra"
+
+    def __init__(self, config: HydraConfig, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = borrow(target)
+        hidden = config.hidden_size
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                _Block((d + 2) * hidden, hidden), *(_Block(hidden, hidden) for _ in range(config.num_layers - 1))
+            )
+            for d in range(config.num_heads)
+        )
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
+        """Untrained heads on the target's device, in its dtype and in training mode."""
+        if num_heads < 1 or num_layers < 1:
+            raise InputError(f"num_heads {num_heads}, num_layers {num_layers}: hydra needs at least one of each")
+        parts = borrow(target)
+        config = HydraConfig(
+            hidden_size=parts.hidden_size, vocab_size=parts.vocab_size, num_heads=num_heads, num_layers=num_layers
+        )
+        return cls(config, target).to(device=target.device, dtype=target.dtype)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Which of the target's `hidden_states` it needs: the last, after the final norm."""
+        return (-1,)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the last of `tokens_BTd`.
+
+        `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`. Raises ValueError when
+        there is no such head.
+        """
+        count_d = tokens_BTd.shape[-1]
+        if not 1 <= count_d <= len(self.heads):
+            raise ValueError(f"tokens: {count_d} a position; these {len(self.heads)} heads take 1 to {len(self.heads)}")
+        dtype = next(self.parameters()).dtype
+        embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
+        states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))
+        return self.borrowed.project(states_BTH)

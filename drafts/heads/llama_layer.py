@@ -1,0 +1,184 @@
+"""The one LLaMA decoder layer in EAGLE heads: its sizes on disk, its modules, its default mask.
+
+Legend: B rows, T tokens, P cached tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafts.heads.borrowed import text_config
+from drafts.heads.head_config import count, setting
+from draftsmith_core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Sizes of a LLaMA decoder layer, under the names that they have in a Llama config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Any]
+
+
+def layer_like(target: PreTrainedModel) -> LayerConfig:
+    """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
+    config = text_config(target)
+    hidden: int = config.hidden_size
+    heads: int = config.num_attention_heads
+    if hidden % heads:
+        raise InputError(f"{type(target).__name__}: hidden size {hidden} does not divide into {heads} attention heads")
+    return LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        hidden_act="silu",
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        rope_parameters=_rope(getattr(config, "rope_parameters", None)),
+    )
+
+
+def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Rope parameters for full attention over whole head dimensions, from those of any family."""
+    found = dict(parameters or {})
+    if isinstance(found.get("full_attention"), Mapping):
+        # One set by kind of layer (Gemma 3); the head's layer attends to everything.
+        found = dict(found["full_attention"])
+    # A head rotates all dimensions, whatever its target does.
+    found.pop("partial_rotary_factor", None)
+    return {"rope_type": "default", "rope_theta": 10000.0} | found
+
+
+def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
+    """The layer's part of config.json; rope also under the names that other engines and transformers 4 read."""
+    values = asdict(layer)
+    rope = dict(layer.rope_parameters)
+    values["rope_parameters"] = rope
+    values["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    values["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    return values | {"num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+
+
+def layer_from_json(values: Mapping[str, Any], where: str) -> LayerConfig:
+    """The layer that a config.json describes; InputError, one line, names file and key."""
+    layers = setting(values, "num_hidden_layers", int, where, 1)
+    if layers != 1:
+        raise InputError(f"{where}: 'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
+    hidden, heads = count(values, "hidden_size", where), count(values, "num_attention_heads", where)
+    rope = values.get("rope_parameters")
+    if rope is None:
+        scaling = dict(setting(values, "rope_scaling", dict, where, {}))
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        rope = scaling | {"rope_theta": setting(values, "rope_theta", float, where, 10000.0)}
+    if not isinstance(rope, Mapping):
+        raise InputError(f"{where}: 'rope_parameters' is {rope!r}; it must be of type dict")
+    kv_heads = count(values, "num_key_value_heads", where, heads)
+    if heads % kv_heads or hidden % heads:
+        raise InputError(f"{where}: 'num_attention_heads' is {heads}, no multiple of {kv_heads} or no part of {hidden}")
+    return LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=count(values, "intermediate_size", where),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=count(values, "head_dim", where, hidden // heads),
+        hidden_act=setting(values, "hidden_act", str, where, "silu"),
+        max_position_embeddings=count(values, "max_position_embeddings", where, 2048),
+        rms_norm_eps=setting(values, "rms_norm_eps", float, where, 1e-6),
+        rope_parameters=_rope(rope),
+    )
+
+
+class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
+    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision.
+
+    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000. transformers' own loading keeps
+    them in fp32, `Module.to(dtype)` does not.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def tables(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin `[B, T, head_dim]` in the dtype of `states`."""
+        return cast(tuple[Tensor, Tensor], self(states, position_ids))
+
+
+def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotary]:
+    """What transformers' modules want to know, and the rotary embedding; InputError for values they refuse."""
+    values = asdict(layer) | {"rope_parameters": dict(layer.rope_parameters)}
+    try:
+        config = LlamaConfig(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+        rotary = Rotary(config)
+    except (ValueError, TypeError, KeyError) as error:
+        # Rope types are looked up by name, and each asks for keys of its own.
+        reason = (str(error).strip().splitlines() or [""])[-1].strip()
+        raise InputError(
+            f"no LLaMA layer can be built with rope {dict(layer.rope_parameters)} and activation "
+            f"'{layer.hidden_act}' ({type(error).__name__}: {reason}); correct the config"
+        ) from None
+    config._attn_implementation = "sdpa"
+    return config, rotary
+
+
+def cached(past_key_values: Cache | None) -> int:
+    """P, how many tokens the cache holds."""
+    return 0 if past_key_values is None else int(past_key_values.get_seq_length())
+
+
+def default_positions(ids_BT: Tensor, past: int) -> Tensor:
+    """Positions `[1, T]` that go on behind `past` tokens."""
+    return torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+
+
+def causal_mask(queries: int, past: int, states: Tensor) -> Tensor | None:
+    """An additive mask `[1, 1, T, P + T]`, or None where sdpa's own causal rule is the right one.
+
+    Without a mask sdpa aligns queries with the first keys; behind a cache they are the last.
+    """
+    if past == 0 or queries == 1:
+        return None
+    mask = torch.full(
+        (queries, past + queries), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device
+    )
+    return mask.triu(past + 1)[None, None]
+
+
+@torch.no_grad()
+def init_linear(linear: nn.Linear, std: float | None, generator: torch.Generator) -> None:
+    """Normal weights, zero bias. `std` None is 1 / sqrt(inputs), which keeps the scale of what goes through."""
+    weight = torch.empty(linear.weight.shape, dtype=torch.float32)
+    weight.normal_(0.0, 1 / math.sqrt(linear.in_features) if std is None else std, generator=generator)
+    linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.zero_()
+
+
+def init_layer(layer: nn.Module, std: float, generator: torch.Generator) -> None:
+    """Every linear map of a fresh layer; norms begin as ones by themselves."""
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            init_linear(module, std, generator)

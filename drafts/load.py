@@ -1,0 +1,97 @@
+"""A draft of any kind from its directory or hub name: a language model, or a head on the target's features."""
+
+from transformers import PreTrainedModel
+
+from drafts.heads import Head, head_kind, load_head
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import Quantize, fingerprint, hash_tensors, load_model, vocabulary_size
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+Draft = PreTrainedModel | Head
+
+
+def draft_kind(name: str) -> str:
+    """ "draft" for a language model, else the kind of head, which is also the name of the proposer that drafts with
+    it.
+    """
+    return head_kind(name) or "draft"
+
+
+def load_draft(
+    name: str,
+    target: PreTrainedModel,
+    *,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    quantize: Quantize | None = None,
+) -> Draft:
+    """The draft `name` for this target; InputError, in one line, when it cannot be loaded or does not fit.
+
+    A head takes the target's device and dtype and is never quantised: it is small.
+    """
+    if head_kind(name) is not None:
+        return load_head(name, target)
+    return load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+
+
+def kind_of(draft: Draft) -> str:
+    """`draft_kind` of a draft that is loaded."""
+    return "draft" if isinstance(draft, PreTrainedModel) else draft.kind
+
+
+def draft_fingerprint(draft: Draft) -> str:
+    """16 hex digits that change with the architecture or the weights. What a head borrows is its target's and is not
+    in it.
+    """
+    if isinstance(draft, PreTrainedModel):
+        return fingerprint(draft)
+    return hash_tensors({"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items()))
+
+
+def check_draft_vocabulary(
+    source: str, draft: Draft, target: PreTrainedModel, tokenizer: Tokenizer, trust_remote_code: bool = False
+) -> None:
+    """InputError, in one line, unless token ids mean the same to a draft language model as to the target.
+
+    Vocabularies may be padded to different sizes where both tokenizers agree on every id that both models have;
+    a draft without a tokenizer of its own must have the target's size. A head has been checked by `load_draft`.
+    """
+    if not isinstance(draft, PreTrainedModel):
+        return
+    sizes = f"its vocabulary has {vocabulary_size(draft)} tokens and the target's has {vocabulary_size(target)}"
+    padded = vocabulary_size(draft) != vocabulary_size(target)
+    try:
+        own = load_tokenizer(source, trust_remote_code)
+    except InputError:
+        if padded:
+            raise InputError(
+                f"{source}: {sizes}, and it has no tokenizer to tell whether only padding differs; "
+                f"use a draft that was trained with the target's tokenizer"
+            ) from None
+        return
+    differing = first_difference(tokenizer, own, min(vocabulary_size(draft), vocabulary_size(target)))
+    if differing is not None:
+        raise InputError(
+            f"{source}: token {differing} is {_token(own, differing)} to it and {_token(tokenizer, differing)} to the "
+            f"target; use a draft that was trained with the target's tokenizer"
+        )
+
+
+def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
+    """The first id below `size` that two tokenizers read as different tokens, None when there is none.
+
+    An added token (padding, chat markers) may stand where the other has an added token or none: fine-tuned members
+    of a family rename those.
+    """
+    tokens_a, tokens_b = ({i: token for token, i in each.get_vocab().items() if i < size} for each in (a, b))
+    added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
+    for token_id in sorted(tokens_a.keys() | tokens_b.keys()):
+        if tokens_a.get(token_id) != tokens_b.get(token_id) and token_id not in added:
+            return token_id
+    return None
+
+
+def _token(tokenizer: Tokenizer, token_id: int) -> str:
+    token = {i: token for token, i in tokenizer.get_vocab().items()}.get(token_id)
+    return "nothing" if token is None else ascii(token)

@@ -1,0 +1,20 @@
+"""`draftsmith distill`."""
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith.cli.output import command_line, finish
+from draftsmith_core.options import parse
+from draftsmith_core.processes import is_main
+
+
+def run(argv: list[str]) -> None:
+    """Make a distilled set."""
+    config, as_json = parse(DistillConfig, "distill", argv)
+    summary = distill(config, command_line("distill", argv))
+    lines = [
+        f"{summary['out']}: {summary['rows']} rows, {summary['response_tokens']} response tokens; "
+        f"of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
+    ]
+    if is_main():
+        finish(summary, lines, as_json)

@@ -1,0 +1,136 @@
+"""Files that are whole or absent: temporary name, fsync, rename. And the hashes that tell two artifacts apart."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith_core.errors import InputError
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def hash_json(value: Any) -> str:
+    """sha256 of the canonical JSON of `value`, as 64 hex digits."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, as 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp{os.getpid()}")
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed runs left under temporary names directly in `directory`."""
+    for stale in directory.glob(".*.tmp*"):
+        if stale.is_dir():
+            shutil.rmtree(stale)
+        else:
+            stale.unlink()
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path to write to; it becomes `path` when the block ends well, and vanishes when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """A temporary directory to fill; it becomes `path` (replacing an older one) when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        # safetensors makes files that their owner alone may read, whatever the umask is.
+        mode = temporary.stat().st_mode & 0o666
+        for file in sorted(temporary.rglob("*")):
+            if file.is_file():
+                file.chmod(mode)
+            _fsync(file)
+        _fsync(temporary)
+        if path.exists():
+            # A directory cannot be replaced in one step; the old one steps aside for the instant between.
+            retired = path.with_name(f".{path.name}.old.tmp{os.getpid()}")
+            path.rename(retired)
+            temporary.rename(path)
+            shutil.rmtree(retired)
+        else:
+            temporary.rename(path)
+        _fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_dir(path: Path, option: str) -> None:
+    """Make a directory for results; InputError names the option when that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option}: {path} cannot be made a directory ({error.strerror})") from None
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write indented JSON whole or not at all."""
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from a file; InputError names the file, the line and what it should have been (`what`)."""
+    value = read_json_value(path, what)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
+    return value
+
+
+def read_json_value(path: Path, what: str) -> Any:
+    """Read JSON of any kind from a file; InputError as `read_json`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; expected {what}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None
+
+
+def read_tree_file(path: str) -> object:
+    """The JSON of a file that a tree spec names: an object, or a list of paths as Medusa and EAGLE write them."""
+    return read_json_value(Path(path), 'a tree, such as {"parents": [-1, -1, 0]}')

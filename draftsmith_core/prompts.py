@@ -1,0 +1,292 @@
+"""Prompts as every command reads them: JSONL, Parquet or a dataset on the hub, tokenised, each row accounted for."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import canonical_json
+from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text, hub_has_address
+
+KEYS = ("messages", "prompt", "text", "conversations", "instruction")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised. `id` is the row's own or a hash of its content."""
+
+    id: str
+    domain: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that was read and not used, and why."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """What a prompt source held: `len(prompts) + len(skipped) == rows`. `digest` is a hash of the prompts."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+    skipped: tuple[Skipped, ...]
+    rows: int
+
+    @property
+    def digest(self) -> str:
+        """sha256 over ids, domains and tokens: equal for equal prompts, however they were stored."""
+        text = canonical_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    domain: str = "default",
+    prompt_tokens: int = 32,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+) -> PromptSet:
+    """Read `source` (a .jsonl/.json/.parquet file, or `owner/name[:split]` on the hub) into prompts.
+
+    A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first
+    `prompt_tokens` tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are
+    read as `messages`, see `iterate_rows`. Rows that are empty, too short for that or longer than `max_tokens` are
+    skipped with their reason. A row without an `id` gets a hash of its tokens, with
+    its count where the same prompt came before. `limit` stops after that many rows. Raises InputError that names
+    file, line and key for a row that cannot be understood.
+    """
+    prompts: list[Prompt] = []
+    skipped: list[Skipped] = []
+    named: dict[str, int] = {}
+    repeats: Counter[str] = Counter()
+    rows = 0
+    for number, row in iterate_rows(source):
+        if limit is not None and rows >= limit:
+            break
+        rows += 1
+        where = f"{source}:{number}"
+        ids, short = _encode(row, where, tokenizer, prompt_tokens)
+        key = _string(row, "id", where)
+        if key in named:
+            raise InputError(f"{where}: key 'id': {key!r} is row {named[key]}'s already; make ids unique")
+        if key:
+            named[key] = number
+        else:
+            content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
+            repeats[content] += 1
+            key = content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+        if short or not ids:
+            skipped.append(Skipped(number, short or "empty prompt"))
+        elif max_tokens is not None and len(ids) > max_tokens:
+            skipped.append(Skipped(number, f"{len(ids)} tokens, more than the {max_tokens} that fit"))
+        else:
+            prompts.append(Prompt(key, _string(row, "domain", where) or domain, tuple(ids)))
+    if not rows:
+        raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
+    if not prompts:
+        raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
+    return PromptSet(source, tuple(prompts), tuple(skipped), rows)
+
+
+def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
+
+    Rows as ShareGPT has them (`conversations`: `from` and `value`) or Alpaca (`instruction`, `input`, `output`) come
+    with `messages` in their place.
+    """
+    for number, row in _rows(source):
+        yield number, _as_messages(row, f"{source}:{number}")
+
+
+def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row with `messages` where it has another key for a chat, else as it is."""
+    if row.get("messages") is not None or row.get("prompt") is not None:
+        return row
+    if row.get("conversations") is not None:
+        # Its ids name what a row was cut out of, and come again.
+        kept = {key: value for key, value in row.items() if key not in ("conversations", "id")}
+        turns = _sharegpt(row["conversations"], where)
+        return kept | ({"messages": turns} if turns else {"prompt": ""})
+    if isinstance(row.get("instruction"), str):
+        # `text`, where there is one, is all three under one heading that every row shares.
+        kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
+        asked = "\n\n".join(part for key in ("instruction", "input") if (part := _string(row, key, where).strip()))
+        output = _string(row, "output", where)
+        answer = [{"role": "assistant", "content": output}] if output else []
+        return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
+    return row
+
+
+# ShareGPT's names of who speaks; files that were put together from several sources have them all.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+
+
+def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
+    """Turns as chat templates want them: the user first, one turn at a time; empty where nobody asks."""
+    if not isinstance(value, list):
+        raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects")
+    turns: list[dict[str, str]] = []
+    for index, turn in enumerate(value):
+        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+            raise InputError(f"{where}: key 'conversations[{index}]': expected text under 'from' and under 'value'")
+        speaker: str = turn["from"]
+        role = _SPEAKERS.get(speaker, speaker)
+        if role == "assistant" and not any(each["role"] == "user" for each in turns):
+            # The rest of an answer whose question is in another row.
+            continue
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{turn['value']}"
+        else:
+            turns.append({"role": role, "content": turn["value"]})
+    return turns if any(each["role"] == "user" and each["content"].strip() for each in turns) else []
+
+
+def _rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    path = Path(source)
+    if path.is_dir():
+        raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
+    if path.is_file():
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix in (".jsonl", ".json", ".ndjson"):
+            yield from _jsonl_rows(path)
+        else:
+            raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+    elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet") or source.startswith((".", "/", "~")):
+        raise InputError(f"{source}: no such file")
+    else:
+        yield from _hub_rows(source)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise InputError(
+                        f"{path}:{number}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
+                    )
+                yield number, row
+    except RecursionError:
+        raise InputError(f"{path}:{number}: nested too deeply to be a row") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{number}: not valid JSON ({error.msg}); write one object a line") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
+
+
+def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    import datasets
+
+    name, _, split = source.partition(":")
+    if not HF_HUB_OFFLINE and not hub_has_address():
+        raise InputError(f"{source}: no such file, and the hub cannot be reached")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        yield from enumerate(rows, 1)
+    except Exception as error:
+        # The hub client raises many kinds of error; all of them mean the same to the user.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
+            f"check the path, or write owner/name:split"
+        ) from None
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str | int):
+        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
+    return whole(str(value), key, where)
+
+
+def whole(text: str, key: str, where: str) -> str:
+    """`text`, or InputError where JSON smuggled in half a character (a lone surrogate such as \\ud83d)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: key {key!r}: character {error.start + 1} is half of a surrogate pair; write it whole"
+        ) from None
+    return text
+
+
+def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:
+    """Tokens of a row, and the reason to skip it ('' when there is none)."""
+    present = [key for key in KEYS if row.get(key) is not None]
+    if not present:
+        found = ", ".join(map(repr, row)) or "nothing"
+        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; found {found}")
+    key = present[0]
+    value = row[key]
+    if key == "messages":
+        return encode_messages(tokenizer, check_messages(value, where), where), ""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
+    whole(value, key, where)
+    if not value.strip():
+        return [], f"key {key!r} is empty"
+    if key == "prompt":
+        return encode_text(tokenizer, value), ""
+    # Tokenising a whole book for its first tokens is waste; a token is rarely longer than 16 characters.
+    start = value[: 64 + 16 * prompt_tokens]
+    ids = encode_text(tokenizer, start)[:prompt_tokens]
+    if len(ids) < prompt_tokens and len(start) < len(value):
+        ids = encode_text(tokenizer, value)[:prompt_tokens]
+    short = f"text has only {len(ids)} of {prompt_tokens} tokens" if len(ids) < prompt_tokens else ""
+    return ids, short
+
+
+def check_messages(value: Any, where: str) -> list[dict[str, str]]:
+    """The messages that make the prompt (a final assistant turn dropped), or InputError naming the key."""
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects")
+    messages: list[dict[str, str]] = []
+    for index, message in enumerate(value):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
+        if not isinstance(message.get("content"), str):
+            raise InputError(f"{where}: key 'messages[{index}].content': expected text")
+        whole(message["content"], f"messages[{index}].content", where)
+        messages.append({"role": message["role"], "content": message["content"]})
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{where}: key 'messages': holds only an assistant turn; the prompt is missing")
+    return messages

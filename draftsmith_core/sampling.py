@@ -1,0 +1,158 @@
+"""Logits to probabilities, and probabilities to tokens: the only place where either happens (law 2).
+
+Legend: B rows, N nodes, K draws, V vocabulary; `...` any leading shape.
+
+Every random decision of the project is one float64 uniform from a CPU `torch.Generator` that belongs to a row
+(law 4). Drawing by inverse CDF from such uniforms makes a row independent of its batch mates and of the device.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith_core.errors import InputError
+
+MIN_TEMPERATURE = 1e-5
+
+
+def check_seed(seed: int) -> None:
+    """InputError for what some generator does not take."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed: {seed} must be at least 0 and below 2**63")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The law tokens are drawn from: temperature, then top-k, then top-p. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: {self.temperature} is not a finite number >= 0")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            # Logits divided by less would leave the range of fp32, and the law would be NaN.
+            raise ValueError(f"temperature: {self.temperature} is below {MIN_TEMPERATURE}; use 0 for greedy")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: {self.top_k} is negative; use 0 to keep the whole vocabulary")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} is not in (0, 1]; use 1 to keep everything")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the law is a point mass on the most probable token."""
+        return self.temperature == 0
+
+
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that is sampled from, fp32 `[..., V]`, for logits `[..., V]` of any float type.
+
+    Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass reaches
+    `top_p` (the token that crosses it included); ties are broken by token id, so that the support is a function
+    of the logits alone.
+    """
+    logits = logits.float()
+    if sampling.greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    vocab = logits.shape[-1]
+    top_k = sampling.top_k if 0 < sampling.top_k < vocab else 0
+    if not top_k and sampling.top_p == 1:
+        return logits.softmax(-1)
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[..., top_k:] = -torch.inf
+    p_ordered = ordered.softmax(-1)
+    if sampling.top_p < 1:
+        before = p_ordered.double().cumsum(-1) - p_ordered
+        p_ordered = p_ordered.masked_fill(before >= sampling.top_p, 0.0)
+        p_ordered = p_ordered / p_ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(p_ordered).scatter_(-1, index, p_ordered)
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """sum_x min(p, q) over the last axis: the chance that one draft token drawn from q is accepted against p.
+
+    Equals 1 - TV(p, q) (Leviathan et al. 2023, section 3). Both are `probs(...)` under the same sampling.
+    """
+    return torch.minimum(p, q).sum(-1)
+
+
+def row_seed(seed: int, key: str) -> int:
+    """A 63-bit seed for one row: a hash of the run's seed and the row's own key, never of its place in a batch."""
+    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator(seed: int) -> torch.Generator:
+    """A CPU generator for one row."""
+    return torch.Generator().manual_seed(seed)
+
+
+def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
+    """float64 uniforms in [0, 1), `[B, count]` on the CPU: row b comes from `generators[b]` alone."""
+    return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators])
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """One token per distribution `p` `[..., V]` from a uniform `u` `[...]`; int64 `[...]`.
+
+    `p` need not sum to one (a residual may be passed as it is) but must have mass. A token of probability zero
+    is never drawn.
+    """
+    return _inverse(p.cumsum(-1, dtype=torch.double), u.unsqueeze(-1)).squeeze(-1)
+
+
+def draw_with_replacement(p: Tensor, u: Tensor) -> Tensor:
+    """K independent tokens per distribution: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; they may repeat.
+
+    All are -1 where `p` has no mass.
+    """
+    cdf = p.cumsum(-1, dtype=torch.double)
+    return _inverse(cdf, u).masked_fill(cdf[..., -1:] <= 0, -1)
+
+
+def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
+    """K distinct tokens per distribution, in drawing order: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`.
+
+    Each draw is from `p` with the tokens drawn before it removed and the rest renormalised. When the support is
+    smaller than K the missing draws are -1.
+    """
+    # Summed anew for each draw: only so do tokens of mass 1e-30 keep their shares once what dwarfed them is drawn.
+    left, cdf = p, p.cumsum(-1, dtype=torch.double)
+    picks = []
+    for k in range(u.shape[-1]):
+        token = _inverse(cdf, u[..., k : k + 1])
+        picks.append(token.masked_fill(cdf[..., -1:] <= 0, -1))
+        if k + 1 < u.shape[-1]:
+            left = left.scatter(-1, token, 0.0) if k == 0 else left.scatter_(-1, token, 0.0)
+            cdf = left.cumsum(-1, dtype=torch.double)
+    return torch.cat(picks, dim=-1)
+
+
+def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
+    """The k - 1 most probable tokens, best first, and one drawn from what `p` leaves on the others (Hu et al., ICLR
+    2025): `p` `[..., V]`, `u` `[...]` -> int64 `[..., k]`.
+
+    Top tokens without mass are -1, and so is the last when the top ones hold all the mass: nothing was drawn then.
+    """
+    best = p.topk(min(k - 1, p.shape[-1]), dim=-1)
+    cdf = p.scatter(-1, best.indices, 0.0).cumsum(-1, dtype=torch.double)
+    drawn = _inverse(cdf, u.unsqueeze(-1)).masked_fill(cdf[..., -1:] <= 0, -1)
+    top = best.indices.masked_fill(best.values <= 0, -1)
+    return torch.cat([torch.nn.functional.pad(top, (0, k - 1 - top.shape[-1]), value=-1), drawn], dim=-1)
+
+
+def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
+    """The token at height `u` of running sums `cdf`: `[..., V]`, `[..., K]` -> int64 `[..., K]`."""
+    total = cdf[..., -1:]
+    # u * total can round up to total, and no token lies above that: the point just below it is the last with mass.
+    point = torch.minimum(u.to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Where there is no mass at all the answer means nothing, but is still an index.
+    return torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[-1] - 1)

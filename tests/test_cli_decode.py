@@ -1,0 +1,552 @@
+"""`draftsmith decode`: the rows of the command contract, whole or absent, and text as it comes."""
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode import PROPOSERS, TREES, VERIFIERS
+from drafts.heads import HEADS, save_head
+from draftsmith.cli.decode_setup import DecodeConfig, set_up
+from draftsmith.cli.method_table import terminal, ways
+from draftsmith.cli.token_stream import Stream
+from draftsmith_core.io import canonical_json
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.options import parse
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.tokenization import decode_text, load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes tokens and the target accepts."]
+
+KILL_AT_ROW = """
+import os, signal
+import draftsmith.cli.decode as command
+make, made = command._output, []
+def dying(*words):
+    made.append(1)
+    if len(made) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(*words)
+command._output = dying
+"""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "stats": {k: v for k, v in row["stats"].items() if k != "seconds"}} for row in rows]
+
+
+def contents(row: dict[str, Any]) -> tuple[str, int, list[int], str]:
+    return row["id"], row["sample_index"], row["output_ids"], row["finish_reason"]
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_rows_are_those_of_the_contract(
+    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str, drafted: bool
+) -> None:
+    out = tmp_path / "deep" / "rows.jsonl"
+    words = ["--target", target_dir, "--prompts", prompts_file, "--num_samples", "2", "--max_new_tokens", "9"]
+    words += ["--temperature", "1", "--out", str(out), "--json"]
+    words += ["--draft", draft_dir, "--tree", "kary:2,2"] if drafted else []
+    code, printed, err = door("decode", *words)
+    assert code == 0, err
+    rows = read(out)
+    assert [p.name for p in out.parent.iterdir()] == ["rows.jsonl"]
+    tokenizer = load_tokenizer(target_dir)
+    eos = set(eos_ids(load_model(target_dir, device="cpu")))
+    for row in rows:
+        assert list(row) == ["id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason", "stats"]
+        stats = row["stats"]
+        assert list(stats) == ["target_calls", "proposed", "accepted", "accepted_by_depth", "seconds"]
+        ids = row["output_ids"]
+        assert 1 <= len(ids) <= 9
+        assert (row["finish_reason"] == "stop") == (ids[-1] in eos)
+        assert not eos.intersection(ids[:-1])
+        assert row["finish_reason"] == "stop" or len(ids) == 9
+        assert row["text"] == decode_text(tokenizer, ids)
+        assert row["prompt_ids"][0] == tokenizer.bos_token_id
+        assert sum(stats["accepted_by_depth"]) == stats["accepted"] <= stats["proposed"]
+        assert stats["target_calls"] <= len(ids) <= stats["accepted"] + stats["target_calls"]
+        assert stats["seconds"] > 0
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    assert any(row["stats"]["proposed"] for row in rows) == drafted
+    keys = [(row["id"], row["sample_index"]) for row in rows]
+    assert len(set(keys)) == len(keys) == 16
+    assert ("numbers", 1) in keys
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["rows"] == 16
+    assert summary["prompts_read"] == 9 == summary["prompts_done"] + summary["prompts_skipped"]
+    assert summary["skipped"] == [{"row": 4, "reason": "key 'prompt' is empty"}]
+    assert summary["tokens"] == sum(len(row["output_ids"]) for row in rows)
+    assert summary["tau"] == pytest.approx(summary["tokens"] / summary["target_calls"])
+    assert "1 of 9 prompts skipped (row 4" in printed
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_rows_do_not_depend_on_the_batch(
+    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str, temperature: str
+) -> None:
+    found = []
+    for size in (1, 3, 8):
+        out = tmp_path / f"{size}.jsonl"
+        words = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file, "--batch_size", size]
+        more = ["--temperature", temperature, "--max_new_tokens", "12", "--out", out]
+        assert door("decode", *words, *more)[0] == 0
+        found.append(timeless(read(out)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_greedy_is_what_the_target_alone_generates(
+    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    target: Any = AutoModelForCausalLM.from_pretrained(target_dir)
+    out = tmp_path / "rows.jsonl"
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file, "--tree", "kary:3,2"]
+    assert door("decode", *words, "--out", out, "--max_new_tokens", "14")[0] == 0
+    rows = read(out)
+    assert len(rows) == 8
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"]])
+        whole = target.generate(ids, do_sample=False, max_new_tokens=14, attention_mask=torch.ones_like(ids))
+        assert row["output_ids"] == whole[0, ids.shape[1] :].tolist()
+
+
+def test_ignore_eos_goes_on(tmp_path: Path, door: Door, target_dir: str, prompts_file: str) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["--target", target_dir, "--prompts", prompts_file, "--temperature", "1", "--ignore_eos"]
+    assert door("decode", *words, "--out", out, "--max_new_tokens", "20", "--max_prompts", "5")[0] == 0
+    rows = read(out)
+    assert [len(row["output_ids"]) for row in rows] == [20] * 4
+    assert {row["finish_reason"] for row in rows} == {"length"}
+
+
+def test_a_killed_run_continues_where_it_was(
+    tmp_path: Path, spawn: Callable[..., Any], target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file]
+    words += ["--num_samples", "2", "--temperature", "1", "--max_new_tokens", "8", "--batch_size", "2"]
+    words += ["--out", "rows.jsonl", "--json"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    code, unbroken, _ = spawn(*words, cwd=whole).wait()
+    assert code == 0
+    assert spawn(*words, cwd=killed, patch=KILL_AT_ROW).wait()[0] == -9
+    assert [p.name for p in killed.iterdir()] == [".rows.jsonl.partial"]
+    before = [kept["row"] for kept in read(killed / ".rows.jsonl.partial")[1:]]
+    assert len(before) == 5
+    # What another command left is not continued, and not an error.
+    assert spawn(*words, "--seed", "9", "--out", "other.jsonl", cwd=killed).wait()[0] == 0
+    code, continued, err = spawn(*words, cwd=killed).wait()
+    assert (code, "Traceback" in err) == (0, False)
+    sums = [json.loads(printed.splitlines()[-1]) for printed in (continued, unbroken)]
+    for key in ("tokens", "target_calls", "proposed", "accepted", "tau", "accept_at", "alpha_mcsd"):
+        assert sums[0][key] == sums[1][key], key
+    rows = read(killed / "rows.jsonl")
+    assert timeless(rows) == timeless(read(whole / "rows.jsonl"))
+    # Rows of whole batches were kept, clock included; the half batch was made again.
+    assert rows[:4] == before[:4]
+    assert rows[4]["stats"]["seconds"] != before[4]["stats"]["seconds"]
+    other = read(killed / "other.jsonl")
+    assert [row["output_ids"] for row in other] != [row["output_ids"] for row in rows]
+    assert sorted(p.name for p in killed.iterdir()) == ["other.jsonl", "rows.jsonl"]
+
+
+def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> None:
+    words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
+    words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]
+    code, printed, err = door(*words)
+    assert code == 0, err
+    summary = json.loads(printed.splitlines()[-1])
+    assert printed.startswith(summary["outputs"][0]["text"] + "\n")
+    assert "tokens in" in printed
+    tokenizer = load_tokenizer(target_dir)
+    assert summary["outputs"][0]["prompt_ids"] == tokenizer("# The quick")["input_ids"]
+
+
+class Recorder(io.StringIO):
+    """Remembers what was written piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a é漢🙂👩‍🚀 b", "tabs\tand\r\nlines\n\n end ", "bell \x07 and \x1b[31mred", "[bold]no markup[/bold]", ""]
+)
+def test_what_is_streamed_is_the_text_and_no_character_is_torn(target_dir: str, text: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    recorder = Recorder()
+    stream = Stream(tokenizer, recorder)
+    for start in range(0, len(ids), 2):
+        stream.add(ids[start : start + 2], [True, False][: len(ids[start : start + 2])])
+    assert not any("\ufffd" in piece for piece in recorder.pieces)
+    stream.close()
+    assert recorder.getvalue() == text + "\n"
+    if len(text) > 10:
+        assert sum(map(bool, recorder.pieces)) > 5
+
+
+def test_an_end_in_the_middle_of_a_character_is_shown(target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    ids = tokenizer("ab🙂", add_special_tokens=False)["input_ids"][:-1]
+    recorder = Recorder()
+    stream = Stream(tokenizer, recorder)
+    stream.add(ids, [False] * len(ids))
+    assert recorder.getvalue() == "ab"
+    stream.close()
+    assert recorder.getvalue() == decode_text(tokenizer, ids) + "\n"
+    assert recorder.getvalue().startswith("ab\ufffd")
+
+
+class Terminal(Recorder):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(
+    target_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    tokenizer = load_tokenizer(target_dir)
+    ids = tokenizer("ab\x1b]0;c", add_special_tokens=False)["input_ids"]
+    terminal = Terminal()
+    stream = Stream(tokenizer, terminal)
+    stream.add(ids, [True, *[False] * (len(ids) - 1)])
+    stream.close()
+    assert "\x1b[1;32ma" in terminal.getvalue()
+    assert "\x1b]0;" not in terminal.getvalue()
+    assert "drafted" in terminal.getvalue()
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, target_dir: str) -> dict[str, str]:
+    """An untrained head of every kind, three heads of those that come in numbers, and one nobody here can load."""
+    target = load_model(target_dir, device="cpu")
+    root = tmp_path_factory.mktemp("heads")
+    for kind, cls in HEADS.items():
+        torch.manual_seed(5)
+        fresh: Any = cls.fresh
+        save_head(fresh(target, num_heads=3) if kind in ("medusa", "hydra") else fresh(target), root / kind)
+    (root / "alien").mkdir()
+    (root / "alien" / "config.json").write_text('{"speculators_model_type": "alien"}')
+    return {kind: str(root / kind) for kind in [*HEADS, "alien"]}
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("datastore") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tree_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("trees")
+    contents = {
+        "parents": {"parents": [-1, -1, 0]},
+        "paths": [[0], [1], [0, 0]],
+        "measured": {"acceptance": [0.6, 0.2], "nodes": 5, "depth": 3},
+        "interleaved": {"parents": [-1, 0, -1]},
+    }
+    for name, content in contents.items():
+        (root / f"{name}.json").write_text(json.dumps(content))
+    (root / "torn.json").write_text('{"parents":\n [-1,')
+    return {name: str(root / f"{name}.json") for name in [*contents, "torn"]}
+
+
+def summary_of(door: Door, *words: object) -> dict[str, Any]:
+    """What `decode --json` of these words ends with."""
+    code, printed, err = door("decode", *words, "--json")
+    assert code == 0, (words, err)
+    assert "Traceback" not in err
+    summary = json.loads(printed.splitlines()[-1])
+    assert isinstance(summary, dict)
+    return summary
+
+
+# words, and what they choose: proposer, tree, verifier. {name} stands for a fixture's file.
+FAMILIES = [
+    ("--draft {draft}", "draft", "chain:4", "speculative"),
+    ("--draft {draft} --tree kary:2,2", "draft", "kary:2,2", "mcsd"),
+    ("--draft {draft} {other}", "draft", "chain:4", "specinfer"),
+    ("--draft {draft} {other} --tree kary:3,2", "draft", "kary:3,2", "specinfer"),
+    ("--draft {draft} {draft} --tree kary:2,1 --verifier naive", "draft", "kary:2,1", "naive"),
+    ("--draft {draft} --tree eagle2:depth=3,beam=2,nodes=6", "draft", "eagle2:depth=3,beam=2,nodes=6", "exact"),
+    ("--draft {draft} --tree opt:nodes=6,depth=3 --verifier mcsd", "draft", "opt:nodes=6,depth=3", "mcsd"),
+    ("--draft {draft} --tree static:{parents}", "draft", "static:{parents}", "mcsd"),
+    ("--draft {draft} --tree static:{paths}", "draft", "static:{paths}", "mcsd"),
+    ("--draft {draft} --tree sequoia:{measured}", "draft", "sequoia:{measured}", "mcsd"),
+    ("--draft {draft} --fast false", "draft", "chain:4", "speculative"),
+    ("--draft {eagle}", "eagle", "chain:4", "speculative"),
+    ("--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6", "eagle", "eagle2:depth=3,beam=2,nodes=6", "exact"),
+    ("--draft {eagle3} --tree kary:2,2", "eagle3", "kary:2,2", "mcsd"),
+    ("--draft {medusa}", "medusa", "chain:3", "speculative"),
+    ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
+    ("--draft {hydra}", "hydra", "chain:3", "speculative"),
+    ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),
+    ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
+    ("--proposer lookahead", "lookahead", "its own", "exact"),
+    ("--proposer retrieval --datastore {datastore} --tree kary:2,2", "retrieval", "kary:2,2", "exact"),
+    ("--proposer none --draft {draft}", "none", None, None),
+]
+
+
+def test_every_proposer_and_every_kind_of_tree_is_tried() -> None:
+    assert {proposer for _, proposer, _, _ in FAMILIES} == {*PROPOSERS, "none"}
+    assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {*TREES, "its own"}
+
+
+@pytest.fixture
+def files(
+    target_dir: str,
+    draft_dir: str,
+    other_vocabulary_dir: str,
+    heads: dict[str, str],
+    tree_files: dict[str, str],
+    datastore: str,
+) -> dict[str, str]:
+    """Every file that options may name, by what stands for it in braces."""
+    models = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir}
+    return {**models, **heads, **tree_files, "datastore": datastore}
+
+
+@pytest.mark.parametrize(("options", "proposer", "tree", "verifier"), FAMILIES)
+def test_every_way_of_drafting_gives_the_targets_own_text(
+    door: Door,
+    files: dict[str, str],
+    greedy_ids: list[list[int]],
+    prompts_file: str,
+    options: str,
+    proposer: str,
+    tree: str | None,
+    verifier: str | None,
+) -> None:
+    words = ["--target", files["target"], "--prompts", prompts_file, "--max_new_tokens", "12", "--batch_size", "8"]
+    summary = summary_of(door, *words, *options.format(**files).split())
+    assert [row["output_ids"] for row in summary["outputs"]] == greedy_ids
+    chosen = (summary["proposer"], summary["tree"], summary["verifier"])
+    assert chosen == (proposer, tree.format(**files) if tree else None, verifier)
+    assert summary["lossless"] is True
+    assert (summary["proposed"] > 0) == (proposer != "none")
+
+
+@pytest.fixture(scope="module")
+def greedy_ids(target_dir: str, prompts_file: str) -> list[list[int]]:
+    """What transformers itself makes of the prompts."""
+    target: Any = AutoModelForCausalLM.from_pretrained(target_dir)
+    found = []
+    for prompt in read_prompts(prompts_file, load_tokenizer(target_dir)).prompts:
+        ids = torch.tensor([prompt.ids])
+        whole = target.generate(ids, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(ids))
+        found.append(whole[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier_through_the_door(door: Door, target_dir: str, draft_dir: str, verifier: str) -> None:
+    tree = "chain:3" if VERIFIERS[verifier].chains_only else "kary:2,2"
+    words = ["--target", target_dir, "--draft", draft_dir, "--tree", tree, "--verifier", verifier, "--temperature", "1"]
+    code, printed, err = door("decode", *words, "--prompt", "The quick", "--max_new_tokens", "12", "--json")
+    assert code == 0, err
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["verifier"] == verifier
+    assert summary["lossless"] == (verifier != "typical")
+    assert ("lossy" in err) == (verifier == "typical")
+    assert len(err.strip().splitlines()) == (verifier == "typical")
+
+
+def test_the_summary_says_how_fast_and_how_well(
+    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    words = ["--target", target_dir, "--draft", target_dir, "--prompts", prompts_file, "--max_new_tokens", "12"]
+    same = summary_of(door, *words, "--temperature", "1", "--batch_size", "3", "--out", tmp_path / "rows.jsonl")
+    rows = read(tmp_path / "rows.jsonl")
+    # A draft that is the target is never refused but by rounding.
+    assert same["accept_at"] == pytest.approx([1.0] * 4, abs=0.05)
+    assert same["alpha_mcsd"] > 0.5
+    assert same["seconds"] == pytest.approx(sum(row["stats"]["seconds"] for row in rows))
+    assert same["prefill_s"] > 0
+    assert same["decode_s"] > 0
+    assert same["prefill_s"] + same["decode_s"] == pytest.approx(same["seconds"])
+    assert same["tokens_per_s"] == pytest.approx(same["tokens"] / same["seconds"])
+    # Rows of a batch wait side by side, so a token takes longer than its share of the clock, by at most the batch.
+    share = same["decode_s"] / same["tokens"]
+    assert share < same["latency_s_per_token"] < 3.01 * share
+    assert same["peak_memory_kind"] == "process_rss"
+    assert 50e6 < same["peak_memory_bytes"] < 50e9
+    alone = summary_of(door, *words[:2], "--prompt", "The quick", "--max_new_tokens", "5", "--ignore_eos")
+    assert (alone["proposer"], alone["tree"], alone["verifier"], alone["lossless"]) == ("none", None, None, True)
+    assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"]) == ([], None, 1.0)
+
+
+def test_stop_strings_end_a_row_behind_the_token_that_completes_them(
+    door: Door, target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    words = ["--target", target_dir, "--draft", draft_dir, "--ignore_eos", "--max_new_tokens", "20"]
+    tokenizer = load_tokenizer(target_dir)
+    whole = summary_of(door, *words, "--prompt", "The quick", "--num_samples", "1")["outputs"][0]
+    assert whole["finish_reason"] == "length"
+    stop = decode_text(tokenizer, whole["output_ids"])[5:8]
+    assert stop
+    code, printed, err = door("decode", *words, "--prompt", "The quick", "--stop", "never to be", stop, "--json")
+    assert code == 0, err
+    row = json.loads(printed.splitlines()[-1])["outputs"][0]
+    assert row["finish_reason"] == "stop"
+    kept = len(row["output_ids"])
+    assert 0 < kept < 20
+    assert row["output_ids"] == whole["output_ids"][:kept]
+    assert stop in row["text"]
+    assert stop not in decode_text(tokenizer, row["output_ids"][:-1])
+    assert printed.startswith(row["text"] + "\n")
+
+
+def test_a_padded_vocabulary_is_taken_and_another_tokenizer_is_not(
+    tmp_path: Path, door: Door, target_dir: str, other_vocabulary_dir: str
+) -> None:
+    words = ["decode", "--target", target_dir, "--prompt", "The quick", "--max_new_tokens", "6", "--draft"]
+    assert door(*words, other_vocabulary_dir)[0] == 0
+    assert door("decode", "--target", other_vocabulary_dir, *words[3:], target_dir)[0] == 0
+    for name in ("bare", "foreign"):
+        shutil.copytree(other_vocabulary_dir, tmp_path / name)
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    path = tmp_path / "foreign" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = (token for token, number in vocabulary.items() if number in (70, 71))
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(content))
+    for name, reason in (
+        ("bare", "its vocabulary has 300 tokens and the target's has 290, and it has no tokenizer"),
+        ("foreign", "token 70 is "),
+    ):
+        code, out, err = door(*words, tmp_path / name)
+        assert (code, out) == (2, ""), err
+        assert len(err.strip().splitlines()) == 1
+        assert reason in err
+
+
+# Options that do not go together, and what the one line has to say: first what is wrong, then the way out.
+REFUSED = [
+    ("--draft {draft} --proposer eagel", "'eagel' is unknown", "did you mean eagle?"),
+    ("--draft {draft} --verifier spekulative", "'spekulative' is unknown", "did you mean speculative?"),
+    ("--proposer eagle", "`eagle` needs --draft", "a head of kind eagle"),
+    ("--draft {draft} --proposer eagle", "{draft}: is a language model, and --proposer eagle", "use --proposer draft"),
+    ("--draft {medusa} --proposer draft", "{medusa}: is a head of kind medusa", "use --proposer medusa"),
+    ("--draft {hydra} --proposer blockwise", "is a head of kind hydra, and --proposer blockwise", "--proposer hydra"),
+    ("--draft {eagle} {eagle}", "2 heads were given", "give one"),
+    ("--draft {draft} {eagle}", "{eagle}: is a head of kind eagle, and {draft} is not", "draft with one of them"),
+    ("--draft {alien}", "{alien}: is a head of kind 'speculators alien'", "heads that draft here are"),
+    ("--draft ./nowhere", "./nowhere: no such directory", "owner/name"),
+    ("--draft {draft} --proposer lookahead", "lookahead uses no draft", "leave out one"),
+    ("--proposer retrieval", "drafts from a text of yours", "add --datastore FILE"),
+    ("--datastore {datastore}", "only --proposer retrieval reads it", "leave out --datastore"),
+    ("--proposer retrieval --datastore none.jsonl", "none.jsonl: no such file", ""),
+    ("--draft {draft} --tree chian:4", "unknown kind 'chian'", "write chain:4"),
+    ("--draft {draft} --tree static:none.json", "none.json: no such file", "expected a tree"),
+    ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
+    ("--draft {draft} --tree static:{interleaved}", "{interleaved}", "breadth-first order"),
+    ("--draft {draft} --tree sequoia:{parents}", "{parents}", "unknown key 'parents'"),
+    ("--draft {draft} --tree kary:2,2 --verifier block", "'block' is valid on chains only", "chain:2"),
+    ("--draft {draft} --tree eagle2 --verifier greedy", "'greedy' is not valid", "use verifier exact"),
+    ("--draft {draft} {other} --verifier mcsd", "'mcsd' is not valid", "use verifier exact"),
+    ("--draft {draft} {other} --tree eagle2", "2 drafts cannot grow one tree", "use one draft"),
+    ("--draft {medusa} --proposer blockwise --tree kary:2", "blockwise drafts chains only", "use chain:4"),
+    ("--draft {medusa} --tree chain:4", "there are 3 heads", "chain:3"),
+    ("--proposer prompt_lookup --tree opt", "'prompt_lookup' has no confidences", "use a fixed tree"),
+    ("--proposer prompt_lookup --verifier kseq", "'kseq' is not valid", "use verifier exact"),
+    ("--proposer lookahead --tree chain:2", "this tree lacks room", "the default"),
+    ("--draft {draft} --stop", "--stop", "needs a value"),
+    ("--draft {draft} --stop=", "an empty text would end every output", "at least one character"),
+    ("--draft {eagle} --quantize_draft nf4", "applies to draft models", "leave it out"),
+    ("--draft {draft} --quantize int3", "--quantize", "nf4"),
+]
+# Those that only a loaded target or head can tell.
+LATE = ("--draft {medusa} --tree chain:4", "--proposer lookahead --tree chain:2")
+
+
+@pytest.mark.parametrize(("options", "wrong", "fix"), REFUSED)
+def test_what_does_not_go_together_is_refused_in_one_line(
+    door: Door,
+    files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    wrong: str,
+    fix: str,
+) -> None:
+    if options not in LATE:
+
+        def load(*words: object, **more: object) -> None:
+            raise AssertionError("a model was loaded first")
+
+        monkeypatch.setattr("draftsmith.cli.decode_setup.load_model", load)
+    words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
+    code, out, err = door(*words, *options.format(**files).split())
+    assert (code, out) == (2, ""), (out, err)
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("draftsmith decode: ")
+    assert wrong.format(**files) in lines[0]
+    assert fix in lines[0].split(wrong.format(**files))[1]
+
+
+def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path: Path, files: dict[str, str]) -> None:
+    def identity(*words: str) -> list[Any]:
+        config, _ = parse(DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words])
+        return set_up(config).identity()
+
+    tree, store = tmp_path / "tree.json", tmp_path / "store.txt"
+    tree.write_text("[[0], [1]]")
+    store.write_text("The quick brown fox")
+    retrieval = ["--proposer", "retrieval", "--datastore", str(store), "--tree", f"static:{tree}"]
+    before = identity(*retrieval)
+    assert identity(*retrieval, "--fast", "false") == before
+    tree.write_text("[[0], [0, 0]]")
+    changed_tree = identity(*retrieval)
+    store.write_text("The lazy dog")
+    found = [before, changed_tree, identity(*retrieval)]
+    found += [identity(), *(identity("--draft", files[name]) for name in ("draft", "medusa", "eagle"))]
+    assert len({canonical_json(each) for each in found}) == len(found)
+
+
+def test_help_ends_with_the_table(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = door("decode", "--help")
+    assert (code, err) == (0, "")
+    options, table = out.split("\nname  ")
+    assert "--trust_remote_code" in options
+    assert all(len(line) <= 80 for line in table.splitlines())
+    for name in [*PROPOSERS, *TREES, *VERIFIERS]:
+        assert re.search(rf"^{name} ", table, flags=re.MULTILINE), name
+    assert re.search(r"^typical .* NO ", table, flags=re.MULTILINE)
+    assert "name  " not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
+
+
+@pytest.mark.parametrize("columns", [20, 80, 93, 100, 200])
+def test_the_table_loses_no_word_at_any_width(columns: int) -> None:
+    table = terminal(columns)
+    assert max(map(len, table.splitlines())) <= min(max(columns, 80), 100)
+    for part in ways().values():
+        for way in part:
+            for word in f"{way.what} {way.trees}".replace(",", " ").split():
+                assert word in table

@@ -1,0 +1,124 @@
+"""Files are whole or absent, whatever happens while they are written."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import (
+    atomic_dir,
+    atomic_file,
+    hash_json,
+    make_dir,
+    read_json,
+    remove_leftovers,
+    sha256_file,
+    write_json_atomic,
+)
+
+Writer = Callable[[Path], AbstractContextManager[Path]]
+
+
+def fill(temporary: Path, text: str, directory: bool) -> None:
+    (temporary / "inner").write_text(text) if directory else temporary.write_text(text)
+
+
+def content(path: Path) -> str:
+    return (path / "inner").read_text() if path.is_dir() else path.read_text()
+
+
+@pytest.mark.parametrize(("writer", "directory"), [(atomic_file, False), (atomic_dir, True)])
+def test_a_block_that_raises_changes_nothing(tmp_path: Path, writer: Writer, directory: bool) -> None:
+    path = tmp_path / "deep" / "thing"
+    with pytest.raises(ZeroDivisionError), writer(path) as temporary:
+        fill(temporary, "half", directory)
+        raise ZeroDivisionError
+    assert list((tmp_path / "deep").iterdir()) == []
+    with writer(path) as temporary:
+        fill(temporary, "first", directory)
+        assert not path.exists()
+    with pytest.raises(ZeroDivisionError), writer(path) as temporary:
+        fill(temporary, "half", directory)
+        raise ZeroDivisionError
+    assert content(path) == "first"
+    assert [p.name for p in path.parent.iterdir()] == ["thing"]
+
+
+@pytest.mark.parametrize(("writer", "directory"), [(atomic_file, False), (atomic_dir, True)])
+def test_an_older_one_is_replaced_whole(tmp_path: Path, writer: Writer, directory: bool) -> None:
+    path = tmp_path / "thing"
+    for text in ("first", "second"):
+        with writer(path) as temporary:
+            fill(temporary, text, directory)
+            if directory:
+                (temporary / f"only-{text}").touch()
+        assert content(path) == text
+    if directory:
+        assert sorted(p.name for p in path.iterdir()) == ["inner", "only-second"]
+    assert [p.name for p in tmp_path.iterdir()] == ["thing"]
+
+
+@pytest.mark.parametrize("name", ["atomic_file", "atomic_dir"])
+def test_a_kill_in_the_block_changes_nothing(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "thing"
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from draftsmith_core.io import {name} as writer
+with writer(Path(sys.argv[1])) as temporary:
+    (temporary / "inner" if temporary.is_dir() else temporary).write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    died = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[1])
+    assert died.returncode == -9
+    assert not path.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None:
+    for name in ("part.parquet", ".hidden", "a.tmp1"):
+        (tmp_path / name).touch()
+    (tmp_path / ".best.old.tmp77").mkdir()
+    (tmp_path / ".best.old.tmp77" / "model").touch()
+    (tmp_path / ".part.parquet.tmp12").touch()
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "a.tmp1", "part.parquet"]
+
+
+def test_hashes_follow_values_and_not_their_order(tmp_path: Path) -> None:
+    assert hash_json({"a": 1, "b": [1, 2]}) == hash_json({"b": [1, 2], "a": 1})
+    assert hash_json({"a": 1, "b": [1, 2]}) != hash_json({"a": 1, "b": [2, 1]})
+    path = tmp_path / "x.json"
+    write_json_atomic(path, {"π": "é"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"π": "é"} == read_json(path, "anything")
+    command = [sys.executable, "-c", "import hashlib,sys;print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"]
+    with path.open("rb") as file:
+        assert sha256_file(path) == subprocess.check_output(command, stdin=file, text=True).strip()
+
+
+def test_reading_json_names_the_place(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file; expected a manifest"):
+        read_json(tmp_path / "none.json", "a manifest")
+    (tmp_path / "bad.json").write_text('{\n "a": 1,\n "b" 2}')
+    with pytest.raises(InputError, match=r"bad\.json:3: not valid JSON"):
+        read_json(tmp_path / "bad.json", "a manifest")
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(InputError, match="cannot be read"):
+        read_json(tmp_path / "latin.json", "a manifest")
+
+
+def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="^--out: .*file/sub cannot be made a directory"):
+        make_dir(tmp_path / "file" / "sub", "--out")
+    make_dir(tmp_path / "a" / "b", "--out")
+    make_dir(tmp_path / "a" / "b", "--out")
+    assert os.listdir(tmp_path / "a") == ["b"]

@@ -1,0 +1,239 @@
+"""Models: what is loaded, what is refused, and how two are told apart."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import (
+    Quantize,
+    check_same_vocabulary,
+    context_length,
+    dtype_name,
+    eos_ids,
+    fingerprint,
+    load_model,
+    memory_bytes,
+    parameter_count,
+    quantization,
+    resolve_device,
+    vocabulary_size,
+)
+from draftsmith_core.sampling import Sampling, generator
+from draftsmith_core.tokenization import load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
+    model = load_model(target_dir, device="cpu")
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert (vocabulary_size(model), context_length(model)) == (290, 96)
+    assert eos_ids(model)[0] == 1
+    assert len(eos_ids(model)) == 17
+    assert load_model(target_dir, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_fingerprint_follows_weights_and_not_their_precision(target_dir: str, draft_dir: str) -> None:
+    model = load_model(target_dir, device="cpu")
+    before = fingerprint(model)
+    assert len(before) == 16
+    assert fingerprint(load_model(target_dir, device="cpu")) == before
+    assert fingerprint(load_model(draft_dir, device="cpu")) != before
+    with torch.no_grad():
+        model.get_output_embeddings().weight[-1, -1] += 1e-3
+    assert fingerprint(model) != before
+
+
+@pytest.fixture
+def pickled(tmp_path: Path, target_dir: str) -> str:
+    """The target with its weights as a pickle."""
+    there = Path(target_dir)
+    for file in there.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(load_file(there / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    return str(tmp_path)
+
+
+def test_a_pickle_is_refused(pickled: str, door: Door) -> None:
+    with pytest.raises(InputError, match="no causal language model could be loaded"):
+        load_model(pickled, device="cpu")
+    code, out, err = door("decode", "--target", pickled, "--prompt", "a")
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert "safetensors" in err
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, target_dir: str, door: Door) -> None:
+    for file in Path(target_dir).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}'
+    )
+    code, _, err = door("decode", "--target", str(tmp_path), "--prompt", "a")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "no_weights", "config"])
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, target_dir: str, damage: str) -> None:
+    for file in Path(target_dir).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    if damage == "truncate":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "no_weights":
+        weights.unlink()
+    else:
+        (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError) as caught:
+        load_model(str(tmp_path), device="cpu")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_vocabularies_must_be_equal(target_dir: str, draft_dir: str, other_vocabulary_dir: str) -> None:
+    target, draft, other = (load_model(each, device="cpu") for each in (target_dir, draft_dir, other_vocabulary_dir))
+    check_same_vocabulary(target, [("draft", draft)])
+    with pytest.raises(InputError, match="^other: its vocabulary has 300 tokens and the target's has 290"):
+        check_same_vocabulary(target, [("draft", draft), ("other", other)])
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu").type == "cpu"
+    assert resolve_device("auto").type in ("cpu", "cuda")
+    for name in ("abacus", "cuda:77", "meta", "mps"):
+        with pytest.raises(InputError, match=f"^--device {name}: "):
+            resolve_device(name)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(InputError, match="no such directory"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+def test_a_fingerprint_follows_the_architecture(target_dir: str) -> None:
+    model = load_model(target_dir, device="cpu")
+    before = fingerprint(model)
+    model.config.rms_norm_eps = 0.5
+    assert fingerprint(model) != before
+
+
+bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose layers hold whole blocks of 64 values, and odd ones too."""
+    torch.manual_seed(8)
+    config = LlamaConfig(
+        vocab_size=290,
+        hidden_size=64,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+    )
+    path = tmp_path_factory.mktemp("wide")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@bnb
+def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir: str) -> None:
+    whole, small = (load_model(wide_dir, device="cpu", quantize=how) for how in (None, "nf4"))
+    assert (quantization(whole), quantization(small)) == ("none", "nf4")
+    assert dtype_name(small) == "float32" and not small.training and small.device.type == "cpu"
+    assert parameter_count(small) == parameter_count(whole) == sum(p.numel() for p in whole.parameters())
+    linear = sum(p.numel() for name, p in whole.named_parameters() if "proj" in name)
+    saved = memory_bytes(whole) - memory_bytes(small)
+    # 32 bits become 4, a doubly quantised scale of 8 bits a block of 64, and little else.
+    assert saved == pytest.approx(linear * (32 - 4 - 8 / 64) / 8, rel=0.02)
+    ids_BT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.inference_mode():
+        exact, near = whole(input_ids=ids_BT).logits, small(input_ids=ids_BT).logits
+        alone = small(input_ids=ids_BT[:1, :1]).logits
+    error = float((exact - near).norm() / exact.norm())
+    assert 1e-3 < error < 0.5
+    torch.testing.assert_close(alone[0, 0], near[0, 0], atol=1e-4, rtol=1e-4)
+
+
+@bnb
+def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not_change(wide_dir: str) -> None:
+    model = load_model(wide_dir, device="cpu", quantize="nf4")
+    before = fingerprint(model)
+    assert before != fingerprint(load_model(wide_dir, device="cpu"))
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[3, 4]]))
+    assert fingerprint(model) == before
+    assert fingerprint(load_model(wide_dir, device="cpu", quantize="nf4")) == before
+    model.model.layers[0].mlp.up_proj.weight.quant_state.absmax[0] += 1
+    assert fingerprint(model) != before
+
+
+@bnb
+@pytest.mark.parametrize("how", ["nf4", "none"])
+def test_decoding_is_lossless_against_the_quantised_target(wide_dir: str, draft_dir: str, how: Quantize) -> None:
+    """The law is about the target that runs, whatever its precision; the draft may be quantised too."""
+    target = load_model(wide_dir, device="cpu", quantize="nf4")
+    drafts = [load_model(wide_dir, device="cpu"), load_model(draft_dir, device="cpu", quantize=how)]
+    prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]], 16
+    expected = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = list(prompt)
+            for _ in range(steps):
+                ids.append(int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            expected.append(ids[len(prompt) :])
+    for draft in drafts:
+        for tree, verifier in (("chain:3", "speculative"), ("kary:3,2", "mcsd")):
+            decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree, verifier)
+            batch = decoder.generate(prompts, Sampling(temperature=0.0), steps, [generator(i) for i in range(3)])
+            assert [row.output_ids for row in batch.generations] == expected
+            if draft is drafts[0]:
+                # The unquantised self drafts well, so that the run above was no string of rejections.
+                assert sum(row.stats.accepted for row in batch.generations) > steps
+
+
+def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="^--quantize int3: use none or nf4$"):
+        load_model(target_dir, device="cpu", quantize="int3")  # type: ignore[arg-type]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"^--quantize nf4: needs bitsandbytes; pip install 'draftsmith\[bnb\]'"):
+        load_model(target_dir, device="cpu", quantize="nf4")
+
+
+@bnb
+def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.supported_torch_devices", {"cuda"})
+    with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes does not run on cpu") as caught:
+        load_model(target_dir, device="cpu", quantize="nf4")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(target_dir: str, tmp_path: Path) -> None:
+    """transformers would draw them at random: a head's directory, say, which calls itself a Llama of one layer."""
+    shutil.copytree(target_dir, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    assert gone.numel()
+    save_file(tensors, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"):
+        load_model(str(tmp_path / "copy"), device="cpu")

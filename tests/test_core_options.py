@@ -1,0 +1,302 @@
+"""The door and its options: what is wrong is said in one line with the place, the key and the nearest right one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from draftsmith.__main__ import COMMANDS
+from draftsmith.cli.decode_setup import DecodeConfig
+from draftsmith_core.errors import InputError
+from draftsmith_core.options import option_types, parse
+from draftsmith_core.provenance import difference
+from train.config import TrainConfig
+
+Door = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A group."""
+
+    rate: float = 0.5
+    """How fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the test command takes."""
+
+    name: str
+    """Who it is for."""
+    note: str | None = None
+    words: list[str] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    count: int = 1
+    limit: int | None = None
+    loud: bool = False
+    colour: Literal["red", "green"] = "red"
+    inner: Inner = field(default_factory=Inner)
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise InputError(f"count: {self.count} must not be negative")
+
+
+def options(*words: str) -> Options:
+    return parse(Options, "test", list(words))[0]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(InputError) as caught:
+        options(*words)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    return text
+
+
+def test_option_types_are_dotted() -> None:
+    assert option_types(Options)["inner.rate"] is float
+    assert "inner" not in option_types(Options)
+
+
+def test_every_spelling_of_a_value() -> None:
+    found = options(
+        *("--name=a=b", "--count", "-0", "--loud", "--colour", "green", "--inner.rate", "1e-3"),
+        *("--words", "x", "y", "--words", "z", "--numbers=1", "--numbers", "2.5", "1e2", "--limit", "3"),
+    )
+    assert found == Options(
+        name="a=b",
+        colour="green",
+        loud=True,
+        words=["x", "y", "z"],
+        numbers=[1, 2.5, 100],
+        limit=3,
+        count=0,
+        inner=Inner(rate=1e-3),
+    )
+    assert options("--name", "a", "--loud", "false").loud is False
+    assert options("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]
+
+
+@pytest.mark.parametrize("text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "a\nb\t", "é"])
+def test_text_is_taken_as_it_is_typed(text: str) -> None:
+    assert options("--name", text, "--note", text) == Options(name=text, note=text)
+
+
+def test_json_is_asked_apart() -> None:
+    assert parse(Options, "test", ["--name", "a", "--json"])[1] is True
+    assert parse(Options, "test", ["--name", "a"])[1] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nmae", "a"], "--nmae: unknown option; did you mean --name?"),
+        (["--name", "a", "--rate", "1"], "did you mean --inner.rate?"),
+        (["--name", "a", "--zzzz", "1"], "--help lists them"),
+        (["name"], "'name': unexpected word"),
+        (["--name", "a", "b"], "'b': unexpected word after --name"),
+        (["--name", "a", "--loud", "b"], "--loud: expected true or false, got 'b'"),
+        (["--name"], "--name: needs a value"),
+        ([], "--name: is missing"),
+        (["--name", "a", "--count", "x"], "--count: expected an int, got x"),
+        (["--name", "a", "--limit", "1.5"], "--limit: expected an int"),
+        (["--name", "a", "--inner.rate", "x"], "--inner.rate: expected a float"),
+        (["--name", "a", "--colour", "blue"], "--colour: expected"),
+        (["--name", "a", "--numbers", "x"], "--numbers"),
+        (["--name", "a", "--count", "-1"], "count: -1 must not be negative"),
+        (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: cannot be read"),
+    ],
+)
+def test_misuse_is_one_line(words: list[str], expected: str) -> None:
+    assert expected in refusal(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: a\ncount: x\n", ":2: count: expected an int, got x"),
+        ("name: a\n\ncuont: 1\n", ":3: cuont: unknown key; did you mean count?"),
+        ("name: a\ninner:\n  rat: 1\n", ":3: inner.rat: unknown key; did you mean inner.rate?"),
+        ("name: a\ninner:\n  rate: [1]\n", ":3: inner.rate: expected a float"),
+        ("name: a\ninner: 3\n", ":2: inner: expected indented"),
+        ("name: a\ncount: 1\ncount: 2\n", ":3: count: stands twice"),
+        ("name: a\nwords: b\n", ":2: words: expected a list"),
+        ("name: a\ncount: -1\n", ":2: count: -1 must not be negative"),
+        ("name: a\ncolour: blue\n", ":2: colour: expected"),
+        ("name: a\n  count: 1\n", ":2: not valid YAML"),
+        ("name: [a\n", "not valid YAML"),
+        ("name: a\x00\n", "not valid YAML"),
+        ("- a\n- b\n", ":1: expected `key: value` lines"),
+        ("? [1, 2]\n: 3\n", ":1: "),
+        ("count: 1\n", "--name: is missing"),
+        ("name: !!python/object/apply:os.getcwd []\n", ""),
+        ("", "--name: is missing"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    found = refusal("--config", str(path))
+    assert expected in found
+    if expected.startswith(":"):
+        assert found.startswith(f"{path}{expected}")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"name: \xff\xfe\n")
+    assert "not UTF-8 text" in refusal("--config", str(tmp_path / "c.yaml"))
+
+
+def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("name: a\ncount: 1\nwords: [x]\ninner:\n  rate: 1e-4\n")
+    (tmp_path / "b.yaml").write_text("count: 2\n")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
+    assert options(*files) == Options(name="a", count=2, words=["x"], inner=Inner(rate=1e-4))
+    assert options("--count", "5", *files).count == 5
+    assert options(*files, "--count", "5", "--words", "y").words == ["y"]
+
+
+def test_print_config_goes_back_in(tmp_path: Path, door: Door) -> None:
+    words = ["--out", "o", "--data", "a b", "c", "--draft", "d", "--optim.lr", "3e-5", "--steps", "7"]
+    code, out, _ = door("train", *words, "--print_config")
+    assert code == 0
+    assert yaml.safe_load(out)["optim"]["lr"] == 3e-5
+    (tmp_path / "c.yaml").write_text(out)
+    again = parse(TrainConfig, "train", ["--config", str(tmp_path / "c.yaml")])
+    assert again == parse(TrainConfig, "train", words)
+
+
+@pytest.mark.parametrize("command", ["distill", "train", "decode", "eval"])
+def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> None:
+    code, out, _ = door(command, "--help")
+    assert code == 0
+    flat = " ".join(out.split())
+    if command == "decode":
+        assert all(f"--{key}" in out for key in option_types(DecodeConfig))
+        assert "Rows that are decoded together." in flat
+    assert "--config" in out
+    assert "--print_config" in out
+    assert "--device" in out
+
+
+def test_the_door_itself(door: Door) -> None:
+    code, out, _ = door("--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+    assert door()[0] == 2
+    code, out, err = door("dekode")
+    assert (code, out) == (2, "")
+    assert err == "draftsmith: 'dekode' is not a command; did you mean decode?\n"
+    assert "the commands are" in door("zzz")[2]
+    assert door("--version")[0] == 0
+
+
+def cases(pair: dict[str, Any]) -> list[list[str]]:
+    target, draft, prompts = pair["target"], pair["draft"], pair["prompts"]
+    return [
+        ["decode", "--target", target, "--prompt", "a", "--prompts", prompts],
+        ["decode", "--target", target],
+        ["decode", "--target", target, "--prompt", "a", "--temperature", "-1"],
+        ["decode", "--target", target, "--prompt", "a", "--temperature", "1e-40"],
+        ["decode", "--target", target, "--prompt", "a", "--top_p", "0"],
+        ["decode", "--target", target, "--prompt", "a", "--batch_size", "0"],
+        ["decode", "--target", target, "--prompts", prompts, "--max_prompts", "0"],
+        ["decode", "--target", target, "--prompt", "a", "--device", "abacus"],
+        ["decode", "--target", target, "--prompt", "a", "--device", "cuda:99"],
+        ["decode", "--target", target, "--prompt", "a", "--device", "mps"],
+        ["decode", "--target", target, "--prompt", "a", "--device", "meta"],
+        ["decode", "--target", target, "--prompt", "a", "--dtype", "float99"],
+        ["decode", "--target", "/no/such/model", "--prompt", "a"],
+        ["decode", "--target", "no-such-model", "--prompt", "a"],
+        ["decode", "--target", "bad name!", "--prompt", "a"],
+        ["decode", "--target", str(Path(prompts).parent), "--prompt", "a"],
+        ["decode", "--target", target, "--prompt", "a", "--max_new_tokens", "96"],
+        ["decode", "--target", target, "--prompt", "word " * 50, "--max_new_tokens", "40"],
+        ["decode", "--target", target, "--draft", draft, "--prompt", "a", "--tree", "bush:3"],
+        [
+            "decode",
+            "--target",
+            target,
+            "--draft",
+            draft,
+            "--prompt",
+            "a",
+            "--tree",
+            "kary:2",
+            "--verifier",
+            "speculative",
+        ],
+        ["decode", "--target", target, "--prompt", "a", "--tree", "chain:x"],
+        ["decode", "--target", target, "--prompt", "a", "--proposer", "draft"],
+        ["decode", "--target", target, "--prompt", "a", "--out", target],
+        ["decode", "--target", target, "--prompt", "a", "--out", prompts + "/x.jsonl"],
+        ["distill", "--target", target, "--prompts", prompts, "--out", prompts],
+        ["distill", "--target", target, "--prompts", prompts, "--out", prompts + "/sub"],
+        ["distill", "--target", target, "--prompts", prompts, "--out", "o", "--max_new_tokens", "200"],
+        ["distill", "--target", target, "--prompts", prompts, "--out", "o", "--engine", "warp"],
+        ["distill", "--target", target, "--prompts", prompts, "--out", "o", "--num_samples", "0"],
+        ["train", "--out", "o", "--data", prompts, "--draft", draft],
+        ["train", "--out", "o", "--data", "none.jsonl", "--draft", draft, "--max_length", "64"],
+        ["train", "--out", "o", "--data", target, "--draft", draft, "--max_length", "64"],
+        ["train", "--out", "o", "--data", prompts, "--draft_config", prompts, "--max_length", "64"],
+        ["train", "--out", "o", "--data", prompts, "--draft", draft, "--optim.beta1", "1.5"],
+        ["train", "--out", "o", "--data", prompts, "--draft", draft, "--optim.clip_norm", "-1"],
+        ["train", "--out", "o", "--data", prompts, "--draft", draft, "--epochs", ".inf"],
+        ["train", "--out", "o", "--data", prompts, "--draft", draft, "--objective", "fkl"],
+        ["train", "--out", "o", "--data", prompts],
+        ["train", "--out", "o", "--data", prompts, "--draft", pair["other"], "--target", target, "--max_length", "64"],
+    ]
+
+
+def test_bad_input_is_one_line_and_exit_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    door: Door,
+    target_dir: str,
+    draft_dir: str,
+    other_vocabulary_dir: str,
+    prompts_file: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pair = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir, "prompts": prompts_file}
+    for words in cases(pair):
+        code, out, err = door(*words)
+        lines = [line for line in err.splitlines() if line.strip()]
+        assert code == 2, (words, out, err)
+        assert len(lines) == 1, (words, err)
+        assert lines[0].startswith(f"draftsmith {words[0]}: "), (words, err)
+        assert out == "", words
+        assert not Path("o/config.json").exists()
+
+
+def test_a_strangers_modules_do_not_hide_ours(tmp_path: Path) -> None:
+    for name in ("train", "eval", "distill", "decode", "datasets", "torch", "yaml"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the stranger was imported')\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "draftsmith", "train", "--out", "o"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stderr == "draftsmith train: --data: is missing, and has no default; --help says what it means\n"
+    assert run.returncode == 2
+
+
+def test_a_difference_is_named_by_its_key() -> None:
+    there = {"config": {"seed": 1, "optim": {"lr": 0.1}}, "data": "x"}
+    assert difference(there, there) is None
+    assert difference(there, {**there, "data": "y"}) == 'data is "x", now it is "y"'
+    other: dict[str, Any] = {"config": {"seed": 1, "optim": {"lr": 0.2}}, "data": "x"}
+    assert difference(there, other) == "optim.lr is 0.1, now it is 0.2"
+    assert difference({}, {"a": "z" * 99}) == 'a is null, now it is "' + "z" * 56 + "..."

@@ -1,0 +1,243 @@
+"""Every row of a prompt source is accounted for; what cannot be understood is named by file, line and key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import PromptSet, read_prompts
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}"
+    "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: str) -> Tokenizer:
+    return load_tokenizer(target_dir)
+
+
+@pytest.fixture
+def chat(target_dir: str) -> Tokenizer:
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def adds_up(prompts: PromptSet) -> bool:
+    return len(prompts.prompts) + len(prompts.skipped) == prompts.rows
+
+
+def test_every_kind_of_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    source = jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": "The fox"},
+        {"text": text, "id": 7, "domain": "books"},
+        {"messages": [{"role": "user", "content": "The"}, {"role": "assistant", "content": "fox"}]},
+        {"prompt": None, "text": None, "messages": [{"role": "user", "content": "The"}]},
+    )
+    found = read_prompts(source, tokenizer, domain="d", prompt_tokens=5)
+    assert adds_up(found)
+    first, book, chat, same = found.prompts
+    assert first.ids == tuple(tokenizer("The fox")["input_ids"])
+    assert first.ids[0] == tokenizer.bos_token_id
+    assert book == type(book)("7", "books", tuple(tokenizer(text)["input_ids"][:5]))
+    # Without a chat template a chat is its text, and the assistant's answer is not part of the prompt.
+    assert tokenizer.decode(list(chat.ids), skip_special_tokens=True) == "The\n\n"
+    assert chat.ids == same.ids
+    assert same.id == f"{chat.id}-2"
+    assert {p.domain for p in (first, chat, same)} == {"d"}
+
+
+def test_a_chat_template_is_used_where_there_is_one(tmp_path: Path, chat: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    source = jsonl(tmp_path / "p.jsonl", {"messages": messages})
+    ids = list(read_prompts(source, chat).prompts[0].ids)
+    assert chat.decode(ids) == "[system]Be brief.[user]Who?[assistant]"
+
+
+def test_a_chat_that_the_template_refuses_is_one_line(tmp_path: Path, chat: Tokenizer) -> None:
+    source = jsonl(tmp_path / "p.jsonl", {"messages": [{"role": "judge", "content": "x"}]})
+    with pytest.raises(InputError, match=r"p\.jsonl:1: key 'messages': .*no judges here"):
+        read_prompts(source, chat)
+
+
+def test_sharegpt_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
+    def row(*turns: tuple[str, str]) -> dict[str, Any]:
+        return {"id": "twice", "conversations": [{"from": who, "value": said} for who, said in turns]}
+
+    source = jsonl(
+        tmp_path / "p.jsonl",
+        row(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
+        row(("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")),
+        row(("system", "Be brief."), ("human", "Who?")),
+        row(),
+        row(("gpt", "An answer alone")),
+    )
+    found = read_prompts(source, chat)
+    assert adds_up(found)
+    assert [chat.decode(list(prompt.ids)) for prompt in found.prompts] == [
+        "[user]Hi[assistant]Yes?[user]Who?[assistant]",
+        "[user]More\n\nplease[assistant]",
+        "[system]Be brief.[user]Who?[assistant]",
+    ]
+    assert [skipped.row for skipped in found.skipped] == [4, 5]
+    assert len({prompt.id for prompt in found.prompts}) == 3
+
+
+def test_alpaca_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
+    asked = {"instruction": "Add", "input": "1 2", "output": "3", "text": "Below is an instruction. Add 1 2: 3"}
+    source = jsonl(tmp_path / "p.jsonl", asked, {"instruction": "Sing", "input": ""}, {"instruction": " "})
+    found = read_prompts(source, chat)
+    assert [chat.decode(list(prompt.ids)) for prompt in found.prompts] == [
+        "[user]Add\n\n1 2[assistant]",
+        "[user]Sing[assistant]",
+    ]
+    assert [skipped.row for skipped in found.skipped] == [3]
+
+
+def test_parquet_is_the_same_as_jsonl(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"id": f"r{i}", "prompt": "The quick brown fox"[: 3 + i], "domain": None} for i in range(6)]
+    parquet = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), parquet)
+    lines = read_prompts(jsonl(tmp_path / "p.jsonl", *rows), tokenizer)
+    table = read_prompts(str(parquet), tokenizer)
+    assert lines.prompts == table.prompts
+    assert lines.digest == table.digest
+    assert read_prompts(str(parquet), tokenizer, limit=5).digest != table.digest
+
+
+def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": "  \n"},
+        {"text": "too short"},
+        {"prompt": "The quick brown fox jumps over the lazy dog and more"},
+        {"prompt": "fox"},
+    )
+    found = read_prompts(source, tokenizer, max_tokens=8)
+    assert adds_up(found)
+    assert [skip.row for skip in found.skipped] == [1, 2, 3]
+    reasons = [skip.reason for skip in found.skipped]
+    assert "empty" in reasons[0]
+    assert "of 32 tokens" in reasons[1]
+    assert "more than the 8" in reasons[2]
+
+
+def test_long_tokens_do_not_make_a_text_short(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The first characters of a text are tokenised first; when they hold too few tokens, the rest is."""
+    text = " " * 5000 + "the fox"
+    few = load_tokenizer(str(Path(tokenizer.name_or_path)))
+    few.add_tokens([" " * 500])
+    found = read_prompts(jsonl(tmp_path / "p.jsonl", {"text": text}), few, prompt_tokens=11)
+    assert len(found.prompts[0].ids) == 11
+
+
+def test_limit_counts_rows_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = jsonl(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
+    found = read_prompts(source, tokenizer, limit=3)
+    assert (found.rows, len(found.prompts), len(found.skipped)) == (3, 2, 1)
+
+
+def test_blank_lines_are_no_rows_and_lines_keep_their_numbers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n  \n{"prompt": ""}\n')
+    found = read_prompts(str(path), tokenizer)
+    assert found.rows == 2
+    assert found.skipped[0].row == 5
+
+
+def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = ["é λ 漢字 🙂👩‍🚀", "a\u2028b\u2029c\x85d", "\u202eabc", "x\x00y"]
+    found = read_prompts(jsonl(tmp_path / "p.jsonl", *({"prompt": t} for t in texts)), tokenizer)
+    assert [tokenizer.decode(list(p.ids), skip_special_tokens=True) for p in found.prompts] == texts
+
+
+BAD_ROWS = [
+    ('{"prompt": "a"', 1, "not valid JSON"),
+    ("[1]", 1, "must be a JSON object"),
+    ("{}", 1, "needs one of the keys messages, prompt, text, .*; found nothing"),
+    ('{"promt": "a"}', 1, "found 'promt'"),
+    ('{"prompt": 3}', 1, "key 'prompt': expected text, found int"),
+    ('{"prompt": "a", "id": [1]}', 1, "key 'id': expected text, found list"),
+    ('{"prompt": "a", "domain": {}}', 1, "key 'domain': expected text, found dict"),
+    ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is row 1's already"),
+    ('{"messages": "hi"}', 1, "key 'messages'"),
+    ('{"conversations": {}}', 1, "key 'conversations'"),
+    ('{"conversations": [{"from": "human"}]}', 1, r"key 'conversations\[0\]'"),
+    ('{"instruction": 3}', 1, "key 'instruction': expected text, found int"),
+    ('{"instruction": "a", "input": []}', 1, "key 'input': expected text, found list"),
+    ('{"messages": []}', 1, "key 'messages'"),
+    ('{"messages": [{"content": "x"}]}', 1, r"key 'messages\[0\].role'"),
+    ('{"messages": [{"role": "user"}]}', 1, r"key 'messages\[0\].content'"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', 1, "only an assistant turn"),
+    ('{"prompt": "ab\\ud83d"}', 1, "key 'prompt': character 3 is half of a surrogate pair"),
+    ('{"prompt": "a", "id": "\\ud83d"}', 1, "key 'id': character 1"),
+    ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', 1, r"key 'messages\[0\].content': character 1"),
+    ('{"prompt": "a"}\n' + "[" * 100_000, 2, "nested too deeply|not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "message"), BAD_ROWS)
+def test_a_row_that_cannot_be_understood_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, text: str, line: int, message: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(InputError, match=rf"p\.jsonl:{line}: .*({message})") as caught:
+        read_prompts(str(path), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    cases: list[tuple[str, str | bytes | None, str]] = [
+        ("none.jsonl", None, "no such file"),
+        ("empty.jsonl", "", "holds no rows"),
+        ("all.jsonl", '{"prompt": ""}', "none of its 1 rows can be used"),
+        ("latin.jsonl", b'{"prompt": "\xe9"}', "not UTF-8 text"),
+        ("p.csv", "a,b", "unknown kind of file '.csv'"),
+        ("bad.parquet", "hello", "not a readable Parquet file"),
+    ]
+    for name, text, message in cases:
+        path = tmp_path / name
+        if text is not None:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(InputError, match=message) as caught:
+            read_prompts(str(path), tokenizer)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="is a directory"):
+        read_prompts(str(tmp_path), tokenizer)
+
+
+def test_a_hub_dataset_that_cannot_be_reached_is_one_line(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="^no/such-set:test: neither a file here nor") as caught:
+        read_prompts("no/such-set:test", tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+        asked.append((name, split, streaming))
+        return iter([{"prompt": "The"}, {"prompt": "fox"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(read_prompts("owner/name:validation", tokenizer).prompts) == 2
+    assert len(read_prompts("owner/name", tokenizer, limit=1).prompts) == 1
+    assert asked == [("owner/name", "validation", True), ("owner/name", "train", True)]

@@ -1,0 +1,195 @@
+"""Law 2 and law 4: one function makes the law, one draws from it, and randomness belongs to a row."""
+
+import math
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from draftsmith_core.sampling import (
+    Sampling,
+    acceptance,
+    draw,
+    draw_without_replacement,
+    generator,
+    probs,
+    row_seed,
+    uniforms,
+)
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.3),
+    Sampling(temperature=2.0),
+    Sampling(top_k=1),
+    Sampling(top_k=3),
+    Sampling(top_k=99),
+    Sampling(top_p=0.5),
+    Sampling(top_p=1e-6),
+    Sampling(temperature=0.7, top_k=4, top_p=0.8),
+    Sampling(temperature=0.0, top_k=2, top_p=0.1),
+]
+
+
+def slow_law(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]:
+    """The definition, one token at a time in float64."""
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    law = np.zeros(len(logits))
+    if sampling.temperature == 0:
+        law[ranked[0]] = 1.0
+        return law
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    peak = logits[ranked[0]]
+    weights = {token: math.exp((logits[token] - peak) / sampling.temperature) for token in ranked}
+    total, mass = sum(weights.values()), 0.0
+    for token in ranked:
+        if sampling.top_p < 1 and mass >= sampling.top_p:
+            break
+        law[token] = weights[token] / total
+        mass += law[token]
+    return np.asarray(law / law.sum())
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_probs_is_the_definition(sampling: Sampling, dtype: torch.dtype) -> None:
+    logits_BV = (torch.randn(20, 9, generator=generator(0)) * 2).to(dtype)
+    law_BV = probs(logits_BV, sampling)
+    assert law_BV.dtype == torch.float32
+    for logits_V, law_V in zip(logits_BV, law_BV, strict=True):
+        expected = slow_law(logits_V.double().tolist(), sampling)
+        np.testing.assert_allclose(law_V.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_ties_go_to_the_lower_token(sampling: Sampling) -> None:
+    logits = [0.5, 2.0, 2.0, -1.0, 2.0, 0.5, 0.5]
+    law = probs(torch.tensor(logits), sampling).numpy()
+    np.testing.assert_allclose(law, slow_law(logits, sampling), atol=1e-6)
+    assert sampling.temperature > 0 or law.tolist() == [0, 1, 0, 0, 0, 0, 0]
+
+
+def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape() -> None:
+    logits = torch.randn(2, 3, 4, 5, generator=generator(1))
+    before = logits.clone()
+    law = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
+    assert torch.equal(logits, before)
+    assert torch.equal(law[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9)))
+
+
+def test_the_lowest_temperature_allowed_is_finite() -> None:
+    law = probs(torch.tensor([30000.0, -30000.0, 29999.0]), Sampling(temperature=1e-5))
+    assert law.tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-40),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+    ],
+)
+def test_a_law_that_is_none_is_refused_by_name(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        Sampling(**{key: value})  # type: ignore[arg-type]
+
+
+@st.composite
+def laws(make: st.DrawFn) -> list[float]:
+    weights = make(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8))
+    if not any(weights):
+        weights[make(st.integers(0, len(weights) - 1))] = 0.5
+    return weights
+
+
+@settings(max_examples=200, deadline=None)
+@given(weights=laws(), u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)))
+def test_a_token_without_mass_is_never_drawn(weights: list[float], u: float) -> None:
+    token = int(draw(torch.tensor(weights), torch.tensor(u, dtype=torch.float64)))
+    assert weights[token] > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=laws(), seed=st.integers(0, 2**32), count=st.integers(1, 6))
+def test_draws_without_replacement_are_distinct_and_run_out(weights: list[float], seed: int, count: int) -> None:
+    picks = draw_without_replacement(torch.tensor(weights), uniforms([generator(seed)], count)[0]).tolist()
+    support = sum(weight > 0 for weight in weights)
+    drawn = [token for token in picks if token >= 0]
+    assert len(drawn) == min(count, support)
+    assert len(set(drawn)) == len(drawn)
+    assert all(weights[token] > 0 for token in drawn)
+    assert picks[len(drawn) :] == [-1] * (count - len(drawn))
+
+
+def fits(counts: list[int], expected: list[float]) -> bool:
+    """Whether counts are plausible (p > 0.001) under the expected shares, impossible outcomes never seen."""
+    kept = [(c, e) for c, e in zip(counts, expected, strict=True) if e > 0]
+    if sum(c for c, _ in kept) < sum(counts):
+        return False
+    scale = sum(counts) / sum(e for _, e in kept)
+    return bool(chisquare([c for c, _ in kept], [e * scale for _, e in kept]).pvalue > 1e-3)
+
+
+def test_draw_follows_the_law() -> None:
+    law = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3])
+    u = uniforms([generator(5)], 20_000)[0]
+    # An unnormalised residual has the same law.
+    for scaled in (law, law * 0.013):
+        counts = torch.bincount(draw(scaled.expand(20_000, 5), u), minlength=5).tolist()
+        assert fits(counts, law.tolist())
+        assert not fits(counts, [0.08, 0.0, 0.37, 0.25, 0.3])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_draws_without_replacement_follow_the_sequential_law(count: int) -> None:
+    law = [0.1, 0.4, 0.2, 0.3]
+    outcomes = list(permutations(range(4), count))
+    expected = []
+    for outcome in outcomes:
+        chance, left = 1.0, 1.0
+        for token in outcome:
+            chance *= law[token] / left
+            left -= law[token]
+        expected.append(chance)
+    assert sum(expected) == pytest.approx(1)
+    u = torch.rand(20_000, count, generator=generator(6), dtype=torch.float64)
+    picks = draw_without_replacement(torch.tensor(law).expand(20_000, 4), u).tolist()
+    places = {outcome: place for place, outcome in enumerate(outcomes)}
+    counts = [0] * len(outcomes)
+    for pick in picks:
+        counts[places[tuple(pick)]] += 1
+    assert fits(counts, expected)
+    assert not fits(counts, [1 / len(outcomes)] * len(outcomes))
+
+
+def test_acceptance_is_one_minus_total_variation() -> None:
+    logits = torch.randn(2, 50, 11, generator=generator(7)) * 2
+    p, q = (probs(each, Sampling(top_k=6)) for each in logits)
+    torch.testing.assert_close(acceptance(p, q), 1 - (p - q).abs().sum(-1) / 2)
+    torch.testing.assert_close(acceptance(p, p), torch.ones(50))
+
+
+def test_a_seed_is_of_the_row_and_not_of_its_place() -> None:
+    keys = [f"prompt-{i}/{k}" for i in range(50) for k in range(4)]
+    seeds = [row_seed(3, key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_seed(4, keys[0]) != seeds[0]
+    # "1" + "2/0" and "12" + "/0" must not meet.
+    assert row_seed(1, "2/0") != row_seed(12, "/0")
+    together = uniforms([generator(seed) for seed in seeds[:3]], 5)
+    reversed_order = uniforms([generator(seed) for seed in seeds[:3][::-1]], 5)
+    assert torch.equal(together, reversed_order.flip(0))
+    assert torch.equal(together[1], uniforms([generator(seeds[1])], 5)[0])

@@ -1,0 +1,477 @@
+"""Proposers without a network: prompt lookup, retrieval, lookahead, and the trie and index they share."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from decode.engine import SpeculativeDecoder
+from decode.propose.candidate_trie import Forest, NgramIndex, Trie, batch_of
+from decode.propose.lookahead import LookaheadProposer, LookaheadSession
+from decode.propose.prompt_lookup import PromptLookupProposer
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+from decode.propose.retrieval import RetrievalProposer
+from decode.suffix_index import SuffixIndex
+from decode.tree import Growth, Shape, Tree, grow_batch
+from decode.tree_spec import kary, parse_tree
+from draftsmith_core.sampling import Sampling, generator
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0.0)
+VOCAB = 17
+Target = Callable[[Sequence[int]], int]
+
+
+def tiny_llama(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4)
+    model.eval()
+    return model
+
+
+# A toy target (a function from texts to the next token) in place of the engine
+
+
+def hashed(text: Sequence[int]) -> int:
+    """Depends on the last three tokens and the parity of the place, so a misplaced context shows."""
+    last = [*[0] * 3, *text][-3:]
+    return (last[0] * 7 + last[1] * 5 + last[2] * 3 + len(text) % 2 + last[1] * last[2]) % VOCAB
+
+
+def counting(text: Sequence[int]) -> int:
+    return (text[-1] + 1) % VOCAB
+
+
+def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: Shape) -> Session:
+    return proposer.start(prompts, tree, "deterministic", GREEDY, 100, (), CPU)
+
+
+def paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
+    """The tokens from the root to every node of a row, in M indexing."""
+    parents = proposal.tree.parents_RN[row if proposal.tree.rows > 1 else 0].tolist()
+    tokens = proposal.tokens_BM[row].tolist()
+    found: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(parents, 1):
+        found.append((*found[parent + 1], tokens[node]))
+    return [path for path, token in zip(found, tokens, strict=True) if token >= 0 or not path]
+
+
+def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) -> Outcome:
+    """What a greedy verifier makes of a proposal: walk down while a child carries the target's token."""
+    p_BMV = torch.zeros(*proposal.tokens_BM.shape, VOCAB)
+    accepted: list[list[int]] = []
+    emitted: list[list[int]] = []
+    for row, text in enumerate(texts):
+        tree = proposal.tree
+        children = tree.children_RMK[row if tree.rows > 1 else 0].tolist()
+        tokens = proposal.tokens_BM[row].tolist()
+        for node, path in enumerate(paths(proposal, row)):
+            p_BMV[row, node, target([*text, *path])] = 1
+        node, out, walked = 0, list[int](), list[int]()
+        while True:
+            out.append(target([*text, *out]))
+            below = [child for child in children[node] if child and tokens[child] == out[-1]]
+            assert len(below) < 2, "siblings carry the same token"
+            if not below:
+                break
+            node = below[0]
+            walked.append(node)
+        accepted.append(walked)
+        emitted.append(out)
+    return Outcome(accepted, emitted, [[]] * len(texts), p_BMV)
+
+
+def drive(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: Shape, target: Target, steps: int) -> list[str]:
+    """By row, everything that was drafted and emitted, as text."""
+    session, texts = start(proposer, prompts, tree), [list(prompt) for prompt in prompts]
+    seen = ["" for _ in prompts]
+    for _ in range(steps):
+        proposal = session.propose(None)
+        outcome = judge(proposal, texts, target)
+        for row, text in enumerate(texts):
+            text += outcome.tokens[row]
+            seen[row] += f"{paths(proposal, row)} {outcome.tokens[row]}; "
+        session.commit(outcome)
+    return seen
+
+
+def proposers() -> dict[str, tuple[Proposer, Tree]]:
+    corpus = [[counting([n]) for n in range(40)], [n * n % VOCAB for n in range(40)], [3, 1, 4, 1, 5, 9, 2, 6] * 3]
+    retrieval = RetrievalProposer(SuffixIndex.build(corpus), max_suffix=4, min_suffix=1)
+    lookahead = LookaheadProposer(window=4, ngram=3, candidates=3)
+    return {
+        "lookup": (PromptLookupProposer(), kary((3, 2, 1, 1))),
+        "lookup_chain": (PromptLookupProposer(), parse_chain(4)),
+        "retrieval": (retrieval, kary((3, 2, 1, 1))),
+        "retrieval_chain": (retrieval, parse_chain(4)),
+        "lookahead": (lookahead, lookahead.shape()),
+    }
+
+
+def parse_chain(length: int) -> Tree:
+    return kary((1,) * length)
+
+
+# The index of a row's n-grams
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
+def test_the_index_agrees_with_a_rescan(text: list[int], one: int, other: int, cut: int) -> None:
+    longest, shortest = max(one, other), min(one, other)
+    index = NgramIndex(longest, shortest)
+    index.extend(text[:cut])
+    index.extend(text[cut:])
+    expected: list[int] = []
+    for n in range(longest, shortest - 1, -1):
+        places = [at for at in range(len(text) - 1, n - 1, -1) if text[at - n : at] == text[len(text) - n :]]
+        expected += [at for at in places if at not in expected and len(text) >= n]
+    assert list(index.matches()) == expected
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data(), st.integers(1, 30))
+def test_a_copy_reads_what_it_has_written(text: list[int], data: st.DataObject, length: int) -> None:
+    at = data.draw(st.integers(0, len(text) - 1))
+    index = NgramIndex(2, 1)
+    index.extend(text)
+    grown = list(text)
+    for place in range(at, at + length):
+        grown.append(grown[place])
+    assert index.copy_from(at, length) == grown[len(text) :]
+
+
+# Tries and the trees made of them
+
+
+CANDIDATES = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12)
+
+
+@given(CANDIDATES, st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 12))
+def test_a_trie_keeps_its_bounds_and_merges(candidates: list[list[int]], widths: list[int], size: int) -> None:
+    trie = Trie(widths, size)
+    ends = [trie.add(tokens) for tokens in candidates]
+    flat = trie.flatten()
+    tree = Tree(flat.parents)  # raises unless breadth-first
+    found: list[tuple[int, ...]] = [()]
+    for parent, token in zip(flat.parents, flat.tokens, strict=True):
+        found.append((*found[parent + 1], token))
+    assert len(set(found)) == len(found), "two nodes with the same tokens above them"
+    assert tree.size <= size and tree.depth <= len(widths)
+    for node, below in enumerate(tree.children):
+        assert len(below) <= (widths[len(found[node])] if below else 0)
+    for tokens, end in zip(candidates, ends, strict=True):
+        reached = found[flat.places[end]]
+        assert reached == tuple(tokens[: len(reached)])
+        # A candidate is cut only for want of room.
+        if len(reached) < min(len(tokens), len(widths)):
+            assert trie.full or len(tree.children[flat.places[end]]) == widths[len(reached)]
+    assert trie.full == (tree.size == size)
+
+
+@given(st.lists(CANDIDATES, min_size=1, max_size=3))
+def test_host_and_device_build_the_same_arrays(rows: list[list[list[int]]]) -> None:
+    tries = [Trie((3,) * 5, 9) for _ in rows]
+    for trie, candidates in zip(tries, rows, strict=True):
+        for tokens in candidates:
+            trie.add(tokens)
+    parents = [trie.flatten().parents for trie in tries]
+    size, depth = max(map(len, parents)), max(Tree(row).depth for row in parents)
+    if not size:
+        return
+    padded_BN = torch.tensor([[*row, *[0] * (size - len(row))] for row in parents])
+    exists_BN = torch.tensor([[node < len(row) for node in range(size)] for row in parents])
+    device, host = grow_batch(padded_BN, exists_BN, depth, 3), batch_of(parents, (3,) * 5, CPU)
+    assert host.widths == device.widths
+    for name in ("parents_RN", "depths_RN", "children_RMK", "slots_RM", "sees_RMM"):
+        assert torch.equal(getattr(host, name), getattr(device, name)), name
+
+
+# Prompt lookup
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7])
+@pytest.mark.parametrize("spec", ["chain:6", "kary:2,1,1,1,1,1"])
+def test_periodic_text_is_accepted_whole(period: int, spec: str) -> None:
+    def target(text: Sequence[int]) -> int:
+        return text[-period]
+
+    prompt = list(range(period)) + [0]
+    session, text = start(PromptLookupProposer(), [prompt], parse_tree(spec)), list(prompt)
+    for _ in range(5):
+        outcome = judge(session.propose(None), [text], target)
+        assert len(outcome.tokens[0]) == 7
+        text += outcome.tokens[0]
+        session.commit(outcome)
+
+
+def test_the_longest_match_wins_then_the_most_recent() -> None:
+    #          1 2 3 -> 4 (longest)    9 3 -> 5, then 8 3 -> 6 (shorter, more recent)
+    prompt = [1, 2, 3, 4, 0, 9, 3, 5, 0, 8, 3, 6, 0, 1, 2, 3]
+    chain = start(PromptLookupProposer(), [prompt], parse_tree("chain:2")).propose(None)
+    assert chain.tokens_BM.tolist() == [[-1, 4, 0]]
+    branches = start(PromptLookupProposer(), [prompt], parse_tree("kary:3,1")).propose(None)
+    assert branches.tokens_BM.tolist() == [[-1, 4, 6, 5, 0, 0, 0]]
+    assert branches.tree.parents_RN.tolist() == [[-1, -1, -1, 0, 1, 2]]
+    two = start(PromptLookupProposer(), [prompt], parse_tree("kary:2,1")).propose(None)
+    assert two.tokens_BM.tolist() == [[-1, 4, 6, 0, 0]]
+    assert start(PromptLookupProposer(3, 2), [prompt], parse_tree("kary:3,1")).propose(None).tokens_BM.shape[1] == 3
+
+
+def test_nothing_found_costs_no_cells() -> None:
+    tree = parse_tree("kary:2,1,1")
+    session = start(PromptLookupProposer(), [[1, 2, 3], [4, 5, 6]], tree)
+    proposal = session.propose(None)
+    assert proposal.tokens_BM.tolist() == [[-1], [-1]] and proposal.tree.depth == 0
+    session.commit(Outcome([[], []], [[7], [4]], [[], []], torch.zeros(2, 1, VOCAB)))
+    proposal = session.propose(None)
+    assert proposal.tokens_BM.tolist() == [[-1, -1, -1, -1], [-1, 5, 6, 4]] and proposal.tree.depth == 3
+    # The row that found something leaves, and with it the cells.
+    session.commit(Outcome([[], []], [[8], []], [[], []], torch.zeros(2, 4, VOCAB)))
+    session.select_rows([0])
+    assert session.propose(None).tokens_BM.tolist() == [[-1]]
+
+
+# Retrieval
+
+
+def test_retrieval_keeps_the_most_frequent_prefixes() -> None:
+    documents = [[1, 2, 3, 3]] * 3 + [[1, 2, 4, 5]] * 4 + [[1, 2, 4, 6]] * 2 + [[0, 2, 7, 7]] * 20
+    proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=4, min_suffix=1)
+    # 4 (6 times), 4 5 (4 times), 3 (3), 3 3 (3), 4 6 (2); the row's 1 2 is longer than the frequent 2 -> 7.
+    bounds = Tree((-1, -1, 0, 0))
+    proposal = start(proposer, [[9, 1, 2]], bounds).propose(None)
+    assert set(paths(proposal, 0)) == {(), (4,), (3,), (4, 5), (3, 3)}
+    assert proposal.tokens_BM[0, 1:3].tolist() == [4, 3]
+    chain = start(proposer, [[9, 1, 2]], parse_tree("chain:2")).propose(None)
+    assert chain.tokens_BM.tolist() == [[-1, 4, 5]]
+    assert start(proposer, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1, 7, 7]]
+    strict = RetrievalProposer(proposer.index, max_suffix=4, min_suffix=2)
+    assert start(strict, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1]]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(1, 6))
+def test_what_retrieval_drops_is_no_heavier_than_what_it_keeps(documents: list[list[int]], size: int) -> None:
+    query = documents[0][:1]
+    proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=1, min_suffix=1)
+    forest = Tree((-1,) * 3 + tuple(range(max(size - 3, 0))))  # three children anywhere is all there can be
+    proposal = start(proposer, [query], Tree(forest.parents)).propose(None)
+    weights: Counter[tuple[int, ...]] = Counter()
+    for document in documents:
+        for at in range(1, len(document)):
+            if document[at - 1] == query[0]:
+                for end in range(at + 1, min(at + forest.depth, len(document)) + 1):
+                    weights[tuple(document[at:end])] += 1
+    kept = set(paths(proposal, 0)) - {()}
+    assert kept <= set(weights)
+    widths = forest.on(CPU).widths
+    for prefix in set(weights) - kept:
+        above = prefix[:-1]
+        if above and above not in kept:
+            continue
+        siblings = [other for other in kept if other[:-1] == above]
+        rivals = siblings if len(siblings) == widths[len(above)] else list(kept)
+        assert len(rivals) in (forest.size, widths[len(above)])
+        assert weights[prefix] <= min(weights[other] for other in rivals)
+
+
+# Lookahead
+
+
+class Definition:
+    """The window and the harvest of section 3, written down cell by cell and without a tree."""
+
+    def __init__(self, levels: Sequence[Sequence[int]]) -> None:
+        self.cells = {(level, j): token for level, row in enumerate(levels) for j, token in enumerate(row)}
+        self.depth, self.width, self.steps = len(levels), len(levels[0]), 0
+
+    def step(self, text: list[int], target: Target, last: int) -> list[tuple[int, ...]]:
+        """Every column's n-gram; the cells move on."""
+        grams = []
+        for j in range(self.width):
+            column = [self.cells[level, j] for level in range(self.depth)]
+            context = text + [self.cells[0, k] for k in range(1, j + 1)] + column[1:]
+            grams.append((*column, target(context)))
+        self.cells = {(level, j): gram[level + 1] for j, gram in enumerate(grams) for level in range(self.depth)}
+        self.cells[0, 0] = last
+        self.steps += 1
+        return grams if self.steps >= self.depth else []
+
+
+@pytest.mark.parametrize(("window", "ngram", "candidates"), [(5, 4, 3), (3, 2, 2), (1, 4, 1), (1, 2, 1), (6, 3, 4)])
+def test_lookahead_harvests_what_the_definition_says(window: int, ngram: int, candidates: int) -> None:
+    proposer = LookaheadProposer(window, ngram, candidates, from_text=False)
+    text = [3, 1, 4, 1, 5]
+    session = start(proposer, [text], proposer.shape())
+    assert isinstance(session, LookaheadSession)
+    row = session._rows[0]
+    assert row is not None
+    definition = Definition(row.levels)
+    pool: dict[int, list[tuple[int, ...]]] = {}
+    harvested, several = 0, 0
+    for _ in range(60):
+        proposal = session.propose(None)
+        drafted = paths(proposal, 0)
+        for rest in pool.get(text[-1], []):
+            assert rest in drafted, "a candidate of the pool was not drafted"
+        outcome = judge(proposal, [text], hashed)
+        session.commit(outcome)
+        grams = definition.step(text, hashed, outcome.tokens[0][-1])
+        assert definition.cells == {
+            (at, j): token for at, level in enumerate(row.levels) for j, token in enumerate(level)
+        }
+        for gram in grams:
+            rests = [rest for rest in pool.get(gram[0], []) if rest != gram[1:]]
+            pool[gram[0]] = [gram[1:], *rests][:candidates]
+        assert all(row.pool.get(token) == pool.get(token, []) for token in range(VOCAB))
+        text += outcome.tokens[0]
+        harvested += len(grams)
+        several += len(outcome.tokens[0]) > 1
+    assert harvested == window * (60 - ngram + 2)
+    assert several or window == 1
+
+
+def test_lookahead_learns_a_target_and_takes_the_token_behind_a_candidate() -> None:
+    proposer = LookaheadProposer(window=5, ngram=4, candidates=2, from_text=False)
+    session, text = start(proposer, [[0, 5, 9]], proposer.shape()), [0, 5, 9]
+    emitted = []
+    for _ in range(60):
+        outcome = judge(session.propose(None), [text], counting)
+        text += outcome.tokens[0]
+        emitted.append(len(outcome.tokens[0]))
+        session.commit(outcome)
+    assert sum(emitted[-20:]) >= 20 * 4, "an n-gram of 4 is 3 drafted tokens and the one behind them"
+
+
+def test_lookahead_seeds_its_pool_from_the_text() -> None:
+    proposer = LookaheadProposer(window=1, ngram=3, candidates=2)
+    session = start(proposer, [[1, 2, 3, 1, 4, 5, 1, 6, 7, 1]], proposer.shape())
+    proposal = session.propose(None)
+    assert {(6, 7), (4, 5)} <= set(paths(proposal, 0)) and (2, 3) not in paths(proposal, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 5), st.lists(st.integers(0, 3), min_size=1, max_size=30))
+def test_lookahead_fits_its_shape(window: int, ngram: int, candidates: int, prompt: list[int]) -> None:
+    proposer = LookaheadProposer(window, ngram, candidates)
+    shape = proposer.shape()
+    assert shape.size == (window + candidates) * (ngram - 1) - 1
+    session, text = start(proposer, [prompt], shape), list(prompt)
+    widths = shape.on(CPU).widths
+    for _ in range(8):
+        proposal = session.propose(None)
+        assert proposal.tokens_BM.shape[1] - 1 <= shape.size and proposal.tree.depth <= shape.depth
+        assert proposal.tree.widths == widths[: proposal.tree.depth]
+        outcome = judge(proposal, [text], lambda ids: (ids[-1] + len(ids)) % 3)
+        text += outcome.tokens[0]
+        session.commit(outcome)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", proposers())
+def test_rows_do_not_influence_each_other(name: str) -> None:
+    proposer, tree = proposers()[name]
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [1, 2, 1, 2, 1, 2], [0, 1, 4, 9]]
+    together = drive(proposer, prompts, tree, hashed, 12)
+    assert together == [drive(proposer, [prompt], tree, hashed, 12)[0] for prompt in prompts]
+    assert len({len(seen) for seen in together}) > 1
+
+
+@pytest.mark.parametrize("name", proposers())
+def test_rows_leave_and_change_places(name: str) -> None:
+    proposer, tree = proposers()[name]
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 8], [1, 2, 1, 2, 1, 2], [0, 1, 4, 9]]
+    session, texts = start(proposer, prompts, tree), [list(prompt) for prompt in prompts]
+    alone = [drive(proposer, [prompt], tree, hashed, 12)[0] for prompt in prompts]
+    seen, live = ["" for _ in prompts], [0, 1, 2, 3]
+    for step in range(12):
+        proposal = session.propose(None)
+        outcome = judge(proposal, [texts[row] for row in live], hashed)
+        for place, row in enumerate(live):
+            texts[row] += outcome.tokens[place]
+            seen[row] += f"{paths(proposal, place)} {outcome.tokens[place]}; "
+        if step in (3, 6):
+            # Row at place 1 ends; the others go on in another order.
+            over = [list(tokens) for tokens in outcome.tokens]
+            over[1] = []
+            session.commit(Outcome(outcome.paths, over, outcome.hidden, outcome.p_BMV))
+            order = [2, 0, 3][: len(live) - 1] if step == 3 else [2, 0]
+            session.select_rows(order)
+            live = [live[place] for place in order]
+        else:
+            session.commit(outcome)
+    assert all(seen[row] == alone[row] for row in live) and len(live) == 2
+    assert all(alone[row].startswith(seen[row]) for row in range(4))
+
+
+@pytest.mark.parametrize("name", proposers())
+def test_trees_that_need_confidences_are_refused(name: str) -> None:
+    proposer, tree = proposers()[name]
+    target = tiny_llama(0)
+    proposer.check(target, tree)
+    for shape in (Growth(depth=2, beam=2, nodes=4), Tree(tree.parents, stop=0.1)):
+        with pytest.raises(ValueError, match="has no confidences") as caught:
+            proposer.check(target, shape)
+        assert "\n" not in str(caught.value)
+    assert proposer.drawings(tree) == {"deterministic"}
+
+
+def test_what_cannot_work_is_refused_with_the_fix() -> None:
+    target = tiny_llama(0)
+    with pytest.raises(ValueError, match=r"up to 55 nodes 9 deep.*LookaheadProposer.shape\(\)"):
+        LookaheadProposer().check(target, parse_tree("chain:60"))
+    with pytest.raises(ValueError, match=r"token 17.*ends at 16.*target's tokenizer"):
+        RetrievalProposer(SuffixIndex.build([[3, 17]])).check(target, parse_tree("chain:4"))
+    for broken in (lambda: PromptLookupProposer(2, 3), lambda: LookaheadProposer(ngram=1)):
+        with pytest.raises(ValueError, match="needs"):
+            broken()
+    with pytest.raises(ValueError, match="min_suffix"):
+        RetrievalProposer(SuffixIndex.build([[3]]), max_suffix=1, min_suffix=0)
+
+
+@pytest.mark.parametrize("name", proposers())
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_engine_emits_what_the_target_alone_emits(name: str, temperature: float) -> None:
+    """At temperature 0 token for token; above it a row does not depend on its batch mates."""
+    proposer, tree = proposers()[name]
+    target, sampling = tiny_llama(1), Sampling(temperature=temperature)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [1, 2, 1, 2, 1, 2]]
+
+    def outputs(decoder: SpeculativeDecoder, rows: Sequence[int]) -> list[list[int]]:
+        batch = decoder.generate([prompts[row] for row in rows], sampling, 24, [generator(row) for row in rows])
+        return [each.output_ids for each in batch.generations]
+
+    decoder = SpeculativeDecoder(target, proposer, tree, "exact")
+    alone = SpeculativeDecoder(target) if not temperature else decoder
+    expected = [outputs(alone, [row])[0] for row in range(3)]
+    assert outputs(decoder, [0, 1, 2]) == expected
+    if not temperature:
+        assert outputs(decoder, [0]) == expected[:1]
+
+
+def test_forest_shares_one_chain_between_rows() -> None:
+    forest = Forest(parse_chain(5), CPU)
+    tries = [forest.trie() for _ in range(2)]
+    tries[0].add([1, 2, 3])
+    tries[1].add([4])
+    proposal = forest.proposal([trie.flatten() for trie in tries])
+    expected: Tensor = torch.tensor([[-1, 1, 2, 3], [-1, 4, -1, -1]])
+    assert proposal.tree.rows == 1 and torch.equal(proposal.tokens_BM, expected)

@@ -1,0 +1,443 @@
+"""The lean forward, packed weights and live masks: equal to the model's own forward, and gone without a trace."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from decode import forward as forward_module
+from decode import packed_linear as packed_module
+from decode.forward import Block, Runner, attention_windows
+from decode.llama_forward import lean_forward
+from decode.packed_linear import PackedLinear, Packs, packing_available
+from decode.tree import Tree
+
+VOCABULARY = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama gqa": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama bias": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    "llama gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu"}),
+    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
+    "yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral sliding": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 1, "sliding_window": 7}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 2}),
+    "qwen2 mixed": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+}
+HIDDEN = (0, 1, 2, 3, -1)
+TREE = Tree((-1, -1, 0, 0, 1))
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    kind, config, options = MODELS[name]
+    torch.manual_seed(3)
+    model: PreTrainedModel = kind(config(**SIZES | options | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # Norm weights of 1 and biases of 0 would hide a mistake.
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4)
+    model.to(dtype=dtype)  # type: ignore[call-arg]
+    return model
+
+
+def runner(model: PreTrainedModel, fast: bool | Packs) -> Runner:
+    return Runner(model, attention_windows(model), 128, fast)
+
+
+def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
+    arrays = tree.on(torch.device("cpu"))
+    offsets_RM = nn.functional.pad(arrays.depths_RN, (1, 0))
+    return Block(
+        offsets_RM.expand(rows, -1),
+        arrays.sees_RMM.expand(rows, -1, -1),
+        static=rows == 1 if static is None else static,
+    )
+
+
+def walk(run: Runner, lengths: list[int], rows_of_block: int, keep_logits: int = 0) -> list[Tensor]:
+    """Logits and hidden states of a prefill, a tree step, a step behind the kept path, and a single token."""
+    torch.manual_seed(5)
+    prompts = [torch.randint(VOCABULARY, (length,)).tolist() for length in lengths]
+    seen: list[Tensor] = list(run.prefill(prompts, 40, HIDDEN))
+    # What a model makes of the padding behind a row is nobody's.
+    seen = [torch.cat([state[row, :length] for row, length in enumerate(lengths)]) for state in seen]
+    root = tree_block(Tree(()), rows_of_block)
+    for block, cells in ((tree_block(TREE, rows_of_block), [0, 2, 5]), (tree_block(TREE), [0]), (root, [0])):
+        run.open()
+        tokens = torch.randint(VOCABULARY, (len(prompts), block.queries))
+        logits, hidden = run.forward(tokens, block, keep_logits, HIDDEN)
+        seen += [logits, *hidden]
+        run.keep([cells[: 1 + row % 2] if row else cells for row in range(len(prompts))])
+    return seen
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert (mine - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[9], [1], [12, 12], [3, 14, 8]])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_lean_equals_the_models_own_forward(name: str, lengths: list[int]) -> None:
+    with torch.inference_mode(False):
+        model = build(name)
+    lean = runner(model, True)
+    assert lean._lean is not None
+    for rows_of_block in {1, len(lengths)}:
+        ours = walk(lean, lengths, rows_of_block)
+        assert_close(ours, walk(runner(model, False), lengths, rows_of_block), 1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packing_available(torch.float32):
+        pytest.skip("this torch has no packed linear layer")
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
+    with torch.inference_mode(False):
+        model = build(name)
+    plain = walk(runner(model, False), [9, 4], 1)
+    packs = Packs(model)
+    run = runner(model, packs)
+    assert packs.nbytes() == 0 and run._lean is not None
+    assert_close(walk(run, [9, 4], 1), plain, 1e-4)
+    assert packs.nbytes() > 0
+    run = runner(model, packs)
+    run._lean = None
+    assert_close(walk(run, [9, 4], 1), plain, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama gqa", "qwen3"])
+@torch.inference_mode()
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    with torch.inference_mode(False):
+        model = build(name, dtype)
+    reference = build(name, dtype).float()
+    ours, theirs = walk(runner(model, True), [9, 4], 1), walk(runner(model, False), [9, 4], 1)
+    exact = walk(runner(reference, False), [9, 4], 1)
+    for mine, other, truth in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == other.dtype == dtype
+        # Rounding differs; it may not be worse than the model's own.
+        assert (mine - truth).norm() <= 1.5 * (other - truth).norm() + 1e-3 * truth.norm()
+
+
+@torch.inference_mode()
+def test_the_first_logits_may_be_left_out() -> None:
+    model = build("llama")
+    for hidden in ((), (-1,), (1,)):
+        run = runner(model, True)
+        run.prefill([[1, 2, 3]], 20)
+        run.open()
+        tokens = torch.tensor([[4, 5, 6, 7, 8, 9]])
+        logits, states = run.forward(tokens, tree_block(TREE), 0, hidden)
+        last, again = run.forward(tokens, tree_block(TREE), 2, hidden)
+        assert last.shape == (1, 2, VOCABULARY)
+        torch.testing.assert_close(last, logits[:, -2:])
+        torch.testing.assert_close(again, states)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen2 mixed"])
+@pytest.mark.parametrize("fast", [True, False])
+@torch.inference_mode()
+def test_a_prompt_in_pieces_is_the_prompt(name: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    whole = walk(runner(model, fast), [21, 9], 1)
+    monkeypatch.setattr(forward_module, "_CHUNK", 4)
+    assert_close(walk(runner(model, fast), [21, 9], 1), whole, 1e-4)
+
+
+@torch.inference_mode()
+def test_opting_out_is_the_model_itself_to_the_bit() -> None:
+    model = build("llama gqa")
+    run = runner(model, False)
+    run.prefill([[1, 2, 3]], 20)
+    run.open()
+    mine, _ = run.forward(torch.tensor([[4, 5, 6]]), tree_block(Tree((-1, 0))))
+    prefix = model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    mask = torch.zeros(1, 1, 3, 6)
+    mask[..., 3:] = torch.full((3, 3), torch.finfo(torch.float32).min).triu(1)
+    theirs = model(
+        input_ids=torch.tensor([[4, 5, 6]]),
+        attention_mask=mask,
+        position_ids=torch.tensor([[3, 4, 5]]),
+        past_key_values=prefix,
+    ).logits
+    assert torch.equal(mine, theirs)
+
+
+def test_a_changed_weight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packing_available(torch.float32):
+        pytest.skip("this torch has no packed linear layer")
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
+    model = build("qwen2")
+    packs = Packs(model)
+    before = walk_quietly(model, packs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    changed = walk_quietly(model, packs)
+    assert_close(changed, walk_quietly(model, False), 1e-4)
+    assert (changed[-1] - before[-1]).abs().max() > 0.01
+    # New tensors in the place of the old ones, too.
+    model.model.layers[1].mlp.down_proj.weight = nn.Parameter(torch.randn(32, 48))
+    model.model.layers[0].self_attn.q_proj.weight.data = torch.randn(32, 32)
+    assert_close(walk_quietly(model, packs), walk_quietly(model, False), 1e-4)
+
+
+def walk_quietly(model: PreTrainedModel, fast: bool | Packs) -> list[Tensor]:
+    with torch.inference_mode():
+        return walk(runner(model, fast), [9], 1)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_the_model_is_left_as_it_was_and_the_packed_copies_go(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packing_available(torch.float32):
+        pytest.skip("this torch has no packed linear layer")
+    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
+    model = tiny_gpt2() if name == "gpt2" else build(name)
+    plain = walk_quietly(model, False)  # Leaves transformers' own marks.
+    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
+    keys = list(model.state_dict())
+    packs = Packs(model)
+    assert_close(walk_quietly(model, packs), plain, 1e-4)
+    lean, packed = Runner(model, attention_windows(model), 64, packs), weakref.ref(next(iter(packs._packed.values())))
+    assert packs.nbytes() > 0 and (lean._lean is None) == (name == "gpt2")
+    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
+    assert list(model.state_dict()) == keys
+    with pytest.raises(RuntimeError), packs.inside(model):
+        raise RuntimeError("a forward that fails")
+    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
+    del packs, lean
+    gc.collect()
+    assert packed() is None
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(3)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=3, n_head=4))
+    model.train(False)
+    return model
+
+
+def test_one_row_is_never_packed_in_fp32_and_many_rows_only_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    packs = Packs(model)
+    walk_quietly(model, packs)
+    assert packs.nbytes() == 0  # Matrices this small gain nothing.
+    assert not packs.useful(1) and not packs.useful(3) and not packs.useful(5000)
+    monkeypatch.setattr(packed_module, "packing_available", lambda dtype: False)
+    assert not Packs(model).available
+    assert Packs(model).layer("x", (torch.ones(4, 4),), (None,)) is None
+
+
+def test_fused_layers_lie_side_by_side_and_add() -> None:
+    if not packing_available(torch.float32):
+        pytest.skip("this torch has no packed linear layer")
+    torch.manual_seed(1)
+    a, b, x, other = torch.randn(7, 5), torch.randn(3, 5), torch.randn(6, 5), torch.randn(6, 10)
+    bias = torch.randn(3)
+    layer = PackedLinear((a, b), (None, bias))
+    plain = torch.cat([x @ a.T, x @ b.T + bias], dim=1)
+    torch.testing.assert_close(layer(x), plain)
+    torch.testing.assert_close(layer.plus(x, other), plain + other)
+
+
+class Custom(LlamaForCausalLM):
+    """Somebody's own model with a familiar base."""
+
+
+def refused(kind: str) -> PreTrainedModel:
+    model = build("llama")
+    layer: Any = model.model.layers[1]
+    if kind == "subclass":
+        model = Custom(LlamaConfig(**SIZES))
+        model.train(False)
+    if kind == "hook":
+        layer.mlp.register_forward_hook(lambda module, args, output: output * 2)
+    if kind == "patched forward":
+        layer.mlp.forward = lambda x: x
+    if kind == "replaced linear":
+        layer.mlp.up_proj = nn.Sequential(layer.mlp.up_proj)
+    if kind == "parametrised":
+        nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    if kind == "training":
+        model.train()
+    if kind == "mixed dtypes":
+        layer.mlp.up_proj.to(torch.float64)
+    if kind == "dynamic rope":
+        return build("llama", rope_parameters=DYNAMIC)
+    return tiny_gpt2() if kind == "gpt2" else model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "subclass",
+        "hook",
+        "patched forward",
+        "replaced linear",
+        "parametrised",
+        "eager",
+        "training",
+        "mixed dtypes",
+        "dynamic rope",
+        "gpt2",
+    ],
+)
+def test_what_the_lean_forward_does_not_know_runs_as_its_own_forward(kind: str) -> None:
+    model = refused(kind)
+    assert lean_forward(model, Packs(model)) is None
+    if kind in ("hook", "eager", "dynamic rope", "subclass", "replaced linear"):
+        assert_close(walk_quietly(model, True), walk_quietly(model, False), 1e-5)
+    assert lean_forward(build("llama"), Packs(model)) is not None
+
+
+def first_address(run: Runner) -> int:
+    layer: Any = run.cache.layers[0]
+    return int(layer.keys.data_ptr())
+
+
+@pytest.mark.parametrize("places", [[1], [0, 3], [4], [0, 1, 2, 3], [2, 4]])
+@torch.inference_mode()
+def test_rows_leave_by_moving_only_what_the_last_rows_hold(places: list[int]) -> None:
+    model = build("llama gqa")
+    lengths = [5, 9, 3, 7, 6]
+    prompts = [[(row * 7 + cell) % VOCABULARY for cell in range(length)] for row, length in enumerate(lengths)]
+    run = runner(model, True)
+    run.prefill(prompts, 30)
+    run.open()
+    run.forward(torch.arange(5)[:, None], tree_block(Tree(())))
+    run.keep([[0]] * 5)
+    before = run.cache.bytes_moved
+    address = first_address(run)
+    order = run.remove(places)
+    assert sorted(order) == [row for row in range(5) if row not in places]
+    assert run.lengths == [lengths[row] + 1 for row in order]
+    moved = [old for new, old in enumerate(order) if new != old]
+    cell = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
+    assert run.cache.bytes_moved - before == sum(lengths[old] + 1 for old in moved) * cell
+    assert first_address(run) == address
+    for steps in range(2):  # The batch goes on, and can still be reordered.
+        run.open()
+        tokens = torch.tensor([[row + 1, *[row + 2] * 5] for row in order])
+        logits, _ = run.forward(tokens, tree_block(TREE, len(order)))
+        for place, row in enumerate(order):
+            ids = torch.tensor([[*prompts[row], row, row + 1]])
+            torch.testing.assert_close(logits[place, 0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+        if steps == 0:
+            run.select_rows(list(range(len(order)))[::-1])
+            order = order[::-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen2 mixed"])
+@torch.inference_mode()
+def test_a_tree_of_one_row_costs_no_mask_of_the_context(name: str) -> None:
+    model = build(name)
+    fresh, static = runner(model, True), runner(model, True)
+    for run in (fresh, static):
+        run.prefill([[1, 2, 3, 4, 5, 6, 7, 8]], 60)
+    memory: set[int] = set()
+    for step in range(5):
+        trees = [TREE, Tree((-1, 0, 1)), Tree((-1, -1))]
+        tree = trees[step % 3]
+        tokens = torch.arange(tree.size + 1)[None] + step
+        own, shared = tree_block(tree, static=False), tree_block(tree)
+        for run in (fresh, static):
+            run.open()
+        torch.testing.assert_close(fresh.forward(tokens, own)[0], static.forward(tokens, shared)[0])
+        if name == "llama":
+            mask = fresh._mask(own, None)
+            assert mask is not None and mask.shape[-1] == fresh.column + tree.size + 1
+            memory.add(mask.untyped_storage().data_ptr())
+        for run in (fresh, static):
+            run.keep([[0, tree.size]])
+    assert name != "llama" or len(memory) == 1  # One buffer, brought up to date.
+
+
+@torch.inference_mode()
+def test_masks_stay_right_over_many_ragged_steps() -> None:
+    torch.manual_seed(11)
+    model = build("llama")
+    fast, plain = runner(model, True), runner(model, False)
+    contexts = [torch.randint(VOCABULARY, (length,)).tolist() for length in (4, 11, 7)]
+    for run in (fast, plain):
+        run.prefill(contexts, 60)
+    blocks = [tree_block(TREE), tree_block(TREE, 3), tree_block(Tree((-1, 0, 1))), tree_block(Tree((-1, -1)), 3)]
+    paths = [[0, 2, 5], [0, 1], [0, 1, 2, 3], [0]]
+    for step in range(9):
+        block = blocks[step % 4]
+        tokens = torch.randint(VOCABULARY, (3, block.queries))
+        for run in (fast, plain):
+            run.open()
+        ours, _ = fast.forward(tokens, block)
+        theirs, _ = plain.forward(tokens, block)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        kept = [paths[step % 4], [0], paths[step % 4][: 1 + step % 2]]
+        for row, path in enumerate(kept):
+            contexts[row] += tokens[row, path].tolist()
+        for run in (fast, plain):
+            run.keep(kept)
+        if step == 6:
+            fast.finish(1)
+            plain.finish(1)
+            assert fast.remove([1]) == plain.remove([1]) == [0, 2]
+            break
+    tokens = torch.randint(VOCABULARY, (2, 1))
+    fast.open()
+    logits, _ = fast.forward(tokens, tree_block(Tree(())))
+    for place, row in enumerate((0, 2)):
+        whole = model(torch.tensor([[*contexts[row], int(tokens[place])]])).logits[0, -1]
+        torch.testing.assert_close(logits[place, 0], whole, rtol=1e-4, atol=1e-4)

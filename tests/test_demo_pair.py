@@ -1,0 +1,76 @@
+"""Rebuilding the shipped pair, on a corpus and recipes cut down to seconds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.demo import corpus, rebuild_pair
+from draftsmith.demo.corpus import Document
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.tokenization import encode_text, load_tokenizer
+from train.config import TrainConfig
+
+RECIPES = Path(__file__).parents[1] / "draftsmith" / "demo" / "recipes"
+WORDS = "the value of an expression is returned when name lookup fails in scope and error raised by caller".split()
+
+
+def documents(domain: str) -> list[Document]:
+    """Forty documents of a hundred pseudo-random words, no two alike."""
+    made = []
+    for number in range(40):
+        state, words = 7919 * (number + 1) + len(domain), []
+        for _ in range(100):
+            state = (1103515245 * state + 12345) % 2**31
+            words.append(WORDS[state // 65536 % len(WORDS)] + str(state // 131072 % 90))
+        made.append(Document(f"{domain} {number}", " ".join(words)))
+    return made
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The recipes with three steps, and the corpus replaced."""
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    for member in rebuild_pair.MEMBERS:
+        recipe = yaml.safe_load((RECIPES / f"{member}.yaml").read_text())
+        recipe |= {"steps": 3, "eval_every": 3, "batch_size": 2, "accumulation": 1}
+        (recipes / f"{member}.yaml").write_text(yaml.safe_dump(recipe))
+        shape = json.loads((RECIPES / f"{member}.config.json").read_text()) | {"num_hidden_layers": 1}
+        (recipes / f"{member}.config.json").write_text(json.dumps(shape))
+    domains = {name: lambda name=name: documents(name) for name in ("prose", "code")}
+    monkeypatch.setattr(corpus, "DOMAINS", domains)
+    for cached in (corpus.split, corpus._train_shingles):
+        cached.cache_clear()
+    yield recipes
+    for cached in (corpus.split, corpus._train_shingles):
+        cached.cache_clear()
+
+
+@pytest.mark.slow
+def test_one_command_makes_the_pair(small: Path, tmp_path: Path) -> None:
+    made = rebuild_pair.rebuild(small, tmp_path / "out", "cpu")
+    for member in rebuild_pair.MEMBERS:
+        record = json.loads((made / member / "draftsmith.json").read_text())
+        assert set(record["heldout_perplexity"]) == {"prose", "code"}
+        assert all(1 < value < 10_000 for value in record["heldout_perplexity"].values())
+        assert record["best_step"] == record["steps"] == 3
+        model = load_model(str(made / member), dtype="float16")
+        tokenizer = load_tokenizer(str(made / member))
+        assert model.dtype.itemsize == 2
+        ids = encode_text(tokenizer, "the caller\n\u00fc")
+        assert (
+            ids[0] == tokenizer.bos_token_id and tokenizer.decode(ids, skip_special_tokens=True) == "the caller\n\u00fc"
+        )
+        assert eos_ids(model) == (tokenizer.eos_token_id,)
+    before = (made / "target" / "model.safetensors").read_bytes()
+    assert rebuild_pair.rebuild(small, tmp_path / "out", "cpu") == made
+    assert (made / "target" / "model.safetensors").read_bytes() == before
+
+
+def test_the_shipped_recipes_are_complete() -> None:
+    for member in rebuild_pair.MEMBERS:
+        keys = set(yaml.safe_load((RECIPES / f"{member}.yaml").read_text()))
+        assert {"steps", "optim", "seed", "objective"} <= keys <= set(TrainConfig.__dataclass_fields__)

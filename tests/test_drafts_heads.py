@@ -1,0 +1,557 @@
+"""Heads: their files are what other engines read, their two ways of running agree, and they train what is theirs."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    Cache,
+    CohereConfig,
+    CohereForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from drafts.heads import HEADS, Head, head_kind, load_head, save_head
+from drafts.heads.eagle import EagleConfig, EagleHead
+from drafts.heads.eagle3 import Eagle3Head, aux_layers
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.errors import InputError
+
+V, H, D = 40, 16, 12
+DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
+
+
+def make_target(layers: int = 4, vocabulary: int = V, hidden: int = H, seed: int = 1) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        initializer_range=0.3,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target()
+
+
+FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
+    "eagle": lambda target: EagleHead.fresh(target),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
+    "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
+}
+every_head = pytest.mark.parametrize("name", FRESH)
+
+
+def stirred(head: Head, seed: int = 5) -> Head:
+    """The head with every parameter away from where it began, so that none is zero or one."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
+    return head
+
+
+def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return (
+        torch.randint(0, V, (rows, tokens), generator=random),
+        torch.randn(rows, tokens, H, generator=random),
+    )
+
+
+def outputs(head: Head) -> list[Tensor]:
+    """Everything a head says about the same inputs."""
+    ids_BT, features_BTH = inputs()
+    if isinstance(head, EagleHead):
+        return list(head(ids_BT, features_BTH))
+    if isinstance(head, Eagle3Head):
+        first_BTD, g_BTH = head(ids_BT, head.fuse([features_BTH, 2 * features_BTH, 1 - features_BTH]))
+        return [first_BTD, *head(ids_BT, g_BTH), head.to_target(first_BTD)]
+    if isinstance(head, MedusaHeads):
+        return [head(features_BTH)]
+    windows = ids_BT.unfold(1, 3, 1)
+    return [head(features_BTH[:, :5], windows[..., : d + 1]) for d in range(3)]
+
+
+def test_the_table_of_heads_names_each_by_its_kind() -> None:
+    assert {name: head.kind for name, head in HEADS.items()} == {n: n for n in ("eagle", "eagle3", "medusa", "hydra")}
+
+
+@every_head
+def test_a_saved_head_comes_back_bit_for_bit(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    head = stirred(FRESH[name](target))
+    save_head(head, tmp_path / "head")
+    back = load_head(tmp_path / "head", target)
+    assert head_kind(tmp_path / "head") == back.kind == head.kind
+    assert type(back) is type(head) and back.config == head.config and not back.training
+    before, after = head.state_dict(), back.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    for a, b in zip(outputs(head), outputs(back), strict=True):
+        assert torch.equal(a, b)
+    save_head(back, tmp_path / "again")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "head" / file).read_bytes()
+
+
+@every_head
+def test_a_head_trains_its_own_parameters_and_only_those(name: str, target: PreTrainedModel) -> None:
+    head = stirred(FRESH[name](target))
+    theirs = {id(parameter) for parameter in target.parameters()}
+    assert not theirs & {id(parameter) for parameter in head.parameters()}
+    assert {key for key, _ in head.named_parameters()} == head.state_dict().keys() - {"d2t", "t2d"}
+    assert all(p.requires_grad for p in target.parameters()), "the target of this test would take gradients"
+    loss = torch.stack([out[out.isfinite()].pow(2).sum() for out in outputs(head)]).sum()
+    loss.backward()
+    for key, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+@every_head
+def test_a_fresh_head_can_learn_at_once(name: str, target: PreTrainedModel) -> None:
+    """Zero-initialised blocks must not stand in each other's way."""
+    head = FRESH[name](target).train()
+    torch.stack([out[out.isfinite()].pow(2).sum() for out in outputs(head)]).sum().backward()
+    for key, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
+
+
+@every_head
+def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name: str) -> None:
+    own = make_target()
+    head = FRESH[name](own)
+    for one, other in zip(head.parameters(), FRESH[name](own).parameters(), strict=True):
+        assert torch.equal(one, other)
+    copied = copy.deepcopy(head)
+    before = outputs(head)
+    with torch.no_grad():
+        for module in (own.get_input_embeddings(), own.get_output_embeddings()):
+            assert module is not None
+            module.weight.mul_(-1.5)  # type: ignore[operator]
+    changed = [not torch.equal(a, b) for a, b in zip(before, outputs(head), strict=True)]
+    # Medusa reads features only and projects by itself.
+    assert not any(changed) if name == "medusa" else any(changed)
+    for a, b in zip(outputs(copied), outputs(head), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_head
+def test_heads_follow_the_target_to_bf16(name: str, tmp_path: Path, target: PreTrainedModel) -> None:
+    save_head(stirred(FRESH[name](target)), tmp_path)
+    half = make_target().bfloat16()
+    head = load_head(tmp_path, half)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
+    if isinstance(head, EagleHead | Eagle3Head):
+        exact = load_head(tmp_path, target)
+        assert isinstance(exact, EagleHead | Eagle3Head)
+        assert head.rotary.inv_freq.dtype == torch.float32
+        assert torch.equal(head.rotary.inv_freq, exact.rotary.inv_freq)
+    for out in outputs(head):
+        assert out.dtype == torch.bfloat16 and not out.isnan().any()
+
+
+LAYER: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj.weight": (16, H),
+    "self_attn.k_proj.weight": (8, H),
+    "self_attn.v_proj.weight": (8, H),
+    "self_attn.o_proj.weight": (H, 16),
+    "mlp.gate_proj.weight": (24, H),
+    "mlp.up_proj.weight": (24, H),
+    "mlp.down_proj.weight": (H, 24),
+    "post_attention_layernorm.weight": (H,),
+}
+WIDE: dict[str, tuple[int, ...]] = {
+    f"self_attn.{part}_proj.weight": (rows, 2 * H) for part, rows in (("q", 16), ("k", 8), ("v", 8))
+}
+MIDLAYER = LAYER | WIDE | {"hidden_norm.weight": (H,), "input_layernorm.weight": (H,)}
+EAGLE3: dict[str, tuple[int, ...]] = {f"midlayer.{key}": shape for key, shape in MIDLAYER.items()} | {
+    "fc.weight": (H, 3 * H),
+    "norm.weight": (H,),
+}
+MEDUSA: dict[str, tuple[int, ...]] = {f"{i}.2.weight": (V, H) for i in range(3)}
+MEDUSA |= {f"{i}.{j}.linear.weight": (H, H) for i in range(3) for j in range(2)}
+MEDUSA |= {f"{i}.{j}.linear.bias": (H,) for i in range(3) for j in range(2)}
+LAYOUTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "eagle": {f"layers.0.{key}": shape for key, shape in LAYER.items()}
+    | {"embed_tokens.weight": (V, H), "fc.weight": (H, 2 * H)},
+    "eagle3": EAGLE3 | {"lm_head.weight": (D, H), "d2t": (D,), "t2d": (V,)},
+    "eagle3-full": EAGLE3 | {"lm_head.weight": (V, H)},
+    "medusa": MEDUSA,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_files_have_the_names_and_shapes_that_other_engines_read(
+    name: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    save_head(FRESH[name](target), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == LAYOUTS[name]
+    config = json.loads((tmp_path / "config.json").read_text())
+    if name == "medusa":
+        assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2)
+        return
+    assert config["model_type"] == "llama" and config["num_hidden_layers"] == 1
+    assert (config["hidden_size"], config["vocab_size"], config["intermediate_size"]) == (H, V, 24)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 4)
+    assert config["rms_norm_eps"] == 1e-5
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
+    if name == "eagle":
+        assert config["architectures"] == ["LlamaForCausalLM"] and config["bias"] is False
+        assert torch.equal(tensors["embed_tokens.weight"], target.get_input_embeddings().weight)  # type: ignore[arg-type]
+    else:
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert config["draft_vocab_size"] == tensors["lm_head.weight"].shape[0]
+        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    # What an engine that knows only Llama configs makes of it.
+    read = LlamaConfig.from_pretrained(tmp_path)
+    assert read.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
+
+
+def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
+    """A LLaMA layer behind its input norm, written out: causal, 4 query heads on 2 key heads of 4, rope base 500."""
+
+    def linear(name: str, value: Tensor) -> Tensor:
+        return value @ tensors[f"{prefix}{name}.weight"].T
+
+    rows, length = x.shape[:2]
+    q, k, v = (linear(f"self_attn.{n}_proj", x).view(rows, length, -1, 4).transpose(1, 2) for n in "qkv")
+    angle = torch.arange(length)[:, None] / 500.0 ** (torch.arange(0, 4, 2) / 4)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def rope(value: Tensor) -> Tensor:
+        turned = torch.complex(value[..., :2].contiguous(), value[..., 2:].contiguous()) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    scores = rope(q) @ rope(k).repeat_interleave(2, dim=1).transpose(-1, -2) / 2
+    scores = scores + torch.full((length, length), -torch.inf).triu(1)
+    mixed = (scores.softmax(-1) @ v.repeat_interleave(2, dim=1)).transpose(1, 2).flatten(-2)
+    states = residual + linear("self_attn.o_proj", mixed)
+    normed = rms(states, tensors[f"{prefix}post_attention_layernorm.weight"])
+    gated = torch.nn.functional.silu(linear("mlp.gate_proj", normed)) * linear("mlp.up_proj", normed)
+    return states + linear("mlp.down_proj", gated)
+
+
+def rms(states: Tensor, weight: Tensor) -> Tensor:
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@torch.no_grad()
+def test_eagle_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = stirred(EagleHead.fresh(target))
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids_BT, features_BTH = inputs()
+    x = torch.cat([tensors["embed_tokens.weight"][ids_BT], features_BTH], -1) @ tensors["fc.weight"].T
+    expected = reference_layer(tensors, "layers.0.", x, x)
+    logits_BTV, predicted_BTH = head(ids_BT, features_BTH)
+    torch.testing.assert_close(predicted_BTH, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits_BTV, target.lm_head(expected), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_eagle3_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = stirred(Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB))
+    assert isinstance(head, Eagle3Head)
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids_BT, low = inputs()
+    g = head.fuse([low, low + 1, low * 2])
+    torch.testing.assert_close(g, torch.cat([low, low + 1, low * 2], -1) @ tensors["fc.weight"].T)
+    embedded = target.get_input_embeddings()(ids_BT)
+    x = torch.cat(
+        [
+            rms(embedded, tensors["midlayer.input_layernorm.weight"]),
+            rms(g, tensors["midlayer.hidden_norm.weight"]),
+        ],
+        dim=-1,
+    )
+    expected = reference_layer(tensors, "midlayer.", x, g)
+    logits_BTD, next_BTH = head(ids_BT, g)
+    torch.testing.assert_close(next_BTH, expected, atol=1e-5, rtol=1e-5)
+    wanted = rms(expected, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+    torch.testing.assert_close(logits_BTD, wanted, atol=1e-5, rtol=1e-5)
+
+
+def additive(sees_qT: Tensor) -> Tensor:
+    return torch.zeros(sees_qT.shape).masked_fill(~sees_qT, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("chunks", [[1] * 7, [3, 1, 3], [5, 2]])
+@pytest.mark.parametrize("given", [False, True])
+@torch.no_grad()
+def test_step_by_step_with_a_cache_equals_the_whole_sequence(
+    name: str, chunks: list[int], given: bool, target: PreTrainedModel
+) -> None:
+    head: Any = stirred(FRESH[name](target)).eval()
+    ids_BT, features_BTH = inputs()
+    whole = head(ids_BT, features_BTH)
+    cache: Cache = DynamicCache()
+    parts, start = [], 0
+    for size in chunks:
+        end = start + size
+        mask = additive(torch.arange(end) <= torch.arange(start, end)[:, None]) if given else None
+        positions = torch.arange(start, end).unsqueeze(0) if given else None
+        parts.append(head(ids_BT[:, start:end], features_BTH[:, start:end], mask, positions, cache))
+        start = end
+    assert cache.get_seq_length() == 7
+    for i in range(2):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts], 1), whole[i], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_a_tree_of_siblings_equals_each_path_alone(name: str, target: PreTrainedModel) -> None:
+    """Two children behind one cached prefix: same position, neither sees the other."""
+    head: Any = stirred(FRESH[name](target)).eval()
+    ids_BT, features_BTH = inputs(rows=1, tokens=6)
+    cache: Cache = DynamicCache()
+    head(ids_BT[:, :4], features_BTH[:, :4], None, None, cache)
+    sees = torch.cat([torch.ones(2, 4), torch.eye(2)], dim=1).bool()
+    logits, _ = head(ids_BT[:, 4:], features_BTH[:, 4:], additive(sees), torch.tensor([[4, 4]]), cache)
+    for child in (4, 5):
+        path = [0, 1, 2, 3, child]
+        alone, _ = head(ids_BT[:, path], features_BTH[:, path])
+        torch.testing.assert_close(logits[:, child - 4], alone[:, -1], atol=1e-5, rtol=0)
+
+
+def test_training_can_unroll_a_head_on_its_own_features(target: PreTrainedModel) -> None:
+    """EAGLE-3's training-time test: step j sees the first step's keys causally and one key of each later step."""
+    head: Any = stirred(Eagle3Head.fresh(target))
+    ids_BT, features_BTH = inputs()
+    cache: Cache = DynamicCache()
+    g_BTH, logits = features_BTH.clone().requires_grad_(), []
+    first = g_BTH
+    for j in range(3):
+        sees = torch.cat([torch.ones(7, 7).tril(), *[torch.eye(7)] * j], dim=1).bool()
+        out, g_BTH = head(ids_BT.roll(-j, 1), g_BTH, additive(sees), torch.arange(7)[None] + j, cache)
+        logits.append(out)
+    logits[2][0, 4].sum().backward()
+    assert first.grad is not None
+    reached = first.grad.abs().sum(-1)
+    assert (reached[0, :5] > 0).all() and (reached[0, 5:] == 0).all() and (reached[1] == 0).all()
+    # What decoding does from position 4 on: the prefix's keys, then two steps on its own features.
+    with torch.no_grad():
+        cache = DynamicCache()
+        _, g_BTH = head(ids_BT[:, :5], features_BTH[:, :5], None, None, cache)
+        for j in (1, 2):
+            out, g_BTH = head(ids_BT[:, 4 + j : 5 + j], g_BTH[:, -1:], None, None, cache)
+            torch.testing.assert_close(out[:, 0], logits[j][:, 4].detach(), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_fresh_medusa_and_hydra_say_what_the_target_says() -> None:
+    target = make_target()
+    ids_BT, _ = inputs()
+    out = target(ids_BT, output_hidden_states=True)
+    features_BTH = out.hidden_states[-1]
+    medusa = MedusaHeads.fresh(target)
+    logits_BTKV = medusa(features_BTH)
+    assert logits_BTKV.shape == (2, 7, 4, V) and medusa.hidden_layers == (-1,)
+    for head in range(4):
+        torch.testing.assert_close(logits_BTKV[:, :, head], out.logits)
+    hydra = HydraHeads.fresh(target)
+    for d in range(4):
+        tokens = ids_BT[..., None].expand(-1, -1, d + 1)
+        torch.testing.assert_close(hydra(features_BTH, tokens), out.logits)
+
+
+@torch.no_grad()
+def test_every_hydra_head_reads_every_token_given_to_it(target: PreTrainedModel) -> None:
+    head = stirred(HydraHeads.fresh(target, num_heads=3))
+    _, features_BTH = inputs()
+    for d in range(3):
+        tokens = torch.full((2, 7, d + 1), 4)
+        before = head(features_BTH, tokens)
+        assert before.shape == (2, 7, V)
+        for place in range(d + 1):
+            other = tokens.clone()
+            other[..., place] = 9
+            assert not torch.equal(head(features_BTH, other), before)
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match="3 heads take 1 to 3"):
+            head(features_BTH, torch.full((2, 7, wrong), 4))
+
+
+def test_the_draft_vocabulary_maps_there_and_back(target: PreTrainedModel) -> None:
+    head = Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB)
+    assert (torch.arange(D) + head.d2t).tolist() == DRAFT_VOCAB == head.t2d.nonzero().flatten().tolist()
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFT_VOCAB])
+    logits_BTD = torch.randn(2, 3, D)
+    logits_BTV = head.to_target(logits_BTD)
+    assert logits_BTV.shape == (2, 3, V) and head.vocab_size == V
+    assert torch.equal(logits_BTV[..., DRAFT_VOCAB], logits_BTD)
+    assert (logits_BTV[..., ~head.t2d] == -torch.inf).all()
+    torch.testing.assert_close(logits_BTV.softmax(-1)[..., head.t2d], logits_BTD.softmax(-1))
+    whole = Eagle3Head.fresh(target)
+    assert not whole.reduced and whole.to_target(logits_BTV) is logits_BTV
+    for wrong in ([], [3, 2], [1, 1], [-1, 4], [0, V]):
+        with pytest.raises(InputError, match="^draft_vocab: "):
+            Eagle3Head.fresh(target, draft_vocab=wrong)
+
+
+def test_the_fused_states_exist_in_targets_of_any_depth() -> None:
+    for layers in range(7, 100):
+        assert aux_layers(layers) == (2, layers // 2, layers - 3)
+    for layers in range(1, 100):
+        found = aux_layers(layers)
+        assert all(0 <= i <= layers for i in found) and list(found) == sorted(found)
+        assert len(set(found)) == min(3, layers + 1)
+    target = make_target(layers=1)
+    head = Eagle3Head.fresh(target)
+    hidden = target(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
+    assert head.fuse([hidden[i] for i in head.hidden_layers]).shape == (1, 3, H)
+    with pytest.raises(ValueError, match="2 states given"):
+        head.fuse(hidden[:2])
+
+
+def test_heads_fit_other_families() -> None:
+    """Own head sizes (Qwen 3), logits that are bounded (Gemma 2) or scaled (Cohere, Granite)."""
+    shape: dict[str, Any] = dict(vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=3, head_dim=8)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    plain = {key: value for key, value in shape.items() if key != "head_dim"} | {"pad_token_id": 0}
+    torch.manual_seed(0)
+    for model in (
+        Qwen3ForCausalLM(Qwen3Config(**shape)),
+        Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0, initializer_range=1.0)),
+        CohereForCausalLM(CohereConfig(**plain, logit_scale=0.1, initializer_range=1.0)),
+        GraniteForCausalLM(GraniteConfig(**plain, logits_scaling=4.0, initializer_range=1.0)),
+    ):
+        model.eval()  # type: ignore[no-untyped-call]
+        for fresh in FRESH.values():
+            assert all(out.shape[-1] in (V, D, H) for out in outputs(fresh(model)))
+        with torch.no_grad():
+            out = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+            logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
+            torch.testing.assert_close(logits[:, :, 0], out.logits)
+            torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
+
+
+def test_an_eagle_head_of_the_original_code_loads(target: PreTrainedModel, tmp_path: Path) -> None:
+    """No `bias` key means that `fc` has one; rope under its old names; the embedding may be absent."""
+    head = stirred(EagleHead(EagleConfig(layer=EagleHead.fresh(target).config.layer, vocab_size=V, bias=True), target))
+    save_head(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("bias", "rope_parameters", "head_dim"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors.pop("embed_tokens.weight").shape == (V, H) and tensors["fc.bias"].shape == (H,)
+    save_file(tensors, tmp_path / "model.safetensors")
+    back = load_head(tmp_path, target)
+    for a, b in zip(outputs(head), outputs(back), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_sglang_names_a_layer_by_its_output(target: PreTrainedModel, tmp_path: Path) -> None:
+    save_head(Eagle3Head.fresh(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_head(tmp_path, target).hidden_layers == (1, 2, 4)
+
+
+def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, draft_dir: str) -> None:
+    target.save_pretrained(tmp_path / "lm")
+    for path in (tmp_path / "lm", draft_dir, tmp_path, tmp_path / "nothing", "owner/name"):
+        assert head_kind(path) is None
+    with pytest.raises(InputError, match="describes no head"):
+        load_head(tmp_path / "lm", target)
+
+
+def edit(directory: Path, **values: Any) -> None:
+    config = json.loads((directory / "config.json").read_text()) | values
+    present = {key: value for key, value in config.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(present))
+
+
+def retensor(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def to_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no config": ("eagle", lambda d: (d / "config.json").unlink(), r"config\.json: no such file"),
+    "no tensors": ("eagle", lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
+    "pickle": ("eagle", to_pickle, r"pytorch_model\.bin: is a pickle.*convert it"),
+    "torn": (
+        "eagle",
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900]),
+        r"model\.safetensors: cannot be read",
+    ),
+    "kind": ("hydra", lambda d: (d / "draftsmith.json").write_text('{"kind": "oracle"}'), "kind 'oracle'.*eagle, eagl"),
+    "speculators": ("hydra", lambda d: edit(d, speculators_model_type="eagle3"), "kind 'speculators eagle3'"),
+    "missing": ("eagle", lambda d: retensor(d, lambda t: t.pop("fc.weight")), "lacks the tensor 'fc.weight'"),
+    "surplus": (
+        "medusa",
+        lambda d: edit(d, medusa_num_heads=2),
+        r"holds the tensor '2\.0\.linear\.bias' \(5 too many\)",
+    ),
+    "shape": (
+        "eagle3",
+        lambda d: retensor(d, lambda t: t.update({"fc.weight": torch.zeros(H, 2 * H)})),
+        r"'fc\.weight' is \[16, 32\].*must be \[16, 48\]",
+    ),
+    "dtype": ("eagle3", lambda d: retensor(d, lambda t: t.update(d2t=torch.zeros(D))), r"'d2t' is torch\.float32"),
+    "hidden": ("hydra", lambda d: edit(d, hidden_size=32), "'hidden_size' is 32 and the target's is 16"),
+    "vocabulary": ("eagle", lambda d: edit(d, vocab_size=41), "'vocab_size' is 41 and the target's is 40"),
+    "absent key": ("hydra", lambda d: edit(d, vocab_size=None), "lacks the key 'vocab_size'"),
+    "type": ("hydra", lambda d: edit(d, hydra_num_heads="3"), "'hydra_num_heads' is '3'; it must be of type int"),
+    "layers": ("eagle3", lambda d: edit(d, num_hidden_layers=2), "'num_hidden_layers' is 2"),
+    "aux": ("eagle3", lambda d: edit(d, eagle_aux_hidden_state_layer_ids=[1, 2, 5]), "the target has 4 layers"),
+    "variant": ("eagle3", lambda d: edit(d, norm_before_residual=True), "'norm_before_residual' is true"),
+    "rope": (
+        "eagle",
+        lambda d: edit(d, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}),
+        r"config\.json: no LLaMA layer.*spiral",
+    ),
+    "map": ("eagle3", lambda d: retensor(d, lambda t: t["d2t"].add_(1)), "'d2t' and 't2d' do not describe"),
+    "foreign": ("eagle", lambda d: retensor(d, lambda t: t["embed_tokens.weight"].neg_()), "is not the target's emb"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(case: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    name, spoil, message = WRONG[case]
+    save_head(FRESH[name](target), tmp_path / "head")
+    load_head(tmp_path / "head", target)
+    spoil(tmp_path / "head")
+    with pytest.raises(InputError, match=message) as caught:
+        load_head(tmp_path / "head", target)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)

@@ -1,0 +1,234 @@
+"""A whole evaluation on tiny models: its counts, what it resumes from, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith_core.errors import InputError
+from eval import EvalConfig, evaluate
+from eval.evaluate import render
+from eval.schema import CLOCK_KEYS
+
+VOCAB = 17
+ROOT = Path(__file__).parents[1]
+
+# Dies in the middle of writing its fourth cell: the temporary file is there, the cell is not.
+KILLED = """
+import json, os, signal, sys
+import eval.measurement_cache
+from draftsmith_core import io
+from eval import EvalConfig, evaluate
+writes = 0
+def write(path, value):
+    global writes
+    writes += 1
+    if writes == 4:
+        with io.atomic_file(path) as temporary:
+            temporary.write_text(json.dumps(value)[:20])
+            os.kill(os.getpid(), signal.SIGKILL)
+    io.write_json_atomic(path, value)
+eval.measurement_cache.write_json_atomic = write
+evaluate(EvalConfig(**json.loads(sys.argv[1])))
+"""
+
+
+def _save(path: Path, base: LlamaForCausalLM | None, seed: int, noise: float, **changes: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64} | changes
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.6,
+        bos_token_id=1,
+        eos_token_id=2,
+        **shape,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    if base is not None:
+        with torch.no_grad():
+            for own, other in zip(model.parameters(), base.parameters(), strict=True):
+                own.copy_(other + noise * own)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
+    """A target, a poor and a good draft, two prompt sets, and the evaluation of them."""
+    root = tmp_path_factory.mktemp("world")
+    target = _save(root / "target", None, 0, 0.0)
+    _save(root / "poor", target, 1, 0.9)
+    _save(root / "good", target, 2, 0.15)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(root / "target")
+    for name, shift in (("home", 0), ("away", 5)):
+        rows = [
+            {
+                "id": f"{name}{i}",
+                "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3)),
+            }
+            for i in range(6)
+        ]
+        rows += [{"id": "empty", "prompt": " "}, {"id": "long", "prompt": "w3 " * 60}]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvalConfig(
+        target=str(root / "target"),
+        draft=[f"poor={root / 'poor'}", f"good={root / 'good'}"],
+        id=[f"home={root / 'home.jsonl'}"],
+        ood=[f"away={root / 'away.jsonl'}"],
+        out=str(root / "out"),
+        tree=["chain:3", "kary:2,2"],
+        max_new_tokens=10,
+        speed_prompts=2,
+        batch_size=4,
+        bootstrap=200,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def summary(world: EvalConfig) -> dict[str, Any]:
+    return evaluate(world)
+
+
+def _results(config: EvalConfig) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((Path(config.out) / "results.json").read_text())
+    return loaded
+
+
+def test_every_row_read_is_accounted_for(world: EvalConfig, summary: dict[str, Any]) -> None:
+    for suite in _results(world)["suites"]:
+        assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
+        assert "empty" in suite["skipped_rows"][0]["reason"]
+        assert "60 tokens and 10 new ones exceed the 64" in suite["skipped_rows"][1]["reason"]
+
+
+def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
+    results = _results(world)
+    lengths = {(r["domain"], r["temperature"]): r["output_tokens"] for r in results["baselines"]}
+    assert len(results["alpha"]) == 2 * 2 * 2 and len(results["decoding"]) == 2 * 2 * 2 * 2
+    for row in results["alpha"]:
+        assert row["per_prompt"]["count"] == lengths[row["domain"], row["temperature"]]
+        ratio = sum(row["per_prompt"]["sum"]) / sum(row["per_prompt"]["count"])
+        assert row["alpha"]["value"] == pytest.approx(ratio)
+        assert row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"]
+        assert (row["gain"] is None) == (row["draft"] == results["base"] == "poor")
+    for row in results["decoding"]:
+        counts, each = row["counts"], row["per_prompt"]
+        assert all(sum(each[key]) == counts[key] for key in counts)
+        # A call of the target adds one token of its own, unless the output was cut on a draft token.
+        assert counts["accepted"] <= counts["emitted"] <= counts["accepted"] + counts["target_calls"]
+        assert row["tau"]["value"] == pytest.approx(counts["emitted"] / counts["target_calls"])
+        by_depth = [sum(column) for column in zip(*each["accepted_by_depth"], strict=True)]
+        assert sum(by_depth) == counts["accepted"]
+
+
+def test_greedy_outputs_are_the_targets_own(world: EvalConfig, summary: dict[str, Any]) -> None:
+    for row in _results(world)["decoding"]:
+        expected = {"same": 6, "of": 6, "largest_gap": None} if row["temperature"] == 0 else None
+        assert row["identical_outputs"] == expected
+
+
+def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, Any]) -> None:
+    for cell in summary["cells"]:
+        assert (cell["gain"] is None) if cell["draft"] == "poor" else cell["gain"] > 0
+    assert {row["domain"] for row in summary["transfer"]} == {"away"}
+    assert json.loads(json.dumps(summary)) == summary
+    timed = [way["speedup"] for cell in summary["cells"] for way in cell["decoding"]]
+    assert len(timed) == 16 and all(value > 0 for value in timed)
+
+
+def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
+    out = Path(world.out)
+    assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
+    assert sorted(p.name for p in (out / "plots").iterdir()) == [
+        "accept.png",
+        "alpha.png",
+        "gain.png",
+        "tau.png",
+    ]
+    assert "Alignment raised acceptance at home from" in Path(summary["report"]).read_text()
+
+
+def _without_clocks(config: EvalConfig) -> dict[str, Any]:
+    results = {key: value for key, value in _results(config).items() if key not in CLOCK_KEYS}
+    del results["config"], results["provenance"]
+    return results
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than measuring these models, and is tested elsewhere."""
+    monkeypatch.setattr("eval.evaluate.write_report", lambda results, out: out)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_killed_and_started_again_equals_never_killed(world: EvalConfig, tmp_path: Path) -> None:
+    whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
+    killed = replace(whole, out=str(tmp_path / "killed"))
+    options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
+    ran = subprocess.run([sys.executable, "-c", KILLED, json.dumps(options)], cwd=ROOT, capture_output=True)
+    assert ran.returncode == -9, ran.stderr.decode()[-2000:]
+    cells = tmp_path / "killed" / "cells"
+    assert len(list(cells.glob("*.json"))) == 3 and len(list(cells.glob(".*tmp*"))) == 1
+    assert not (tmp_path / "killed" / "results.json").exists()
+    evaluate(whole)
+    evaluate(killed)
+    assert _results(killed)["clock"]["cells_reused"] == 3
+    assert not list(cells.glob(".*tmp*"))
+    assert _without_clocks(killed) == _without_clocks(whole)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalConfig, tmp_path: Path) -> None:
+    first = replace(world, out=str(tmp_path), speed_prompts=0, temperature=[0.0], tree=["chain:3"], ood=[])
+    evaluate(first)
+    before = _without_clocks(first)
+    evaluate(first)
+    assert _results(first)["clock"]["cells_measured"] == 0 and _without_clocks(first) == before
+    (broken := next((tmp_path / "cells").glob("*.json"))).write_text("{")
+    evaluate(first)
+    assert _results(first)["clock"]["cells_measured"] == 1 and _without_clocks(first) == before
+    assert broken.read_text() != "{"
+    evaluate(replace(first, seed=1))
+    assert _results(first)["clock"]["cells_reused"] == 0
+
+
+@pytest.mark.parametrize("change", ["missing draft", "missing prompts", "vocabulary"])
+def test_what_cannot_be_loaded_is_refused_before_anything_runs(world: EvalConfig, tmp_path: Path, change: str) -> None:
+    config = replace(world, out=str(tmp_path / "out"))
+    if change == "missing draft":
+        config = replace(config, draft=[*config.draft, "gone=./no/such/model"])
+    elif change == "missing prompts":
+        config = replace(config, ood=["away=./no/such/file.jsonl"])
+    else:
+        _save(tmp_path / "other", None, 3, 0.0, vocab_size=19)
+        config = replace(config, draft=[*config.draft, f"other={tmp_path / 'other'}"])
+    with pytest.raises(InputError) as caught:
+        evaluate(config)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "cells").exists()
+
+
+def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"results\.json: no such file"):
+        render(str(tmp_path))
+    (tmp_path / "results.json").write_text('{"schema_version": 1}')
+    with pytest.raises(InputError, match="not results of schema version 2"):
+        render(str(tmp_path))

@@ -1,0 +1,187 @@
+"""The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from drafts.heads import HEADS, Head, load_head, write_head
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.load import Draft, draft_kind
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import make_dir, read_json
+from draftsmith_core.models import fingerprint, load_model, vocabulary_size
+from train import onpolicy, parallel
+from train.config import TrainConfig
+from train.data import Examples
+from train.features import FeatureCache, cached_layers
+from train.objective import parse_objective
+from train.onpolicy import Answerer
+from train.trainees import TRAINEES
+from train.trainees.eagle3 import count_vocabulary
+from train.world import World
+
+# What only a fresh head is given; a trained one has its own.
+_SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
+# Options of a head that are arguments of its trainee.
+_TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
+_CACHE_GIB = 16.0
+
+
+def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
+    """The draft to train, fp32 on the CPU: loaded from `draft`, or fresh. InputError, one line, when it cannot be."""
+    if config.kind == "lm":
+        return _build_lm(config)
+    assert target is not None
+    head = _fresh_head(config, target, training) if config.draft is None else _loaded_head(config, target)
+    return head.to(device="cpu", dtype=torch.float32)
+
+
+def _build_lm(config: TrainConfig) -> PreTrainedModel:
+    shape = read_shape(config.draft_config) if config.draft_config is not None else None
+    if config.draft is None:
+        assert shape is not None
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        assert isinstance(model, PreTrainedModel)
+        return model
+    kind = draft_kind(config.draft)
+    if kind != "draft":
+        raise InputError(f"{config.draft}: is a head of kind {kind} and not a language model; set kind to {kind}")
+    model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
+    if shape is not None:
+        for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+            there, wanted = getattr(model.config, key, None), getattr(shape, key, None)
+            if there != wanted:
+                raise InputError(
+                    f"{config.draft}: its {key} is {there}, {config.draft_config} says {wanted}; "
+                    f"drop `draft_config` or name the right draft"
+                )
+    return model
+
+
+def read_shape(path: str) -> PretrainedConfig:
+    """A model shape from a Hugging Face config.json; InputError names the file and key at fault."""
+    if Path(path).is_dir():
+        raise InputError(f"draft_config: {path} is a directory; name the config.json in it")
+    values = read_json(Path(path), "a Hugging Face config.json")
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise InputError(f"{path}: key 'model_type' is missing; a Hugging Face config.json has it")
+    values = dict(values)
+    kind = values.pop("model_type")
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        # Configurations validate themselves with errors of several kinds, some of many lines.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path}: not a model that transformers can build ({reason})") from None
+
+
+def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:
+    options = {key: getattr(config.head, key) for key in ("num_heads", "num_layers")}
+    given = {key: value for key, value in options.items() if value is not None}
+    match config.kind:
+        case "eagle":
+            return HEADS["eagle"].fresh(target, seed=config.seed)  # type: ignore[call-arg]
+        case "eagle3":
+            return Eagle3Head.fresh(target, draft_vocab=_draft_vocab(config, target, training), seed=config.seed)
+    return HEADS[config.kind].fresh(target, **given)
+
+
+def _draft_vocab(config: TrainConfig, target: PreTrainedModel, training: Examples) -> list[int] | None:
+    """The commonest tokens of the responses, as many as asked for; None for the whole vocabulary."""
+    size, whole = config.head.draft_vocab_size, vocabulary_size(target)
+    if size is None or size == whole:
+        return None
+    if size > whole:
+        raise InputError(f"head.draft_vocab_size: {size} is more than the target's vocabulary of {whole}; lower it")
+    return count_vocabulary(_responses(training), size)
+
+
+def _responses(training: Examples) -> Iterator[list[int]]:
+    for batch in training.rows.select_columns(["response_ids"]).iter(batch_size=1024):
+        yield from batch["response_ids"]
+
+
+def _loaded_head(config: TrainConfig, target: PreTrainedModel) -> Head:
+    assert config.draft is not None
+    kind = draft_kind(config.draft)
+    if kind != config.kind:
+        there = "a language model" if kind == "draft" else f"a head of kind {kind}"
+        raise InputError(
+            f"{config.draft}: is {there} and kind is {config.kind}; set kind to {'lm' if kind == 'draft' else kind}"
+        )
+    for key in _SHAPE_OPTIONS:
+        if getattr(config.head, key) is not None:
+            raise InputError(f"head.{key}: the head in {config.draft} has its own; leave it out")
+    return load_head(config.draft, target)
+
+
+def make_trainee(
+    config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None, reference: PreTrainedModel | None
+) -> nn.Module:
+    """What is trained, on this process's device, with the options that change how its draft computes."""
+    draft.to(world.device)  # type: ignore[arg-type]
+    objective = parse_objective(config.objective, config.temperature)
+    if not isinstance(draft, PreTrainedModel):
+        assert target is not None
+        options = {key: getattr(config.head, key) for key in _TRAINEE_OPTIONS}
+        given = {key: value for key, value in options.items() if value is not None}
+        cache = _feature_cache(config, world, draft, target)
+        return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **given)
+    trainee = TRAINEES["lm"](draft, objective, target, reference, config.packing)
+    if config.gradient_checkpointing:
+        if not draft.supports_gradient_checkpointing:
+            raise InputError(f"gradient_checkpointing: {type(draft).__name__} cannot do it; leave it out")
+        draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile:
+        parallel.compile_layers(draft)
+    return trainee
+
+
+def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
+    """The draft as one that answers for itself, where training is on-policy. InputError when it cannot."""
+    if config.on_policy.fraction == 0:
+        return None
+    assert isinstance(draft, PreTrainedModel) and target is not None
+    if world.kind in ("zero3", "fsdp"):
+        raise InputError(
+            f"on_policy: the draft answers with whole weights, and {world.kind} divides them; "
+            f"launch with configs/accelerate/ddp.yaml or zero2.yaml"
+        )
+    return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
+
+
+def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTrainedModel) -> FeatureCache | None:
+    if config.head.features is None:
+        return None
+    place = Path(config.head.features)
+    make_dir(place, "head.features")
+    if not os.access(place, os.W_OK):
+        raise InputError(f"head.features: {place} cannot be written to; name another directory")
+    return FeatureCache(
+        config.head.features,
+        fingerprint(target),
+        cached_layers(head.hidden_layers),
+        target.dtype,
+        int((config.head.features_gib or _CACHE_GIB) * 2**30),
+        world.accelerator.process_index,
+        world.size,
+    )
+
+
+def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:
+    """Put weights that a run has kept into a draft that `build` made."""
+    parallel.load_weights(draft, weights)
+    if isinstance(draft, Eagle3Head):
+        draft.check_loaded("the weights of this run")
+
+
+def write(draft: Draft, directory: Path) -> None:
+    """The draft's own files, into a directory that exists."""
+    if isinstance(draft, PreTrainedModel):
+        draft.save_pretrained(directory)
+    else:
+        write_head(draft, directory)
