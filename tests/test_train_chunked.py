@@ -23,8 +23,8 @@ from transformers import (
 from draftsmith_core.errors import InputError
 from train.chunked import chunk_size, projected, token_losses
 from train.data import IGNORE, Batch, StoredRows
-from train.losses import LOSSES, overlap
-from train.objective import parse_objective, select
+from train.losses import LOSSES, adaspec_weights, overlap
+from train.objective import parse_objective
 from train.teacher import Head, LiveTeacher, Reduced, StoredTeacher, Widened, find_head
 from train.trainees import TRAINEES
 from train.trainees.lm import LMTrainee
@@ -322,7 +322,7 @@ def test_token_losses_are_those_that_are_summed() -> None:
     assert losses.shape == alphas.shape == (N,)
     torch.testing.assert_close(losses.sum(), sums.loss.detach())
     torch.testing.assert_close(alphas.sum(), sums.alpha)
-    weights = select(losses, torch.zeros(N), 0.3)
+    weights = adaspec_weights(losses, torch.zeros(N), 0.3)
     assert int((weights > 0).sum()) == 4
 
 

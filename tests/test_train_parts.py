@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.config import Optim
 from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, order
 from train.loop import expected_tokens, learning_rate, make_optimizer
-from train.losses import LOSSES, NEEDS_TARGET, cross_entropy, forward_kl
+from train.losses import LOSSES, cross_entropy, forward_kl
+from train.objective import parse_objective
 from train.teacher import find_head
 from train.trainees.lm import _hidden
 
@@ -67,6 +70,13 @@ def test_forward_kl_by_hand() -> None:
     assert abs(float(other_way) - by_hand) > 0.01
 
 
+def test_reading_options_does_not_import_torch() -> None:
+    heavy = "{'torch', 'transformers', 'datasets', 'accelerate', 'numpy'}"
+    code = f"import sys, train.config; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+
+
 def test_losses_are_per_token_and_fp32() -> None:
     draft, target = torch.randn(2, 6, 11, generator=generator(1)).unbind()
     tokens = torch.randint(11, (6,), generator=generator(2))
@@ -80,7 +90,7 @@ def test_losses_are_per_token_and_fp32() -> None:
         assert found.shape == (6,)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, loss(draft.bfloat16().float(), target.bfloat16().float(), tokens))
-        assert (name in NEEDS_TARGET) == (name != "ce")
+        assert parse_objective(name).needs_target == (name != "ce")
 
 
 def test_the_gradient_of_kl_is_the_difference_of_the_laws() -> None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.loss_sums import Sums
-from train.losses import overlap
-from train.objective import InPlaceFn, Objective
+from train.losses import InPlaceFn, overlap
+from train.objective import Objective
 from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, Widened, compute_dtype, is_partial, vocabulary
 
 # Logits of a chunk. On a CPU they should stay near the caches, on a GPU they should be enough to fill it.

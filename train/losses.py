@@ -1,11 +1,12 @@
-"""What a draft is trained to do, per token.
+"""The losses per token that a draft can be trained on.
 
-Legend: N tokens, V vocabulary; p the target's law, q the draft's. A loss takes the draft's logits, the target's logits
-(None only for `ce`) and the tokens of the data, and returns one fp32 value a token (float64 when it is given float64);
-whoever calls it sums them and divides by the number of valid tokens.
+Legend: N tokens, V vocabulary; p the target's distribution, q the draft's. A loss takes the draft's logits, the
+target's logits (None only for `ce`) and the tokens of the data, and returns one fp32 value per token (float64 when it
+is given float64); the caller sums them and divides by the number of valid tokens.
 
-A logit of minus infinity means that a law cannot give a token (a reduced draft vocabulary, a stored top-k row without a
-tail). No loss turns that into NaN; where a divergence would be infinite its docstring says what stands in its place.
+A logit of minus infinity means that the model cannot give a token (a reduced draft vocabulary, a stored top-k row
+without a tail). No loss turns that into NaN; where a divergence would be infinite, its docstring says what is taken
+instead.
 """
 
 import math
@@ -15,28 +16,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+# Draft's logits [N, V], target's logits [N, V], tokens of the data [N] (and options by name) -> loss [N].
+LossFn = Callable[..., Tensor]
+# Draft's and target's logits [N, V] and two scratch tensors -> loss and alpha [N]. The draft's logits become the
+# gradient.
+InPlaceFn = Callable[..., tuple[Tensor, Tensor]]
 
-# exp(-100) is below what fp32 holds; a law that small is zero for every purpose here.
+# exp(-100) underflows in fp32: a log-probability below this is treated as zero probability.
 _FLOOR = -100.0
-# The spread of a reward that is nearly always the same is noise; dividing by less would only amplify it.
+# Below this the standard deviation of the reward is rounding noise, which dividing by it would amplify.
 _LEAST_SPREAD = 1e-2
 
 
-def _log_law(logits_NV: Tensor) -> Tensor:
+def _log_probs(logits_NV: Tensor) -> Tensor:
     wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     return wide.log_softmax(-1)
 
 
-def _log_laws(draft_NV: Tensor, target_NV: Tensor | None) -> tuple[Tensor, Tensor]:
+def _both_log_probs(draft_NV: Tensor, target_NV: Tensor | None) -> tuple[Tensor, Tensor]:
     assert target_NV is not None, "this loss needs the target's logits"
-    return _log_law(draft_NV), _log_law(target_NV)
+    return _log_probs(draft_NV), _log_probs(target_NV)
 
 
 def _kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
     """KL(a || b) over the tokens that both can give."""
     both = (log_a_NV > -math.inf) & (log_b_NV > -math.inf)
-    # The inner `where` keeps infinities out of the gradient, an outer one would not.
+    # Masking the product instead would give 0 * inf = NaN in the gradient.
     ratio_NV = torch.where(both, log_a_NV - log_b_NV, 0.0)
     return (log_a_NV.exp() * ratio_NV).sum(-1)
 
@@ -46,26 +51,26 @@ def cross_entropy(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) 
 
     A token that the draft cannot give costs 100 nats and has no gradient.
     """
-    log_q_N = _log_law(draft_NV).gather(-1, tokens_N[:, None]).squeeze(-1)
+    log_q_N = _log_probs(draft_NV).gather(-1, tokens_N[:, None]).squeeze(-1)
     return -log_q_N.masked_fill(log_q_N == -math.inf, _FLOOR)
 
 
 def forward_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
     """KL(p || q) over the whole vocabulary (Hinton et al. 2015; DistillSpec, section 4).
 
-    Bounds what is lost in acceptance through Pinsker: 1 - alpha = TV(p, q) <= sqrt(KL / 2). Tokens that the draft
-    cannot give are left out: they would add an infinite constant, and the gradient of the others is what remains.
+    By Pinsker's inequality it bounds the rejected share: 1 - alpha = TV(p, q) <= sqrt(KL / 2). Tokens that the draft
+    cannot give are left out: they would add an infinite constant, which has no gradient.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_p_NV, log_q_NV)
 
 
 def reverse_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
     """KL(q || p): seeks the target's modes (MiniLLM, Gu et al. 2024, section 2; DistillSpec, section 4).
 
-    The target's log-probability counts as -100 where it is less: mass on an impossible token is dear but finite.
+    The target's log-probability is clamped at -100, so that draft mass on an impossible token costs much, not infinity.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_q_NV, log_p_NV.clamp_min(_FLOOR))
 
 
@@ -73,30 +78,30 @@ def jensen_shannon(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor,
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024, section 2).
 
     beta in (0, 1). Divided by beta it goes to KL(p || q) as beta goes to 0; divided by 1 - beta, to KL(q || p) as beta
-    goes to 1; at one half it is symmetric. Never more than log 2, so bounded also where the laws share no token.
+    goes to 1; at one half it is symmetric. At most log 2, also where p and q share no token.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     m_NV = beta * log_p_NV.exp() + (1 - beta) * log_q_NV.exp()
     log_m_NV = m_NV.clamp_min(torch.finfo(m_NV.dtype).tiny).log()
     return beta * _kl(log_p_NV, log_m_NV) + (1 - beta) * _kl(log_q_NV, log_m_NV)
 
 
 def total_variation(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """1 - sum_x min(p(x), q(x)): what is rejected of one draft token (Leviathan et al. 2023, corollary 3.6)."""
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    """1 - sum_x min(p(x), q(x)): the probability that a draft token is rejected (Leviathan et al. 2023, cor. 3.6)."""
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
 
 
 def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """TVD++: the value of `tvd`, with the policy gradient that Goel et al. (2024, section 3) give it.
+    """TVD++: the value of `tvd`, with the normalised policy gradient of Goel et al. (2024, section 3).
 
-    The gradient of TV is that of a policy q with reward r(x) = 1 where q(x) <= p(x), else 0. Here the reward becomes
-    the advantage (r - mean) / spread before it multiplies grad log q, mean and spread being those of r under q *at this
-    position*, in exact expectation over the vocabulary and not from samples. So the gradient is that of TV divided by
-    sqrt(m (1 - m)), m = q(r = 1), with at least 0.01 below the line: positions where nearly all or hardly any of the
-    draft's mass is rewarded weigh more. Taken per position, it does not depend on what shares the batch.
+    The gradient of TV is that of a policy q with reward r(x) = 1 where q(x) <= p(x), else 0. TVD++ replaces the reward
+    by the advantage (r - mean) / std. Mean and std of r are taken under q at this position, exactly over the vocabulary
+    (the paper samples), so a token's loss does not depend on the rest of the batch. The result is the gradient of TV
+    divided by sqrt(m (1 - m)), m = q(r = 1), a divisor of at least 0.01: positions where nearly all or hardly any of
+    the draft's mass is rewarded weigh more.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
     with torch.no_grad():
         reward_NV = (q_NV <= p_NV).to(q_NV.dtype)
@@ -112,18 +117,18 @@ def negative_log_alpha(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Ten
     """-log sum_x min(p(x), q(x)) (LK losses, arXiv 2602.23881, section 4).
 
     Its gradient is that of TV divided by alpha, so a draft that hardly overlaps still learns; for a target with all its
-    mass on one token it is the cross-entropy. Taken in log space, where a small overlap does not vanish.
+    mass on one token it is the cross-entropy. Computed in log space, where a small overlap does not underflow.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return -torch.minimum(log_p_NV, log_q_NV).clamp_min(10 * _FLOOR).logsumexp(-1)
 
 
 def hybrid(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: float = 3.0) -> Tensor:
     """w KL(p || q) + (1 - w) TV, w = exp(-eta alpha), alpha without gradient (LK losses, arXiv 2602.23881, section 4).
 
-    KL leads while the laws hardly overlap, TV once they do. The paper takes eta 3, and 10 for Medusa heads.
+    KL dominates while p and q hardly overlap, TV once they do. The paper takes eta 3, and 10 for Medusa heads.
     """
-    log_q_NV, log_p_NV = _log_laws(draft_NV, target_NV)
+    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     tv_N = 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
     w_N = (-eta * (1 - tv_N.detach())).exp()
     return w_N * _kl(log_p_NV, log_q_NV) + (1 - w_N) * tv_N
@@ -131,19 +136,19 @@ def hybrid(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: fl
 
 @torch.no_grad()
 def overlap(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
-    """alpha `[N]` = sum_x min(p(x), q(x)) at temperature 1: how likely one draft token is accepted."""
+    """alpha `[N]` = sum_x min(p(x), q(x)) at temperature 1: the probability that a draft token is accepted."""
     wide = [x if x.dtype == torch.float64 else x.float() for x in (draft_NV, target_NV)]
     return torch.minimum(F.softmax(wide[0], -1), F.softmax(wide[1], -1)).sum(-1)
 
 
 @torch.no_grad()
-def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, room: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `overlap`, `[N]` each, of finite logits; `draft_NV` becomes the gradient q - p.
 
-    In few passes over memory and without autograd. All arguments have one dtype, fp32 or wider, and are overwritten;
-    `room` are two more tensors `[N, V]`.
+    Several times fewer passes over memory than autograd makes. All arguments have one dtype, fp32 or wider, and are
+    overwritten; `scratch` are two more tensors `[N, V]`.
     """
-    log_q_NV, log_p_NV = room
+    log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
     slope_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
@@ -155,13 +160,13 @@ def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, room: tuple[Tensor,
 
 @torch.no_grad()
 def jensen_shannon_in_place(
-    draft_NV: Tensor, target_NV: Tensor, room: tuple[Tensor, Tensor], beta: float = 0.5
+    draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor], beta: float = 0.5
 ) -> tuple[Tensor, Tensor]:
     """`jensen_shannon` and `overlap` as `forward_kl_in_place` gives them.
 
     `draft_NV` becomes the gradient (1 - beta) q (log(q / m) - KL(q || m)).
     """
-    log_q_NV, log_p_NV = room
+    log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
     q_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
@@ -183,9 +188,24 @@ LOSSES: dict[str, LossFn] = {
     "lk_alpha": negative_log_alpha,
     "lk_hybrid": hybrid,
 }
-NEEDS_TARGET = frozenset(LOSSES) - {"ce"}
-# Those that are also to be had in place, for finite logits.
-IN_PLACE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "fkl": forward_kl_in_place,
-    "jsd": jensen_shannon_in_place,
-}
+# Those that can also be computed in place, for finite logits.
+IN_PLACE: dict[str, InPlaceFn] = {"fkl": forward_kl_in_place, "jsd": jensen_shannon_in_place}
+
+
+def adaspec_weights(gain_N: Tensor, sequence_N: Tensor, keep: float) -> Tensor:
+    """Weights `[N]`, fp32, of the tokens that AdaSPEC selects (Hu et al., NeurIPS 2025, section 3).
+
+    gain_N: the draft's loss less the reference draft's, per token; sequence_N: the sequence of each token, ascending.
+    Kept are the ceil(keep * n) tokens of largest gain of each sequence of n tokens (the paper takes them from the whole
+    batch), each with weight n / kept. So what is kept, and the sum of weights (all valid tokens), do not depend on how
+    the sequences of a step are divided into batches and processes (law 6). Ties go to the earlier token.
+    """
+    weights_N = torch.zeros_like(gain_N, dtype=torch.float32)
+    _, lengths_S = torch.unique_consecutive(sequence_N, return_counts=True)
+    start = 0
+    for length in lengths_S.tolist():
+        kept = math.ceil(round(keep * length, 6))
+        chosen = gain_N[start : start + length].sort(descending=True, stable=True).indices[:kept]
+        weights_N[start + chosen] = length / kept
+        start += length
+    return weights_N

@@ -1,44 +1,83 @@
-"""Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `fkl@adaspec:keep=0.4`.
+"""Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `fkl@adaspec:keep=0.4`; or a function.
 
     objective = term { "+" term } [ "@" "adaspec" [ ":keep=" number ] ]
     term      = [ number "*" ] name [ ":" key "=" number ]
 
-Legend: N tokens, V vocabulary, S sequences.
+Reading a name needs no torch (so that a mistyped option is answered at once); the functions are in `train.losses`.
+
+Legend: N tokens, V vocabulary.
 """
 
+import hashlib
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError
-from train.losses import IN_PLACE, LOSSES, NEEDS_TARGET, LossFn
 
-# Draft's and target's logits and room for two more -> loss and alpha a token; the draft's logits become the slope.
-InPlaceFn = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-KEEP = 0.4
-# What a loss may be given, and the open interval it must lie in.
-_OPTIONS = {"jsd": {"beta": (0.0, 1.0)}, "lk_hybrid": {"eta": (0.0, math.inf)}}
-# Their gradient shrinks with the square of the temperature (Hinton et al. 2015, section 2.1).
-_SCALED = frozenset({"fkl", "rkl", "jsd"})
+    from train.losses import InPlaceFn, LossFn
+
+# The losses that can be named, and what each may be given with the open interval it must lie in.
+LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
+    "ce": {},
+    "fkl": {},
+    "rkl": {},
+    "jsd": {"beta": (0.0, 1.0)},
+    "tvd": {},
+    "tvd_pp": {},
+    "lk_alpha": {},
+    "lk_hybrid": {"eta": (0.0, math.inf)},
+}
+_DEFAULT_KEEP = 0.4
+# Dividing the logits by T shrinks the gradient of these by T squared (Hinton et al. 2015, section 2.1).
+_MULTIPLIED_BY_T_SQUARED = frozenset({"fkl", "rkl", "jsd"})
 
 
 @dataclass(frozen=True)
 class Term:
-    """One weighted loss."""
+    """One weighted loss: a named one with its options, or a `function` of the caller's own."""
 
     weight: float
     name: str
-    loss: LossFn = field(compare=False)
+    options: tuple[tuple[str, float], ...] = ()
+    function: "LossFn | None" = None
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the loss reads the target's logits; of a caller's own: its attribute `needs_target`, True without."""
+        if self.function is not None:
+            return bool(getattr(self.function, "needs_target", True))
+        return self.name != "ce"
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the loss may read the tokens of the data, beside or instead of the target's logits."""
+        return self.function is not None or self.name == "ce"
+
+    def loss(self, draft_NV: "Tensor", target_NV: "Tensor | None", tokens_N: "Tensor") -> "Tensor":
+        """Loss `[N]` per token, not weighted. InputError when a caller's own function does not return that."""
+        if self.function is None:
+            from train.losses import LOSSES
+
+            return LOSSES[self.name](draft_NV, target_NV, tokens_N, **dict(self.options))
+        value = self.function(draft_NV, target_NV, tokens_N)
+        if getattr(value, "shape", None) != tokens_N.shape:
+            found = list(value.shape) if hasattr(value, "shape") else type(value).__name__
+            raise InputError(f"loss: {self.name} returned {found}; it must return one value per token, {len(tokens_N)}")
+        if draft_NV.requires_grad and not value.requires_grad:
+            raise InputError(f"loss: what {self.name} returned has no gradient; compute it from the draft's logits")
+        return value
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of losses; with `keep`, on the share of the tokens of a sequence that the draft can gain most on.
+    """A weighted sum of losses; with `keep`, on the share of each sequence's tokens where the draft can gain most.
 
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
     square, so that the size of their gradient does not depend on it.
@@ -51,8 +90,8 @@ class Objective:
 
     @property
     def needs_target(self) -> bool:
-        """Whether it reads the target's laws."""
-        return any(term.name in NEEDS_TARGET for term in self.terms)
+        """Whether it reads the target's logits."""
+        return any(term.needs_target for term in self.terms)
 
     @property
     def needs_reference(self) -> bool:
@@ -60,24 +99,30 @@ class Objective:
         return self.keep is not None
 
     @property
-    def in_place(self) -> InPlaceFn | None:
-        """The same on finite logits and without autograd (`train.losses.IN_PLACE`), where there is such a way."""
-        term = self.terms[0]
-        if len(self.terms) > 1 or term.weight != 1 or self.temperature != 1 or term.name not in IN_PLACE:
-            return None
-        options = term.loss.keywords if isinstance(term.loss, partial) else {}
-        return partial(IN_PLACE[term.name], **options)
+    def reads_tokens(self) -> bool:
+        """Whether any term may read the tokens of the data."""
+        return any(term.reads_tokens for term in self.terms)
 
-    def loss(self, draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-        """Loss `[N]` a token, fp32, from logits. `target_NV` may be None when `needs_target` is false."""
+    @property
+    def in_place(self) -> "InPlaceFn | None":
+        """The same computed in place, without autograd, on finite logits; None where that is not written."""
+        from train.losses import IN_PLACE
+
+        term = self.terms[0]
+        if len(self.terms) > 1 or term.weight != 1 or self.temperature != 1 or term.function is not None:
+            return None
+        return partial(IN_PLACE[term.name], **dict(term.options)) if term.name in IN_PLACE else None
+
+    def loss(self, draft_NV: "Tensor", target_NV: "Tensor | None", tokens_N: "Tensor") -> "Tensor":
+        """Loss `[N]` per token, fp32, from logits. `target_NV` may be None when `needs_target` is false."""
         total: Tensor | None = None
         for term in self.terms:
             if term.name == "ce" or self.temperature == 1:
                 value = term.loss(draft_NV, target_NV, tokens_N)
             else:
-                assert target_NV is not None
-                value = term.loss(draft_NV / self.temperature, target_NV / self.temperature, tokens_N)
-                value = value * self.temperature**2 if term.name in _SCALED else value
+                cooled_NV = None if target_NV is None else target_NV / self.temperature
+                value = term.loss(draft_NV / self.temperature, cooled_NV, tokens_N)
+                value = value * self.temperature**2 if term.name in _MULTIPLIED_BY_T_SQUARED else value
             value = value if term.weight == 1 else term.weight * value
             total = value if total is None else total + value
         assert total is not None
@@ -85,35 +130,44 @@ class Objective:
 
 
 def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
-    """Read an objective's name; InputError, one line, that shows the part at fault and what would do."""
-    if not 0 < temperature < math.inf:
-        raise InputError(f"temperature: {temperature} must be above 0")
+    """Read an objective's name; InputError, one line, shows the part at fault and what would be right."""
+    _check_temperature(temperature)
     text = "".join(spec.split())
     losses, _, mask = text.partition("@")
     if losses.split(":")[0] == "adaspec" and not mask:
-        # Hu et al. (2025) select for the forward KL.
+        # Hu et al. (2025) select tokens for the forward KL.
         losses, mask = "fkl", losses
     keep = _keep(mask, spec) if mask or "@" in text else None
     return Objective(text, tuple(_term(part, spec) for part in losses.split("+")), temperature, keep)
 
 
-def select(gain_N: Tensor, sequence_N: Tensor, keep: float) -> Tensor:
-    """Weights `[N]`, fp32, of AdaSPEC's choice of tokens (Hu et al., NeurIPS 2025, section 3).
+def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
+    """An objective of a loss of one's own: any callable `(draft_NV, target_NV, tokens_N) -> loss_N`.
 
-    gain_N: the draft's loss less the reference draft's, per token; sequence_N: the sequence of each token, ascending.
-    Kept are the ceil(keep * n) tokens of largest gain *of each sequence* of n tokens, where the paper takes them from
-    the batch, and each weighs n / kept: so what is kept, and the sum of weights (all valid tokens), are the same
-    however a step's sequences are divided into batches and processes (law 6). Ties go to the earlier token.
+    It gets the logits of draft and target `[N, V]` divided by `temperature`, and the tokens of the data `[N]`; it
+    returns a differentiable value per token and must not depend on which tokens share a call. The target's logits are
+    None where there is no target; a loss that does without one has the attribute `needs_target = False`. Where the
+    target cannot give a token, or a stored row has no tail, a logit is minus infinity.
     """
-    weights_N = torch.zeros_like(gain_N, dtype=torch.float32)
-    _, lengths_S = torch.unique_consecutive(sequence_N, return_counts=True)
-    start = 0
-    for length in lengths_S.tolist():
-        kept = math.ceil(round(keep * length, 6))
-        chosen = gain_N[start : start + length].sort(descending=True, stable=True).indices[:kept]
-        weights_N[start + chosen] = length / kept
-        start += length
-    return weights_N
+    _check_temperature(temperature)
+    if not callable(loss):
+        raise InputError(f"loss: {loss!r} cannot be called; give a function of (draft_NV, target_NV, tokens_N)")
+    name = f"custom:{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+    return Objective(name, (Term(1.0, name, function=loss),), temperature)
+
+
+def loss_digest(loss: Callable[..., Any]) -> str | None:
+    """sha256 of the source text of a loss of one's own, so that a run does not continue with another; None unseen."""
+    try:
+        source = inspect.getsource(loss if hasattr(loss, "__qualname__") else type(loss))
+    except (OSError, TypeError):
+        return None  # typed into an interpreter, or compiled
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise InputError(f"temperature: {temperature} must be above 0")
 
 
 def _number(text: str, what: str, spec: str) -> float:
@@ -124,23 +178,23 @@ def _number(text: str, what: str, spec: str) -> float:
 
 
 def _keep(mask: str, spec: str) -> float:
-    name, _, option = mask.partition(":")
+    name, colon, option = mask.partition(":")
     key, _, value = option.partition("=")
-    if name != "adaspec" or (option and key != "keep"):
+    if name != "adaspec" or (colon and key != "keep"):
         raise InputError(f"objective: {spec!r}: after '@' stands adaspec or adaspec:keep=0.4, not '{mask}'")
-    keep = _number(value, "keep", spec) if option else KEEP
+    keep = _number(value, "keep", spec) if colon else _DEFAULT_KEEP
     if not 0 < keep <= 1:
         raise InputError(f"objective: {spec!r}: keep must be above 0 and at most 1, not {keep:g}")
     return keep
 
 
-def _meant(name: str) -> str:
-    """What a word that is no loss was probably meant to be."""
+def _suggestion(name: str) -> str:
+    """How a name that is no loss was probably meant to be written; empty when that cannot be told."""
     loss, equals, value = name.partition("=")
-    if equals and loss in _OPTIONS:
-        return f" (write {loss}:{next(iter(_OPTIONS[loss]))}={value})"
+    if equals and LOSS_OPTIONS.get(loss):
+        return f" (write {loss}:{next(iter(LOSS_OPTIONS[loss]))}={value})"
     number = name.rstrip("abcdefghijklmnopqrstuvwxyz_")
-    if number and name.removeprefix(number) in LOSSES:
+    if number and name.removeprefix(number) in LOSS_OPTIONS:
         return f" (write {number}*{name.removeprefix(number)})"
     return ""
 
@@ -150,21 +204,22 @@ def _term(part: str, spec: str) -> Term:
     weight = _number(weight_text, "the weight", spec) if starred else 1.0
     if not 0 < weight < math.inf:
         raise InputError(f"objective: {spec!r}: the weight {weight:g} must be above 0")
-    name, _, option = rest.partition(":")
-    if name not in LOSSES:
-        raise InputError(f"objective: {spec!r}: no loss is named '{name}'{_meant(name)}; there are {', '.join(LOSSES)}")
-    loss = LOSSES[name]
-    if option:
-        key, _, value_text = option.partition("=")
-        limits = _OPTIONS.get(name, {}).get(key)
-        if limits is None:
-            known = ", ".join(_OPTIONS.get(name, {})) or "none"
-            raise InputError(f"objective: {spec!r}: {name} has no option '{key}'; it has {known}")
-        value = _number(value_text, key, spec)
-        if not limits[0] < value < limits[1]:
-            hint = "; use fkl or rkl for its limits" if name == "jsd" else ""
-            raise InputError(
-                f"objective: {spec!r}: {key} must lie between {limits[0]:g} and {limits[1]:g}, not {value:g}{hint}"
-            )
-        loss = partial(loss, **{key: value})
-    return Term(weight, name, loss)
+    name, colon, option = rest.partition(":")
+    if name not in LOSS_OPTIONS:
+        raise InputError(
+            f"objective: {spec!r}: no loss is named '{name}'{_suggestion(name)}; there are {', '.join(LOSS_OPTIONS)}"
+        )
+    if not colon:
+        return Term(weight, name)
+    key, _, value_text = option.partition("=")
+    limits = LOSS_OPTIONS[name].get(key)
+    if limits is None:
+        known = ", ".join(LOSS_OPTIONS[name]) or "none"
+        raise InputError(f"objective: {spec!r}: {name} has no option '{key}'; it has {known}")
+    value = _number(value_text, key, spec)
+    if not limits[0] < value < limits[1]:
+        hint = "; use fkl or rkl for its limits" if name == "jsd" else ""
+        raise InputError(
+            f"objective: {spec!r}: {key} must lie between {limits[0]:g} and {limits[1]:g}, not {value:g}{hint}"
+        )
+    return Term(weight, name, ((key, value),))

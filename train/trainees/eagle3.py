@@ -111,6 +111,6 @@ class Eagle3Trainee(nn.Module):
             return tokens_N, None
         ids_D = self.draft.target_ids_D
         draft_N = torch.searchsorted(ids_D, tokens_N).clamp_max(len(ids_D) - 1)
-        if all(term.name != "ce" for term in self.objective.terms):
+        if not self.objective.reads_tokens:
             return draft_N, None
         return draft_N, (ids_D[draft_N] == tokens_N).float()

@@ -14,7 +14,8 @@ from draftsmith_core.models import vocabulary_size
 from train.chunked import projected, token_losses, token_measures
 from train.data import IGNORE, Batch
 from train.loss_sums import Sums
-from train.objective import Objective, select
+from train.losses import adaspec_weights
+from train.objective import Objective
 from train.packing import attention, packing_way
 from train.teacher import Head, LiveTeacher, StoredTeacher, Teacher, find_head, fitted, is_partial
 
@@ -96,7 +97,7 @@ class LMTrainee(nn.Module):
         )
         there_NH = self.reference.hidden(batch, rows_N)
         reference_N, _ = token_losses(there_NH, self.reference.head, teacher, tokens_N, self.objective, self.chunk)
-        weights_N = select(losses_N - reference_N, _sequences(batch)[rows_N], _keep(self.objective))
+        weights_N = adaspec_weights(losses_N - reference_N, _sequences(batch)[rows_N], _keep(self.objective))
         kept_M = weights_N.nonzero().squeeze(1)
         sums = projected(
             hidden_NH[kept_M],
