@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sampling import Sampling
+from draftsmith_core.sampling_options import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class DistillConfig:
     max_prompts: int | None = None
     """Use only the first rows of the prompts."""
     teacher_top_k: int = 0
-    """Also keep the target's law at every token of an answer: its so many likeliest tokens and the mass of the others.
-    `train` can then use fkl and its like without the target. About 8 bytes a token and k; 0 keeps none."""
+    """Also keep the target's distribution at every token of an answer: its so many likeliest tokens and the mass of
+    the rest. `train` can then use fkl and its like without the target. About 8 k bytes per token; 0 keeps none."""
     prompt_tokens: int = 32
     """For rows with `text`: how many of its first tokens make the prompt."""
     domain: str = "default"
@@ -61,5 +61,5 @@ class DistillConfig:
             raise InputError(str(error)) from None
 
     def sampling(self) -> Sampling:
-        """The law that answers are drawn from."""
+        """The distribution that answers are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)

@@ -19,16 +19,14 @@ from draftsmith_core.io import (
     atomic_file,
     canonical_json,
     hash_json,
-    make_dir,
-    read_json,
-    remove_leftovers,
     sha256_file,
     write_json_atomic,
 )
-from draftsmith_core.processes import join, on_main
+from draftsmith_core.processes import join, on_main, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.provenance import difference, provenance
+from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
 
@@ -49,6 +47,8 @@ TEACHER = [
     pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
     pa.field("tail_mass", pa.list_(pa.float32())),
 ]
+# `manifest.json` of a finished set, `run.json` of one in the making.
+_RECORDS = ("manifest.json", "run.json")
 # Options that change where the work is done, not what comes of it.
 _NOT_IDENTITY = ("out", "device")
 
@@ -63,8 +63,17 @@ class Row:
     seed: int
 
 
-def distill(config: DistillConfig, command: str) -> dict[str, Any]:
-    """Make the distilled set, continuing what a killed run left; returns its summary. Raises InputError."""
+def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
+    """Make the distilled set, continuing what a killed run left; returns its summary.
+
+    command: the command line to record; without one, the one that asks for `config`. Raises InputError, and RunError
+    for what fails while running. SIGTERM ends it with Terminated and Ctrl-C with KeyboardInterrupt; whole parts stay.
+    """
+    with terminable(), keeping(lambda: any(Path(config.out).glob("part-*.parquet"))):
+        return _distill(config, command or command_line("distill", config))
+
+
+def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     processes = join(config.device)
     out = Path(config.out)
     if out.is_file():
@@ -89,15 +98,16 @@ def distill(config: DistillConfig, command: str) -> dict[str, Any]:
         "target_dtype": engine.dtype,
         "prompts_digest": prompts.digest,
     }
-    on_main(lambda: _claim(out, identity))
-    _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
-    processes.wait_for_everyone()
-    manifest = _manifest(out, parts, prompts, identity, command)
-    manifest["vocabulary"] = vocabulary_sample(tokenizer)
-    if processes.is_main_process:
-        write_json_atomic(out / "manifest.json", manifest)
-        (out / "run.json").unlink(missing_ok=True)
-    processes.wait_for_everyone()
+    with hold(out):
+        on_main(lambda: _claim(out, identity))
+        _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
+        processes.wait_for_everyone()
+        manifest = _manifest(out, parts, prompts, identity, command)
+        manifest["vocabulary"] = vocabulary_sample(tokenizer)
+        if processes.is_main_process:
+            write_json_atomic(out / "manifest.json", manifest)
+            (out / "run.json").unlink(missing_ok=True)
+        processes.wait_for_everyone()
     return {"out": str(out), **manifest["counts"], "response_tokens": manifest["response_tokens"]}
 
 
@@ -119,22 +129,9 @@ def part_name(index: int) -> str:
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` this run's own, or make sure it is; InputError names what differs."""
-    make_dir(out, "--out")
-    remove_leftovers(out)
-    # manifest.json of a finished set, run.json of one in the making.
-    for name in ("manifest.json", "run.json"):
-        if (out / name).exists():
-            there = read_json(out / name, "the record of a distilled set").get("identity", {})
-            differs = difference(there, identity)
-            if differs is not None:
-                raise InputError(
-                    f"--out {out}: holds another distilled set: its {differs}; "
-                    f"choose another --out or delete the directory"
-                )
-            return
-    if list(out.glob("part-*.parquet")):
+    if not any((out / name).exists() for name in _RECORDS) and list(out.glob("part-*.parquet")):
         raise InputError(f"--out {out}: holds part files without a record; choose another --out")
-    write_json_atomic(out / "run.json", {"identity": identity})
+    claim(out, identity, what="distilled set", records=_RECORDS)
 
 
 def _write_parts(

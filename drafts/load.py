@@ -1,13 +1,89 @@
 """A draft of any kind from its directory or hub name: a language model, or a head on the target's features."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from transformers import PreTrainedModel
 
 from drafts.heads import Head, head_kind, load_head
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import Quantize, fingerprint, hash_tensors, load_model, vocabulary_size
+from draftsmith_core.models import (
+    Quantize,
+    check_tokenizer,
+    dtype_name,
+    fingerprint,
+    hash_tensors,
+    load_model,
+    vocabulary_size,
+)
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 Draft = PreTrainedModel | Head
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target, its tokenizer and drafts that were checked against both. `drafts` by name, in the order given."""
+
+    target_name: str
+    target: PreTrainedModel
+    tokenizer: Tokenizer
+    drafts: dict[str, Draft]
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The language models, target first: what fits is bounded by the shortest of their contexts."""
+        return [self.target, *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel))]
+
+
+def load_pair(
+    target: str,
+    drafts: Mapping[str, str] | Sequence[str] = (),
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: Quantize = "none",
+    quantize_draft: Quantize | None = None,
+    trust_remote_code: bool = False,
+    tokenizer: Tokenizer | None = None,
+) -> LoadedPair:
+    """Load a target and any number of drafts, and check that they belong together.
+
+    target, drafts: local directories or hub names; drafts as `{name: source}`, or sources alone, which are then their
+    names (a second one of the same source is `SOURCE#2`). quantize_draft: as `quantize` unless given; heads are never
+    quantised. dtype "auto": `load_model` says what the target then has; drafts follow the target. tokenizer: the
+    target's, where it is loaded already.
+    Raises InputError, one line, for what cannot be loaded or does not fit: a model smaller than the tokenizer, a
+    draft of another vocabulary, a head made for another target.
+    """
+    if tokenizer is None:
+        tokenizer = load_tokenizer(target, trust_remote_code)
+    model = load_model(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+    check_tokenizer(target, model, tokenizer)
+    loaded: dict[str, Draft] = {}
+    for name, source in _named(drafts).items():
+        draft = load_draft(
+            source,
+            model,
+            device=device,
+            # Each in the dtype that it was saved in would compare those dtypes, not the drafts.
+            dtype=dtype_name(model) if dtype == "auto" else dtype,
+            trust_remote_code=trust_remote_code,
+            quantize=quantize_draft or quantize,
+        )
+        check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code)
+        loaded[name] = draft
+    return LoadedPair(target, model, tokenizer, loaded)
+
+
+def _named(drafts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    if isinstance(drafts, Mapping):
+        return dict(drafts)
+    named: dict[str, str] = {}
+    for source in [drafts] if isinstance(drafts, str) else drafts:
+        count = sum(each == source for each in named.values())
+        named[f"{source}#{count + 1}" if count else source] = source
+    return named
 
 
 def draft_kind(name: str) -> str:

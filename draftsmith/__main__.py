@@ -17,6 +17,7 @@ import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
 from draftsmith_core.errors import InputError, RunError  # noqa: E402
+from draftsmith_core.processes import Terminated  # noqa: E402
 
 # command: (module with `run(argv)`, what it does). Modules are imported when their command is called.
 COMMANDS = {
@@ -70,12 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except Terminated as stop:
+        if _first():
+            print(f"\ndraftsmith {name}: stopped by SIGTERM{_notes(stop)}", file=sys.stderr)
+        raise
     except (Exception, KeyboardInterrupt) as error:
-        if _interrupted(error):
-            kept = name != "decode" or any(word.startswith("--out") for word in words)
-            more = "; the same command continues where it was" if kept else ""
+        if (interrupt := _interrupt(error)) is not None:
             if _first():
-                print(f"\ndraftsmith {name}: interrupted{more}", file=sys.stderr)
+                print(f"\ndraftsmith {name}: interrupted{_notes(interrupt)}", file=sys.stderr)
             return 130
         if isinstance(error, BrokenPipeError):
             # The reader (`| head`) has seen enough. What Python still holds back for it goes nowhere.
@@ -92,11 +95,16 @@ def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is at the bottom of it: cleaning up after one can raise an error of its own on the way out."""
+def _notes(stop: BaseException) -> str:
+    """What a command that was stopped said about what it kept."""
+    return "".join(f"; {note}" for note in getattr(stop, "__notes__", []))
+
+
+def _interrupt(error: BaseException | None) -> BaseException | None:
+    """The Ctrl-C at the bottom of an error, if any: cleaning up after one can raise an error of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 if __name__ == "__main__":

@@ -1,9 +1,16 @@
-"""The two ways a command ends badly: the user can mend it (exit 2), or the run itself failed (exit 1)."""
+"""The errors that draftsmith raises on purpose. All of them are a `DraftsmithError`.
+
+`InputError` and `RunError` are also a `ValueError` and a `RuntimeError`, so code that catches those catches them.
+"""
 
 
-class InputError(ValueError):
-    """Bad input or usage. The message is one line: file, line, key, and what to do about it."""
+class DraftsmithError(Exception):
+    """Base of the family. The message is one line, written for the person who started the run."""
 
 
-class RunError(RuntimeError):
-    """The run could not finish although its input was good. The message is one line."""
+class InputError(DraftsmithError, ValueError):
+    """Bad input or usage: the message names the file, line or key and says what to do. Exit code 2."""
+
+
+class RunError(DraftsmithError, RuntimeError):
+    """The run could not finish although its input was good (a full disk, a lost process). Exit code 1."""

@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sampling import check_seed
+from draftsmith_core.sampling_options import check_seed
 
 C = TypeVar("C")
 _OWN_KEYS = ("config", "print_config", "json", "help")

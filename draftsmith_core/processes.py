@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.models import resolve_device
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 TIMEOUT = timedelta(hours=12)
 # What a shell says of a program that SIGTERM ended.
@@ -106,8 +106,12 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     return {"timeout": TIMEOUT} | ({"backend": "gloo"} if on_cpu else {})
 
 
-def join(device: str) -> PartialState:
+def join(device: str) -> "PartialState":
     """Meet the other processes; RunError when not all of them came."""
+    from accelerate import PartialState
+
+    from draftsmith_core.models import resolve_device
+
     on_cpu = resolve_device(device).type == "cpu"
     state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
     check(state.num_processes)
@@ -131,6 +135,8 @@ def on_main(work: Callable[[], None]) -> None:
         except (RunError, SafetensorError) as error:
             failure = [(False, str(error))]
     if launched() > 1:
+        from accelerate.utils import broadcast_object_list
+
         broadcast_object_list(failure)
     if failure[0] is not None:
         by_user, message = failure[0]
@@ -140,6 +146,8 @@ def on_main(work: Callable[[], None]) -> None:
 def check(found: int) -> None:
     """RunError unless as many processes found each other as were launched."""
     # For several processes on CPUs `accelerate launch` sets their address, and then starts one process alone.
+    from draftsmith_core.models import resolve_device
+
     several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if several and resolve_device("auto").type == "cpu":
         raise RunError(

@@ -1,8 +1,10 @@
 """Where an artifact came from: command, configuration, versions, commit. No clock times, so that bytes repeat."""
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,23 @@ def git_commit() -> str | None:
 def _git(root: Path, *words: str) -> str:
     command = ["git", "-C", str(root), *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def command_line(command: str, config: Any) -> str:
+    """The command line that asks for what an options dataclass holds; options at their defaults are left out."""
+    return shlex.join(["draftsmith", command, *_words(config, "")])
+
+
+def _words(config: Any, prefix: str) -> list[str]:
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(value):
+            words += _words(value, f"{prefix}{field.name}.")
+        elif value != default:
+            words += [f"--{prefix}{field.name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -7,47 +7,27 @@ Every random decision of the project is one float64 uniform from a CPU `torch.Ge
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.sampling_options import MIN_TEMPERATURE, Sampling, check_seed
 
-MIN_TEMPERATURE = 1e-5
-
-
-def check_seed(seed: int) -> None:
-    """InputError for what some generator does not take."""
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed: {seed} must be at least 0 and below 2**63")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The law tokens are drawn from: temperature, then top-k, then top-p. Temperature 0 is greedy."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: {self.temperature} is not a finite number >= 0")
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            # Logits divided by less would leave the range of fp32, and the law would be NaN.
-            raise ValueError(f"temperature: {self.temperature} is below {MIN_TEMPERATURE}; use 0 for greedy")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: {self.top_k} is negative; use 0 to keep the whole vocabulary")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: {self.top_p} is not in (0, 1]; use 1 to keep everything")
-
-    @property
-    def greedy(self) -> bool:
-        """True when the law is a point mass on the most probable token."""
-        return self.temperature == 0
+__all__ = [
+    "MIN_TEMPERATURE",
+    "Sampling",
+    "acceptance",
+    "check_seed",
+    "draw",
+    "draw_top_and_one",
+    "draw_with_replacement",
+    "draw_without_replacement",
+    "generator",
+    "probs",
+    "row_seed",
+    "uniforms",
+]
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -22,8 +22,9 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import Stop, Terminated, is_main, on_main, terminable
+from draftsmith_core.processes import Stop, on_main, terminable
 from draftsmith_core.provenance import provenance
+from draftsmith_core.run_directory import keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup, tracking
@@ -57,13 +58,9 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
 
     SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
-    with terminable() as stop:
-        try:
-            return _train(config, command, stop)
-        except Terminated:
-            if is_main():
-                log.warning("stopped by SIGTERM; the same command continues where it was")
-            raise
+    out = Path(f"{config.out}-smoke" if config.smoke else config.out)
+    with terminable() as stop, keeping(lambda: any(out.glob("run/checkpoints/step_*"))):
+        return _train(config, command, stop)
 
 
 def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:

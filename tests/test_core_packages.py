@@ -1,0 +1,57 @@
+"""What is optional, what it is installed with, and how much memory was held."""
+
+import resource
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith_core.errors import DraftsmithError, InputError, RunError
+from draftsmith_core.memory import peak_memory, reset_peak_memory
+from draftsmith_core.packages import EXTRAS, is_installed, require_package
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_package("json", "--json")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not is_installed("wandb")
+    with pytest.raises(InputError) as refused:
+        require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
+    assert str(refused.value) == (
+        "--quantize nf4: needs bitsandbytes, which is not installed; "
+        "pip install 'draftsmith[bnb]', or use --quantize none"
+    )
+    with pytest.raises(
+        InputError, match=r"^deepspeed.json: needs deepspeed, .*; pip install 'draftsmith\[deepspeed\]'$"
+    ):
+        require_package("deepspeed", "deepspeed.json")
+
+
+def test_every_extra_of_the_table_that_is_published_installs_its_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    published = project["optional-dependencies"]
+    there = {package: extra for package, extra in EXTRAS.items() if extra in published}
+    assert {"bitsandbytes", "deepspeed", "tensorboard", "wandb"} <= there.keys()
+    for package, extra in there.items():
+        assert any(requirement.startswith(package) for requirement in published[extra]), (package, extra)
+
+
+def test_the_family_of_errors() -> None:
+    assert issubclass(InputError, DraftsmithError) and issubclass(InputError, ValueError)
+    assert issubclass(RunError, DraftsmithError) and issubclass(RunError, RuntimeError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is reset through /proc")
+def test_peak_memory_sees_what_was_held_since_the_reset() -> None:
+    reset_peak_memory("cpu")
+    before, kind = peak_memory(torch.device("cpu"))
+    assert kind == "process_rss"
+    size = 200 * 2**20
+    torch.ones(size, dtype=torch.uint8)
+    risen = peak_memory("cpu")[0]
+    assert risen - before > size * 0.9
+    reset_peak_memory("cpu")
+    assert peak_memory("cpu")[0] < risen - size * 0.9
+    assert peak_memory("cpu")[0] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
