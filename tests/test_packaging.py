@@ -1,0 +1,179 @@
+"""The sdist, the wheel built from it, the wheel installed somewhere else; and `make install` in a clone that moved."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
+# Small enough for seconds; the steps are those of `draftsmith demo`.
+SHORT_DEMO = """
+import importlib
+from pathlib import Path
+from draftsmith.cli import demo
+small = {
+    "distill": ["--max_prompts", "12", "--max_new_tokens", "12", "--batch_size", "12"],
+    "train": ["--steps", "4", "--eval_every", "2"],
+    "eval": ["--max_prompts", "2", "--max_new_tokens", "6", "--speed_prompts", "1", "--bootstrap", "100"],
+}
+out = Path("out")
+demo._write_prompts(out / "prompts")
+for name, words in demo.steps(out):
+    importlib.import_module(f"draftsmith.cli.{name}").run([*words, *small[name]])
+"""
+
+
+def run(*words: object, cwd: Path, **env: str) -> str:
+    """Standard output of a command that must succeed, without this test run's PYTHONPATH."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=clean | env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tracked(*where: str) -> set[str]:
+    """What git tracks (or would track) below the given paths."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout to compare with")
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *where, cwd=ROOT).splitlines()
+    return {name for name in listed if (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, the wheel built from that sdist)."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+        (entry,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        assert b"draftsmith = draftsmith.__main__:main" in wheel.read(entry)
+    assert set(found) == tracked(*PACKAGES)
+    assert [name for name, content in found.items() if content != (ROOT / name).read_bytes()] == []
+    assert {name.split("/")[0] for name in found} == set(PACKAGES)
+    assert {f"{package}/py.typed" for package in PACKAGES} < set(found)
+    assert any(name.endswith("linear.c") for name in found)
+
+
+@pytest.mark.slow
+def test_sdist_holds_the_repository(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        found = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {name for name in tracked() if not name.startswith(".")} - found == set()
+
+
+@pytest.fixture(scope="session")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin/` of an environment that holds the wheel, and borrows the dependencies of the one that runs the tests."""
+    environment = tmp_path_factory.mktemp("elsewhere") / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment.parent)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # A directory named in a .pth file is put on sys.path, but the .pth files in it are not read: the editable install
+    # of this clone is not seen.
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "borrowed.pth").write_text("".join(path + "\n" for path in borrowed))
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--ignore-installed", built[1], cwd=environment.parent)
+    return environment / "bin"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A directory whose files have the names of our packages."""
+    for name in ("train", "eval", "decode", "distill", "drafts"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file was imported')\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: Path) -> None:
+    version = PROJECT["project"]["version"]
+    assert version in run(installed / "draftsmith", "--version", cwd=elsewhere)
+    assert version in run(installed / "python", "-m", "draftsmith", "--version", cwd=elsewhere)
+    assert "--out" in run(installed / "draftsmith", "eval", "--help", cwd=elsewhere)
+    assert "--out" in run(installed / "python", "-m", "draftsmith", "train", "--help", cwd=elsewhere)
+    where = f"import json, {', '.join(PACKAGES)}; print(json.dumps([p.__file__ for p in ({', '.join(PACKAGES)})]))"
+    files = json.loads(run(installed / "python", "-P", "-c", where, cwd=elsewhere))
+    assert all(Path(file).is_relative_to(installed.parent) for file in files), files
+    assert len(files) == len(PACKAGES)
+
+
+@pytest.mark.slow
+def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run(installed / "python", "-P", "-c", SHORT_DEMO, cwd=empty, HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path))
+    report = (empty / "out" / "eval" / "report.html").read_text()
+    assert len(report) > 10_000
+    assert sorted(path.name for path in empty.iterdir()) == ["out"]
+    assert str(ROOT) not in (empty / "out" / "eval" / "results.json").read_text()
+
+
+def test_extra_all_is_every_extra_of_the_running_program() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    ((joined,),) = ([text] for text in extras["all"])
+    named = joined.removeprefix("draftsmith[").removesuffix("]").split(",")
+    assert sorted(named) == sorted(set(extras) - {"all", "test", "docs"})
+
+
+# Stands in for python3: makes an environment whose pip notes that it was called and writes the script that pip would.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+"-m venv")
+    echo venv >> calls
+    mkdir -p "$3/bin"
+    cat > "$3/bin/python" <<'END'
+#!/bin/sh
+echo "pip $*" >> calls
+printf '#!%s/.venv/bin/python\\n' "$PWD" > .venv/bin/draftsmith
+END
+    chmod +x "$3/bin/python" ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("spread", ["copied", "moved"])
+def test_make_install_makes_a_moved_environment_anew(spread: str, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "a new place"
+    old.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, old)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def install(clone: Path) -> list[str]:
+        (clone / "calls").write_text("")
+        told = run("make", "install", f"PYTHON={python}", cwd=clone)
+        calls = (clone / "calls").read_text().splitlines()
+        assert ("was made as" in told) == (clone == new and bool(calls))
+        return [call.split()[0] for call in calls]
+
+    assert install(old) == ["venv", "pip", "pip"]
+    assert install(old) == []
+    if spread == "copied":
+        shutil.copytree(old, new)
+    else:
+        old.rename(new)
+    # Something of the old environment that installing over it would have left.
+    (new / ".venv" / "left").touch()
+    assert install(new) == ["venv", "pip", "pip"]
+    assert not (new / ".venv" / "left").exists()
+    assert str(new) in (new / ".venv" / "bin" / "draftsmith").read_text()
+    assert install(new) == []
