@@ -32,7 +32,7 @@ from draftsmith_core.progress import Advance, Tick, progress
 from draftsmith_core.provenance import provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
-from eval import measure, results
+from eval import assemble, measure
 from eval.config import EvalConfig, Request, check
 from eval.estimate import alpha_sums
 from eval.measurement_cache import CellStore
@@ -67,7 +67,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     models = {"target": _model_row(config.target, target)}
     models |= {name: _model_row(request.drafts[name], draft) for name, draft in drafts.items()}
     measured = _measure(config, request, suites, target, drafts, models, cells)
-    setting = results.Setting(
+    setting = assemble.Setting(
         suites=suites,
         drafts=list(drafts),
         base=request.base,
@@ -76,7 +76,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         bootstrap=config.bootstrap,
         seed=config.seed,
     )
-    document = results.assemble(
+    document = assemble.assemble(
         setting,
         measured,
         config=asdict(config),
@@ -152,14 +152,14 @@ def _measure(
     drafts: dict[str, Draft],
     models: dict[str, ModelRow],
     cells: CellStore,
-) -> results.Measured:
+) -> assemble.Measured:
     """Every cell, from disk where it is there."""
     pairs = [(suite, sampling) for suite in suites for sampling in request.samplings]
     per_prompt = 1 + len(drafts) * (1 + len(request.methods))
     timed = [min(config.speed_prompts, len(suite.prompts)) for suite, _ in pairs]
     ways = 1 + len(drafts) * len(request.methods)
     total = sum(len(suite.prompts) for suite, _ in pairs) * per_prompt + sum(timed) * ways
-    measured = results.Measured({}, {}, {}, {})
+    measured = assemble.Measured({}, {}, {}, {})
     with progress("eval", total) as advance:
         bench = Bench(config, request, target, drafts, models, cells, advance)
         for suite, sampling in pairs:
@@ -202,7 +202,7 @@ class Bench:
         }
 
 
-def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: results.Measured) -> None:
+def _count(bench: Bench, suite: Suite, sampling: Sampling, measured: assemble.Measured) -> None:
     """The target's continuations, and every draft's alpha and decoding counts on them."""
     config, eos, prompts = bench.config, eos_ids(bench.target), suite.prompts
     where = f"{suite.name}, T={sampling.temperature:g}"

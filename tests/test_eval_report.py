@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from draftsmith_core.prompts import Prompt
-from eval import results as assembling
+from eval import assemble as assembling
 from eval.config import Method
 from eval.report.findings import lead
 from eval.report.page import render_page
