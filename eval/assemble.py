@@ -19,21 +19,23 @@ from eval.bootstrap import (
 )
 from eval.config import Method
 from eval.estimate import AlphaCell
-from eval.measure import BaselineCell, DecodingCell, Identical, SpeedCell, SpeedRun
+from eval.measure import BaselineCell, DecodingCell, SpeedCell, SpeedRun
 from eval.schema import (
     DEFINITIONS,
     SCHEMA_VERSION,
     AlphaRow,
     BaselineRow,
     DecodingRow,
+    Identical,
     ModelRow,
-    Results,
+    ResultsDocument,
     Speed,
     SpeedRow,
+    SuiteKind,
     SuiteRow,
     TransferRow,
 )
-from eval.suites import Kind, Suite
+from eval.suites import Suite
 
 COUNTS = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 DEPTH_COUNTS = ("accepted_by_depth", "reached_by_depth")
@@ -61,13 +63,13 @@ class Setting:
     bootstrap: int
     seed: int
 
-    def kind(self, kind: Kind) -> list[Suite]:
+    def kind(self, kind: SuiteKind) -> list[Suite]:
         """The suites of one kind."""
         return [suite for suite in self.suites if suite.kind == kind]
 
-    def groups(self) -> list[tuple[str | None, Kind, list[Suite]]]:
+    def groups(self) -> list[tuple[str | None, SuiteKind, list[Suite]]]:
         """Every suite by itself, then all of a kind pooled (domain None)."""
-        pooled: list[tuple[str | None, Kind, list[Suite]]] = [
+        pooled: list[tuple[str | None, SuiteKind, list[Suite]]] = [
             (None, kind, self.kind(kind)) for kind in ("id", "ood") if self.kind(kind)
         ]
         return [(suite.name, suite.kind, [suite]) for suite in self.suites] + pooled
@@ -315,12 +317,12 @@ def assemble(
     models: dict[str, ModelRow],
     provenance: dict[str, Any],
     clock: dict[str, Any],
-) -> Results:
+) -> ResultsDocument:
     """results.json. `config`, `models`, `provenance` and `clock` are put in as they are."""
     alpha = alpha_rows(setting, measured)
     decoding = decoding_rows(setting, measured)
     speed = speed_rows(setting, measured)
-    return Results(
+    return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=DEFINITIONS,
         config=config,

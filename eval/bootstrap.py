@@ -11,33 +11,14 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from eval.schema import Difference, Estimate
+
 Floats = npt.NDArray[np.float64]
 
 LEVEL = 0.95
 # A resample in which the denominator is zero has no value. When more than this share of them has none, the
 # percentiles of the rest would describe a different quantity, so no interval is given.
 MAX_UNDEFINED = 0.05
-
-
-class Estimate(TypedDict):
-    """A figure with its interval. None means undefined (zero denominator) or not estimable (one prompt)."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    mean_per_prompt: float | None
-    numerator: float
-    denominator: float
-    prompts: int
-
-
-class Difference(TypedDict):
-    """A paired difference of two pooled ratios over the same prompts."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    prompts: int
 
 
 class Transfer(TypedDict):

@@ -37,16 +37,16 @@ from eval.config import EvalConfig, Request, check
 from eval.estimate import alpha_sums
 from eval.measurement_cache import CellStore
 from eval.report.page import write_report
-from eval.schema import SCHEMA_VERSION, ModelRow, Training
+from eval.results import Results
+from eval.schema import ModelRow, Training
 from eval.suites import Suite, fit, load_suites
-from eval.summary import summary
 from eval.tracking import check_tracker, track
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
 
-def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Measure every draft on every suite and write the results; returns the `--json` summary.
+def evaluate(config: EvalConfig) -> Results:
+    """Measure every draft on every suite; writes results.json, report.html and plots/ and returns the results.
 
     Everything that can be wrong with the input is found before the first measurement. A run that was killed
     continues: finished measurements are in OUT/cells. Raises InputError (input) or RunError (while running).
@@ -85,18 +85,15 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         clock=_clock(started, cells, target),
     )
     write_json_atomic(out / "results.json", document)
-    write_report(document, out)
-    track(config, document, out)
-    return summary(document, out)
+    found = Results.load(out)
+    write_report(found)
+    track(config, found)
+    return found
 
 
-def render(directory: str) -> Path:
+def render(directory: str | Path) -> Path:
     """Draw the report again from DIR/results.json. Raises InputError when there is none of this schema."""
-    out = Path(directory)
-    document = read_json(out / "results.json", "the results of `draftsmith eval`")
-    if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(f"{out / 'results.json'}: not results of schema version {SCHEMA_VERSION}; run eval again")
-    return write_report(document, out)  # type: ignore[arg-type]
+    return write_report(Results.load(directory))
 
 
 def _load(config: EvalConfig, request: Request) -> tuple[list[Suite], PreTrainedModel, dict[str, Draft]]:

@@ -17,6 +17,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.config import Method
 from eval.estimate import Continuation
+from eval.schema import Identical
 
 WARM_UP_TOKENS = 8
 
@@ -26,19 +27,6 @@ class BaselineCell(TypedDict):
 
     output_ids: list[list[int]]
     finish_reason: list[str]
-
-
-class Identical(TypedDict):
-    """How many greedy outputs equal the target's own, and how near a tie the others were.
-
-    `largest_gap`: over the outputs that differ, the largest difference of the target's two logits at
-    the first token that differs (None when none differ). A rounding tie is of the size of the dtype's
-    resolution.
-    """
-
-    same: int
-    of: int
-    largest_gap: float | None
 
 
 class DecodingCell(TypedDict):

@@ -1,26 +1,22 @@
-"""What results.json holds: the types of every row, and what every word in it means."""
+"""What results.json holds: the types of every row, and what every word in it means. Imports nothing heavy."""
 
 from typing import Any, Literal, TypedDict
 
-from eval.bootstrap import Difference, Estimate
-from eval.measure import Identical
-from eval.suites import Kind
-
 SCHEMA_VERSION: Literal[2] = 2
+
+SuiteKind = Literal["id", "ood"]
+"""Whether a prompt set is in distribution (ID, what the drafts were aligned on) or out of it (OOD)."""
 
 DEFINITIONS: dict[str, str] = {
     "alpha": (
-        "Expected acceptance of one draft token: the mean over the positions of the target's own "
-        "continuations "
-        "(up to and including the end token) of sum_x min(p(x), q(x)), where p and q are what target "
-        "and draft "
-        "would sample from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how "
-        "often the two most probable tokens agree. Pooled over positions. Of a head it is the first token it "
-        "drafts, from the target's own states. A token that the draft does not have counts as q = 0."
+        "Expected acceptance of one draft token: the mean over the positions of the target's own continuations "
+        "(up to and including the end token) of sum_x min(p(x), q(x)), where p and q are what target and draft "
+        "would sample from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how often "
+        "the two most probable tokens agree. Pooled over positions. Of a head it is the first token it drafts, "
+        "from the target's own states. A token that the draft does not have counts as q = 0."
     ),
     "accept@d": (
-        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was "
-        "accepted "
+        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted "
         "and a token at depth d was on offer and could still be emitted."
     ),
     "tau": (
@@ -28,25 +24,20 @@ DEFINITIONS: dict[str, str] = {
         "included; 1 for the target alone. Tokens after the end token or past the length limit do not count."
     ),
     "alpha_mcsd": (
-        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance "
-        "rate. "
+        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance rate. "
         "It falls as trees deepen even with an unchanged draft; compare it only between equal trees."
     ),
     "speedup": (
-        "Tokens per second over those of the target alone, on the same engine, in the same process, at "
-        "batch 1, "
-        "on the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not "
-        "included."
+        "Tokens per second over those of the target alone, on the same engine, in the same process, at batch 1, "
+        "on the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not included."
     ),
     "gain": "A draft's figure minus the base draft's on the same prompts, paired by prompt.",
     "transfer": (
-        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). "
-        "Undefined "
+        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). Undefined "
         "unless the interval of the gain in distribution lies above zero."
     ),
     "interval": (
-        "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is "
-        "computed "
+        "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is computed "
         "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. "
         "Several sets are each resampled on their own. None when a set has a single prompt."
     ),
@@ -54,8 +45,8 @@ DEFINITIONS: dict[str, str] = {
         "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
     ),
     "lossless": (
-        "The verifier leaves the target's output law unchanged. With lossless: false the outputs are another "
-        "law's, and tokens per call or per second are not comparable as they stand."
+        "The verifier leaves the target's output distribution unchanged. With lossless: false the outputs follow "
+        "another distribution, and tokens per call or per second are not comparable as they stand."
     ),
     "tokens/s, latency": (
         "Tokens per second of decoding, and its inverse, seconds per token, at batch 1; the prefill is left out."
@@ -67,13 +58,45 @@ DEFINITIONS: dict[str, str] = {
 }
 
 
+class Estimate(TypedDict):
+    """A figure with its 95 % interval. None means undefined (zero denominator) or not estimable (one prompt)."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    mean_per_prompt: float | None
+    numerator: float
+    denominator: float
+    prompts: int
+
+
+class Difference(TypedDict):
+    """A paired difference of two pooled ratios over the same prompts."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    prompts: int
+
+
+class Identical(TypedDict):
+    """How many greedy outputs equal the target's own, and how near a tie the others were.
+
+    `largest_gap`: over the outputs that differ, the largest difference between the target's two logits at the
+    first token that differs (None when none differ). A rounding tie is of the size of the dtype's resolution.
+    """
+
+    same: int
+    of: int
+    largest_gap: float | None
+
+
 class AlphaRow(TypedDict):
-    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain`
-    None)."""
+    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None)."""
 
     draft: str
     domain: str | None
-    kind: Kind
+    kind: SuiteKind
     temperature: float
     alpha: Estimate
     gain: Difference | None
@@ -85,7 +108,7 @@ class DecodingRow(TypedDict):
 
     draft: str
     domain: str | None
-    kind: Kind
+    kind: SuiteKind
     temperature: float
     tree: str
     verifier: str
@@ -100,11 +123,11 @@ class DecodingRow(TypedDict):
 
 
 class SpeedRow(TypedDict):
-    """Clock times of one way of decoding at batch 1; `draft` None is the target alone."""
+    """Clock times of one decoding method at batch 1; `draft` None is the target alone."""
 
     draft: str | None
     domain: str | None
-    kind: Kind
+    kind: SuiteKind
     temperature: float
     tree: str | None
     verifier: str | None
@@ -119,8 +142,7 @@ class SpeedRow(TypedDict):
 
 
 class TransferRow(TypedDict):
-    """The share of a draft's gain that survives on one OOD suite, or on all of them pooled (`domain`
-    None)."""
+    """The share of a draft's gain that survives on one OOD suite, or on all of them pooled (`domain` None)."""
 
     draft: str
     domain: str | None
@@ -137,7 +159,7 @@ class SuiteRow(TypedDict):
     """One prompt set; done + skipped + failed == read."""
 
     name: str
-    kind: Kind
+    kind: SuiteKind
     source: str
     read: int
     done: int
@@ -153,7 +175,7 @@ class BaselineRow(TypedDict):
     """The target's own continuations of one suite."""
 
     domain: str
-    kind: Kind
+    kind: SuiteKind
     temperature: float
     tokens: int
     stopped: int
@@ -200,7 +222,7 @@ class Speed(TypedDict):
     overall: list[SpeedRow]
 
 
-class Results(TypedDict):
+class ResultsDocument(TypedDict):
     """results.json."""
 
     schema_version: Literal[2]

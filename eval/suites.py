@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.tokenization import Tokenizer
-
-Kind = Literal["id", "ood"]
+from eval.schema import SuiteKind
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class Suite:
     """One named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (which row or prompt, why)."""
 
     name: str
-    kind: Kind
+    kind: SuiteKind
     source: str
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -38,7 +36,7 @@ def load_suites(
     limit: int,
 ) -> list[Suite]:
     """Read every set, ID ones first. Raises InputError with file and line for what cannot be read."""
-    kinds: list[tuple[Kind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
+    kinds: list[tuple[SuiteKind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
     suites = []
     for kind, sets in kinds:
         for name, source in sets.items():

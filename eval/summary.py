@@ -1,55 +1,39 @@
 """The compact object that `eval --json` prints."""
 
-from pathlib import Path
 from typing import Any
 
-from eval.schema import Results
+from eval.results import Results
+from eval.schema import Difference, Estimate
 
 
-def summary(document: Results, out: Path) -> dict[str, Any]:
-    """The compact object that `--json` prints."""
-    tau: dict[tuple[str, str | None, float], list[dict[str, Any]]] = {}
-    for row in document["decoding"]:
-        tau.setdefault((row["draft"], row["domain"], row["temperature"]), []).append(
-            {
-                "tree": row["tree"],
-                "verifier": row["verifier"],
-                "lossless": row["lossless"],
-                "tau": row["tau"]["value"],
-                "tau_ci": [row["tau"]["low"], row["tau"]["high"]],
-                "identical_outputs": row["identical_outputs"],
-            }
-        )
-    clocked = {
-        (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]): row
-        for row in document["speed"]["domains"]
-    }
-    for (draft, domain, temperature), ways in tau.items():
-        for way in ways:
-            clock = clocked.get((draft, domain, temperature, way["tree"], way["verifier"]))
-            timed = clock["speedup"] if clock else None
-            way["speedup"] = timed["value"] if timed else None
-            way["speedup_ci"] = [timed["low"], timed["high"]] if timed else None
-            way["tokens_per_s"] = clock["tokens_per_s"] if clock else None
-            way["latency_s_per_token"] = clock["latency_s_per_token"] if clock else None
+def _bounds(figure: Estimate | Difference | None) -> list[float | None] | None:
+    return [figure["low"], figure["high"]] if figure else None
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """Files, alpha and gain per draft, domain and temperature with what decoding measured there, and transfer."""
+    document = results.document
     return {
-        "results": str(out / "results.json"),
-        "report": str(out / "report.html"),
-        "base": document["base"],
+        "results": str(results.directory / "results.json"),
+        "report": str(results.directory / "report.html"),
+        "base": results.base,
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
             {
-                "draft": cell["draft"],
-                "domain": cell["domain"],
-                "kind": cell["kind"],
-                "temperature": cell["temperature"],
-                "alpha": cell["alpha"]["value"],
-                "alpha_ci": [cell["alpha"]["low"], cell["alpha"]["high"]],
-                "gain": cell["gain"]["value"] if cell["gain"] else None,
-                "gain_ci": [cell["gain"]["low"], cell["gain"]["high"]] if cell["gain"] else None,
-                "decoding": tau[cell["draft"], cell["domain"], cell["temperature"]],
+                "draft": row["draft"],
+                "domain": row["domain"],
+                "kind": row["kind"],
+                "temperature": row["temperature"],
+                "alpha": row["alpha"]["value"],
+                "alpha_ci": _bounds(row["alpha"]),
+                "gain": row["gain"]["value"] if row["gain"] else None,
+                "gain_ci": _bounds(row["gain"]),
+                "decoding": [
+                    _decoding(results, row["draft"], str(row["domain"]), row["temperature"], method)
+                    for method in document["methods"]
+                ],
             }
-            for cell in document["alpha"]
+            for row in document["alpha"]
         ],
         "transfer": [
             {
@@ -62,4 +46,22 @@ def summary(document: Results, out: Path) -> dict[str, Any]:
             }
             for row in document["transfer"]
         ],
+    }
+
+
+def _decoding(results: Results, draft: str, domain: str, temperature: float, method: dict[str, Any]) -> dict[str, Any]:
+    row = results.decoding(draft, domain, temperature, method["tree"], method["verifier"])
+    timed = results.speed(draft, domain, temperature, method["tree"], method["verifier"])
+    speedup = timed["speedup"] if timed else None
+    return {
+        "tree": row["tree"],
+        "verifier": row["verifier"],
+        "lossless": row["lossless"],
+        "tau": row["tau"]["value"],
+        "tau_ci": _bounds(row["tau"]),
+        "identical_outputs": row["identical_outputs"],
+        "speedup": speedup["value"] if speedup else None,
+        "speedup_ci": _bounds(speedup),
+        "tokens_per_s": timed["tokens_per_s"] if timed else None,
+        "latency_s_per_token": timed["latency_s_per_token"] if timed else None,
     }

@@ -1,27 +1,28 @@
 """An evaluation in Weights & Biases: its figures, its files, and which drafts they are about."""
 
-from pathlib import Path
 from typing import Any
 
 from draftsmith_core import wandb_runs
 from draftsmith_core.io import hash_json
 from eval.config import EvalConfig
-from eval.schema import Results
+from eval.results import Results
+from eval.schema import ResultsDocument
 
 
 def check_tracker(config: EvalConfig) -> None:
-    """InputError when the tracker that is asked for is not there, or has no way to open a run."""
+    """InputError when the tracker that is asked for is not installed or has no account."""
     wandb_runs.check_installed(config.tracker)
     if config.tracker == "wandb":
         wandb_runs.check_account()
 
 
-def track(config: EvalConfig, document: Results, out: Path) -> None:
+def track(config: EvalConfig, results: Results) -> None:
     """Tell the tracker, if one is asked for, what results.json says; the same evaluation again is the same run."""
     if config.tracker == "none":
         return
     import wandb
 
+    document, out = results.document, results.directory
     models = {
         name: {key: row[key] for key in ("name", "kind", "fingerprint", "parameters", "dtype", "quantize")}
         for name, row in document["models"].items()
@@ -41,8 +42,8 @@ def track(config: EvalConfig, document: Results, out: Path) -> None:
             wandb_runs.make(run, artifact)
 
 
-def figures(document: Results) -> dict[str, float]:
-    """Every figure under one flat name, such as `alpha/mine/home/T1` or `tau/mine/all ood/T0/chain:4/speculative`.
+def figures(document: ResultsDocument) -> dict[str, float]:
+    """Every figure under one flat name, such as `alpha/mine/prose/T1` or `tau/mine/all ood/T0/chain:4/speculative`.
 
     tau and speedup depend on the tree and the verifier, alpha and transfer do not. What is not defined is left out.
     """

@@ -15,9 +15,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith_core.errors import InputError
-from eval import EvalConfig, evaluate
-from eval.evaluate import render
+from eval.config import EvalConfig
+from eval.evaluate import evaluate, render
 from eval.schema import CLOCK_KEYS
+from eval.summary import summary as summarise
 
 VOCAB = 17
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,8 @@ KILLED = """
 import json, os, signal, sys
 import eval.measurement_cache
 from draftsmith_core import io
-from eval import EvalConfig, evaluate
+from eval.config import EvalConfig
+from eval.evaluate import evaluate
 writes = 0
 def write(path, value):
     global writes
@@ -104,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
 
 @pytest.fixture(scope="module")
 def summary(world: EvalConfig) -> dict[str, Any]:
-    return evaluate(world)
+    return summarise(evaluate(world))
 
 
 def _results(config: EvalConfig) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def _without_clocks(config: EvalConfig) -> dict[str, Any]:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than measuring these models, and is tested elsewhere."""
-    monkeypatch.setattr("eval.evaluate.write_report", lambda results, out: out)
+    monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
 
 
 @pytest.mark.usefixtures("no_report")

@@ -22,8 +22,10 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model, memory_bytes
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
-from eval import EvalConfig, evaluate
+from eval.config import EvalConfig
 from eval.estimate import Continuation, Place, alpha_sums, first_logits
+from eval.evaluate import evaluate
+from eval.summary import summary as summarise
 
 V = 23
 LAW = Sampling(temperature=1.0)
@@ -235,7 +237,7 @@ def world(
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than measuring these models, and is tested elsewhere."""
-    monkeypatch.setattr("eval.evaluate.write_report", lambda results, out: out)
+    monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
 
 
 def results_of(config: EvalConfig) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def results_of(config: EvalConfig) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("no_report")
 def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
-    summary = evaluate(world)
+    summary = summarise(evaluate(world))
     results = results_of(world)
     assert [way["verifier"] for way in results["methods"]] == ["speculative", "mcsd", "exact"]
     assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
@@ -283,7 +285,7 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
         speed_prompts=1,
         temperature=[1.0],
     )
-    summary = evaluate(config)
+    summary = summarise(evaluate(config))
     results = results_of(config)
     assert [way["lossless"] for way in results["methods"]] == [False, True]
     assert [way["lossless"] for way in summary["cells"][0]["decoding"]] == [False, True]

@@ -1,8 +1,10 @@
-"""The report: what it says of which numbers, that it escapes what it is given, and that it fits a phone."""
+"""Results and their report: the right row for every name, what is said of which numbers, escaping, and the layout."""
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Prompt
 from eval import assemble as assembling
 from eval.config import Method
 from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.report.tables import memory
-from eval.schema import ModelRow, Results, Training
-from eval.suites import Kind, Suite
+from eval.results import FRAMES, Results
+from eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
+from eval.suites import Suite
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -44,8 +48,8 @@ def _model(name: str) -> ModelRow:
 
 
 def made_up(
-    gains: dict[str, dict[Kind, float]],
-    suites: dict[str, Kind],
+    gains: dict[str, dict[SuiteKind, float]],
+    suites: dict[str, SuiteKind],
     *,
     prompts: int = 24,
     same: int | None = None,
@@ -53,7 +57,7 @@ def made_up(
     offered: bool = True,
     trees: Sequence[str] = ("chain:2",),
     verifiers: Sequence[str] = ("speculative",),
-) -> Results:
+) -> ResultsDocument:
     """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
     rng = np.random.default_rng(0)
     methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
@@ -132,8 +136,8 @@ def made_up(
     )
 
 
-BASE: dict[Kind, float] = {"id": 0.0, "ood": 0.0}
-BOTH: dict[str, Kind] = {"home": "id", "away": "ood"}
+BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
+BOTH: dict[str, SuiteKind] = {"home": "id", "away": "ood"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_one_prompt_or_one_draft_claims_nothing() -> None:
 
 
 def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
-    drafts: dict[str, dict[Kind, float]] = {"base": BASE}
+    drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE}
     assert "Lossless: at temperature 0, 24 of 24" in lead(made_up(drafts, {"home": "id"})).lossless
     tie = lead(made_up(drafts, {"home": "id"}, same=23, gap=1e-4)).lossless
     assert "23 of 24" in tie and "a tie" in tie
@@ -190,7 +194,7 @@ def test_everything_from_outside_is_escaped() -> None:
 
 
 def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft() -> None:
-    drafts: dict[str, dict[Kind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
+    drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
     found = made_up(drafts, BOTH, same=20, gap=3.0, verifiers=("typical", "exact"))
     for row in found["decoding"]:
         if row["verifier"] == "exact" and row["identical_outputs"]:
@@ -253,10 +257,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of one draft on one domain, and one of five long-named drafts on eight domains."""
     root = tmp_path_factory.mktemp("pages")
     (root / "small.html").write_text(render_page(made_up({"base": BASE}, {"home": "id"})))
-    drafts: dict[str, dict[Kind, float]] = {
+    drafts: dict[str, dict[SuiteKind, float]] = {
         f"draft-{'with-a-long-name-' * 3}{i}": {"id": 0.05 * i, "ood": 0.02 * i} for i in range(5)
     }
-    suites: dict[str, Kind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
+    suites: dict[str, SuiteKind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
     trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
     (root / "large.html").write_text(render_page(made_up(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
     return root
@@ -301,3 +305,94 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
     assert int(said[1]) <= width
     assert int(said[2]) == (3 if name == "small" else 4)
     assert "accept" in said[3]
+
+
+GAINS: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    suites: dict[str, SuiteKind] = {"prose": "id", "code": "ood", "talk": "ood"}
+    document = made_up(GAINS, suites, trees=("chain:2", "kary:2,1"), verifiers=("exact",))
+    return Results(document, Path())
+
+
+def test_every_figure_is_the_one_that_was_asked_for(results: Results) -> None:
+    document = results.document
+    for row in document["alpha"]:
+        domain = str(row["domain"])
+        assert results.alpha(row["draft"], domain, row["temperature"]) is row["alpha"]
+        assert results.gain(row["draft"], domain, row["temperature"]) is row["gain"]
+    for decoded in document["decoding"]:
+        found = results.decoding(
+            decoded["draft"], str(decoded["domain"]), decoded["temperature"], decoded["tree"], decoded["verifier"]
+        )
+        assert found is decoded
+    for pooled in document["overall_alpha"]:
+        assert results.alpha(pooled["draft"], pooled["kind"], pooled["temperature"]) is pooled["alpha"]
+    timed = results.speed("mine", "ood", 0.0, tree="kary:2,1")
+    assert timed is not None and (timed["kind"], timed["tree"]) == ("ood", "kary:2,1")
+    alone = results.speed(None, "prose")
+    assert alone is not None and alone["draft"] is None and alone["temperature"] == 1.0
+    code, pooled_transfer = results.transfer("mine", "code"), results.transfer("mine")
+    assert code is not None and code["domain"] == "code"
+    assert pooled_transfer is not None and pooled_transfer["domain"] is None
+    assert results.transfer("base") is None and results.gain("base", "id") is None
+
+
+def test_one_ood_set_is_all_of_them() -> None:
+    one = Results(made_up(GAINS, {"prose": "id", "code": "ood"}), Path())
+    assert one.transfer("mine") is not None and one.transfer("mine") == one.transfer("mine", "code")
+    # With one method there is nothing to name.
+    assert one.decoding("mine", "code")["tree"] == "chain:2"
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda r: r.alpha("other", "code"), "draft 'other': not measured; there are base, mine"),
+        (lambda r: r.alpha("mine", "poems"), "domain 'poems': not measured; there are prose, code, talk, id, ood"),
+        (lambda r: r.alpha("mine", "code", temperature=0.5), "temperature 0.5: not measured; there are 0, 1"),
+        (
+            lambda r: r.decoding("mine", "code"),
+            "no tree named: several fit, name one of: chain:2 exact, kary:2,1 exact",
+        ),
+        (lambda r: r.decoding("mine", "code", tree="chain:9"), "chain:9: not measured; there are chain:2 exact"),
+        (lambda r: r.to_frame("speeds"), "no table 'speeds'; there are alpha, decoding"),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(results: Results, ask: object, said: str) -> None:
+    assert callable(ask)
+    with pytest.raises(InputError) as caught:
+        ask(results)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tables_have_a_row_per_measurement_and_a_column_per_figure(results: Results) -> None:
+    rows = {table: len(results.to_frame(table)) for table in FRAMES}
+    # 2 drafts x (3 sets + ID + OOD) x 2 temperatures; decoding by two trees; the target alone is timed too.
+    assert rows == {
+        "alpha": 20, "decoding": 40, "speed": 50, "transfer": 6, "baselines": 6, "suites": 3, "models": 3
+    }  # fmt: skip
+    frame = results.to_frame("alpha").set_index(["draft", "domain", "temperature"])
+    estimate = results.alpha("mine", "code", 1.0)
+    found = frame.loc[("mine", "code", 1.0)]
+    assert (found.alpha, found.alpha_low, found.alpha_high) == (estimate["value"], estimate["low"], estimate["high"])
+    decoded = results.to_frame("decoding")
+    assert {"tau", "tau_low", "accept@1", "accept@2", "target_calls", "tree", "lossless"} <= set(decoded.columns)
+    assert "per_prompt" not in decoded.columns
+
+
+def test_loading_by_file_or_directory_and_nothing_else(results: Results, tmp_path: Path) -> None:
+    text = json.dumps(results.document)
+    (tmp_path / "results.json").write_text(text)
+    found = [Results.load(where).document for where in (tmp_path, str(tmp_path / "results.json"))]
+    assert found == [json.loads(text)] * 2
+    with pytest.raises(InputError, match=r"gone/results\.json: no such file"):
+        Results.load(tmp_path / "gone")
+
+
+def test_reading_results_needs_no_torch() -> None:
+    code = "import sys, eval.results; print({'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from draftsmith_core.errors import InputError
-from eval import EvalConfig, evaluate
+from eval.config import EvalConfig
+from eval.evaluate import evaluate
 from eval.tracking import figures
 
 

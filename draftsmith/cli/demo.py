@@ -14,9 +14,10 @@ from draftsmith.cli.output import finish
 from draftsmith.demo import corpus
 from draftsmith.demo.nano_pair import write_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json
+from draftsmith_core.io import atomic_dir
 from draftsmith_core.options import parse
 from draftsmith_core.processes import alone
+from eval.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 # Relative where that is possible: the paths end up in records and in the report.
@@ -60,8 +61,7 @@ def run(argv: list[str]) -> None:
         words = [*words, "--device", config.device, "--dtype", config.dtype]
         sys.stderr.write(f"\n$ draftsmith {name} {shlex.join(words)}\n")
         importlib.import_module(f"draftsmith.cli.{name}").run(words)
-    results = read_json(out / "eval" / "results.json", "the results of the evaluation")
-    _print_table(results)
+    _print_table(Results.load(out / "eval"))
     report = out / "eval" / "report.html"
     seconds = time.monotonic() - started
     lines = [f"The report: {report.resolve()}   ({seconds:.0f} s; open it in a browser)"]
@@ -104,19 +104,12 @@ def _write_prompts(directory: Path) -> None:
             write_rows(made / f"{domain}.jsonl", corpus.passages(domain, heldout, EVAL_CHARACTERS))
 
 
-def _print_table(results: dict[str, object]) -> None:
+def _print_table(results: Results) -> None:
     """alpha of every draft on every domain at the highest temperature, with its interval."""
-    rows = [row for row in results["alpha"] if isinstance(row, dict)]  # type: ignore[attr-defined]
-    temperature = max(row["temperature"] for row in rows)
-    rows = [row for row in rows if row["domain"] is not None]
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
-    table = Table(title=f"alpha at temperature {temperature:g}, 95 % interval")
-    for heading in ("draft", *domains):
+    table = Table(title=f"alpha at temperature {results.top_temperature:g}, 95 % interval")
+    for heading in ("draft", *results.domains()):
         table.add_column(heading)
-    for draft in dict.fromkeys(row["draft"] for row in rows):
-        cells = []
-        for domain in domains:
-            (row,) = (r for r in rows if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature))
-            cells.append(f"{row['alpha']['value']:.3f} [{row['alpha']['low']:.3f}, {row['alpha']['high']:.3f}]")
-        table.add_row(draft, *cells)
+    for draft in results.drafts:
+        figures = [results.alpha(draft, domain) for domain in results.domains()]
+        table.add_row(draft, *(f"{e['value']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in figures))
     Console().print(table)

@@ -5,11 +5,12 @@ from draftsmith_core.options import parse
 from draftsmith_core.processes import alone
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
+from eval.summary import summary
 
 
 def run(argv: list[str]) -> None:
     """Measure drafts in distribution and out of it."""
     config, as_json = parse(EvalConfig, "eval", argv)
     alone("eval")
-    summary = evaluate(config)
-    finish(summary, [f"results: {summary['results']}", f"report:  {summary['report']}"], as_json)
+    found = summary(evaluate(config))
+    finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.bootstrap import Estimate
 from eval.report.row_figure import (
     AXIS,
     GAP,
@@ -26,19 +25,19 @@ from eval.report.row_figure import (
     tree_name,
 )
 from eval.report.theme import NARROW, Look, drawing, place, sheet
-from eval.schema import AlphaRow, DecodingRow, Results, SpeedRow
+from eval.schema import AlphaRow, DecodingRow, Estimate, ResultsDocument, SpeedRow
 
 # Characters of a tree and its verifier that fit on one line beside marks, on a phone.
 ONE_LINE = 24
 KIND_TITLES = {"id": "In distribution", "ood": "Out of distribution"}
 
 
-def headline_temperature(results: Results) -> float:
+def headline_temperature(results: ResultsDocument) -> float:
     """The temperature a report leads with."""
     return max(results["temperatures"])
 
 
-def alpha_figure(results: Results, look: Look) -> Figure | None:
+def alpha_figure(results: ResultsDocument, look: Look) -> Figure | None:
     """alpha of every draft on every suite, ID first; a vertical line carries the base draft through
     each suite."""
     temperature = headline_temperature(results)
@@ -82,7 +81,7 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
     return figure
 
 
-def gain_figure(results: Results, look: Look) -> Figure | None:
+def gain_figure(results: ResultsDocument, look: Look) -> Figure | None:
     """What alignment changed, per aligned draft and suite, and on the right the share that transferred."""
     temperature = headline_temperature(results)
     aligned = [draft for draft in results["drafts"] if draft != results["base"]]
@@ -116,7 +115,7 @@ def gain_figure(results: Results, look: Look) -> Figure | None:
     return figure
 
 
-def accept_figure(results: Results, look: Look) -> Figure | None:
+def accept_figure(results: ResultsDocument, look: Look) -> Figure | None:
     """accept@d against depth, one panel a suite, for the first tree and verifier."""
     temperature, method = headline_temperature(results), results["methods"][0]
     panels: dict[str, list[DecodingRow]] = {suite["name"]: [] for suite in results["suites"]}
@@ -199,7 +198,7 @@ def _accept_panel(ax: Axes, look: Look, rows: Sequence[DecodingRow]) -> None:
         )
 
 
-def tau_figure(results: Results, look: Look) -> Figure | None:
+def tau_figure(results: ResultsDocument, look: Look) -> Figure | None:
     """Tokens per target call and, when timed, speedup, by tree: ID and OOD each pooled over their suites."""
     temperature = headline_temperature(results)
     taus = [row for row in results["overall_decoding"] if row["temperature"] == temperature]

@@ -5,10 +5,9 @@ A change is called a change only when its interval leaves out zero.
 
 from dataclasses import dataclass
 
-from eval.bootstrap import Difference, Estimate
 from eval.report.figures import headline_temperature
 from eval.report.row_figure import MINUS, number, percent, tree_name
-from eval.schema import AlphaRow, DecodingRow, Results, TransferRow
+from eval.schema import AlphaRow, DecodingRow, Difference, Estimate, ResultsDocument, TransferRow
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Lead:
     lossless: str
 
 
-def lead(results: Results) -> Lead:
+def lead(results: ResultsDocument) -> Lead:
     """Headline, one finding a draft that is not the base (or the base alone), and whether outputs are
     unchanged."""
     aligned = [draft for draft in results["drafts"] if draft != results["base"]]
@@ -39,7 +38,7 @@ def lead(results: Results) -> Lead:
     return Lead(_headline(results, best, len(aligned)), findings, _lossless(results))
 
 
-def _alpha(results: Results, draft: str, kind: str) -> AlphaRow | None:
+def _alpha(results: ResultsDocument, draft: str, kind: str) -> AlphaRow | None:
     temperature = headline_temperature(results)
     for row in results["overall_alpha"]:
         if (row["draft"], row["kind"], row["temperature"]) == (draft, kind, temperature):
@@ -52,7 +51,7 @@ def _gain_value(row: AlphaRow | None) -> float:
     return gain if gain is not None else -1.0
 
 
-def overall_transfer(results: Results, draft: str) -> TransferRow | None:
+def overall_transfer(results: ResultsDocument, draft: str) -> TransferRow | None:
     """transfer to all OOD suites together, at the headline temperature."""
     rows = [
         row
@@ -69,7 +68,7 @@ def sign(gain: Difference | None) -> int | None:
     return 1 if gain["low"] > 0 else -1 if gain["high"] < 0 else 0
 
 
-def _headline(results: Results, draft: str, count: int) -> str:
+def _headline(results: ResultsDocument, draft: str, count: int) -> str:
     base, home = _alpha(results, results["base"], "id"), _alpha(results, draft, "id")
     assert base is not None and home is not None
     before, after = percent(base["alpha"]["value"]), percent(home["alpha"]["value"])
@@ -102,7 +101,7 @@ def _headline(results: Results, draft: str, count: int) -> str:
             return f"{text}; away from home there are too few prompts to judge."
 
 
-def _away_rows(results: Results, draft: str) -> list[AlphaRow]:
+def _away_rows(results: ResultsDocument, draft: str) -> list[AlphaRow]:
     """The draft's rows on each OOD suite at the headline temperature."""
     temperature = headline_temperature(results)
     return [
@@ -112,7 +111,7 @@ def _away_rows(results: Results, draft: str) -> list[AlphaRow]:
     ]
 
 
-def _domains_with(results: Results, draft: str, wanted: int) -> list[str]:
+def _domains_with(results: ResultsDocument, draft: str, wanted: int) -> list[str]:
     return [str(row["domain"]) for row in _away_rows(results, draft) if sign(row["gain"]) == wanted]
 
 
@@ -120,7 +119,7 @@ def _listed(names: list[str]) -> str:
     return " and ".join(names) if len(names) <= 2 else f"{len(names)} domains"
 
 
-def _plain_headline(results: Results) -> str:
+def _plain_headline(results: ResultsDocument) -> str:
     home, away = (_alpha(results, results["base"], kind) for kind in ("id", "ood"))
     assert home is not None
     text = f"The target accepts {percent(home['alpha']['value'])} of what {results['base']} drafts at home"
@@ -160,7 +159,7 @@ def _change(base: AlphaRow, new: AlphaRow) -> str:
             return f"Acceptance went from {before} to {after} ({detail})."
 
 
-def _finding(results: Results, draft: str) -> Finding:
+def _finding(results: ResultsDocument, draft: str) -> Finding:
     points = []
     for kind, label in (("id", "At home"), ("ood", "Away")):
         base, new = _alpha(results, results["base"], kind), _alpha(results, draft, kind)
@@ -183,7 +182,7 @@ def _finding(results: Results, draft: str) -> Finding:
     return Finding(draft, points + _work(results, draft) + _training(results, draft))
 
 
-def _by_domain(results: Results, draft: str) -> str:
+def _by_domain(results: ResultsDocument, draft: str) -> str:
     """What the pooled change away from home is made of, where there are few enough domains to name."""
     rows = _away_rows(results, draft)
     if not 2 <= len(rows) <= 4:
@@ -194,7 +193,7 @@ def _by_domain(results: Results, draft: str) -> str:
     return f" By domain: {', '.join(parts)}."
 
 
-def _training(results: Results, draft: str) -> list[tuple[str, str]]:
+def _training(results: ResultsDocument, draft: str) -> list[tuple[str, str]]:
     """What the draft was trained on and, for sequence-level KD, what it would need."""
     training = results["models"][draft]["training"]
     if training is None:
@@ -231,7 +230,7 @@ def _objective(spec: str) -> str:
     return spec if name is None or "+" in spec or "@" in spec else f"Token-level KD ({name})"
 
 
-def _plain_finding(results: Results) -> Finding:
+def _plain_finding(results: ResultsDocument) -> Finding:
     points = []
     for kind, label in (("id", "At home"), ("ood", "Away")):
         row = _alpha(results, results["base"], kind)
@@ -252,7 +251,7 @@ def _plain_finding(results: Results) -> Finding:
     return Finding(results["base"], points + _work(results, results["base"]))
 
 
-def _work(results: Results, draft: str) -> list[tuple[str, str]]:
+def _work(results: ResultsDocument, draft: str) -> list[tuple[str, str]]:
     """Tokens per target call and speed, in distribution, with the way of decoding that does best there."""
     temperature = headline_temperature(results)
     rows = [
@@ -315,7 +314,7 @@ def _speed(now: Estimate, before: Estimate | None, base: str) -> str:
     return f"{text}."
 
 
-def _lossless(results: Results) -> str:
+def _lossless(results: ResultsDocument) -> str:
     lossy = sorted({way["verifier"] for way in results["methods"] if not way["lossless"]})
     parts = []
     if lossy:

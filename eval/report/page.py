@@ -25,7 +25,8 @@ from eval.report.theme import (
     themed,
     write_png,
 )
-from eval.schema import Results
+from eval.results import Results
+from eval.schema import ResultsDocument
 
 # A table longer than this is folded; it is all there, one click away, without a script.
 OPEN_ROWS = 40
@@ -41,7 +42,7 @@ class Picture:
     drawings: list[Markup]
 
 
-Draw = Callable[[Results, Look], Figure | None]
+Draw = Callable[[ResultsDocument, Look], Figure | None]
 
 FIGURES: list[tuple[str, str, str, Draw]] = [
     (
@@ -79,14 +80,14 @@ FIGURES: list[tuple[str, str, str, Draw]] = [
 ]
 
 
-def write_report(results: Results, out: Path) -> Path:
-    """Write OUT/report.html and OUT/plots/*.png; returns the page's path."""
-    page = out / "report.html"
-    write_text_atomic(page, render_page(results, out / "plots"))
+def write_report(results: Results) -> Path:
+    """Write report.html and plots/*.png where results.json is; returns the page's path."""
+    page = results.directory / "report.html"
+    write_text_atomic(page, render_page(results.document, results.directory / "plots"))
     return page
 
 
-def render_page(results: Results, png_directory: Path | None = None) -> str:
+def render_page(results: ResultsDocument, png_directory: Path | None = None) -> str:
     """The page as text, everything that came from outside escaped; PNGs beside it when a directory is
     given."""
     environment = Environment(
@@ -127,7 +128,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
     )
 
 
-def _caption(results: Results, name: str, caption: str) -> str:
+def _caption(results: ResultsDocument, name: str, caption: str) -> str:
     if name == "accept":
         way = results["methods"][0]
         temperature = figures.headline_temperature(results)

@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.bootstrap import Difference, Estimate
 from eval.report.theme import NARROW, Look, place, sheet
-from eval.schema import TransferRow
+from eval.schema import Difference, Estimate, TransferRow
 
 ROW, HEAD, GAP = 18.0, 20.0, 9.0
 # Room under the axes for its numbers and its label.

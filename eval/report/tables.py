@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from eval.bootstrap import Difference, Estimate
 from eval.report.row_figure import number, share, signed, tree_name
-from eval.schema import DecodingRow, Results, SpeedRow
+from eval.schema import DecodingRow, Difference, Estimate, ResultsDocument, SpeedRow
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: ResultsDocument) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
     every = [
         _alpha(results),
@@ -68,7 +67,7 @@ def _seconds(value: float) -> str:
     return number(value, 2)
 
 
-def _alpha(results: Results) -> Table:
+def _alpha(results: ResultsDocument) -> Table:
     several = {kind for kind in ("id", "ood") if sum(s["kind"] == kind for s in results["suites"]) > 1}
     pooled = [row for row in results["overall_alpha"] if row["kind"] in several]
     return Table(
@@ -92,7 +91,7 @@ def _alpha(results: Results) -> Table:
     )
 
 
-def _transfer(results: Results) -> Table:
+def _transfer(results: ResultsDocument) -> Table:
     reasons = any(row["undefined"] for row in results["transfer"])
     return Table(
         "Transfer",
@@ -133,7 +132,7 @@ def way(row: DecodingRow | SpeedRow) -> str:
     return name if row["lossless"] else f"{name}, lossless: false"
 
 
-def _decoding(results: Results) -> Table:
+def _decoding(results: ResultsDocument) -> Table:
     deepest = max((len(row["accept_at"]) for row in results["decoding"]), default=0)
 
     def at(row: DecodingRow, depth: int) -> str:
@@ -180,7 +179,7 @@ def _decoding(results: Results) -> Table:
     )
 
 
-def _speed(results: Results) -> Table:
+def _speed(results: ResultsDocument) -> Table:
     return Table(
         "Speed",
         "Batch 1, interleaved. Tokens per second, and the milliseconds a token takes, leave the prefill out; it "
@@ -218,7 +217,7 @@ def _speed(results: Results) -> Table:
     )
 
 
-def _suites(results: Results) -> Table:
+def _suites(results: ResultsDocument) -> Table:
     return Table(
         "Prompts",
         "Every row read is done, skipped or failed.",
@@ -239,7 +238,7 @@ def _suites(results: Results) -> Table:
     )
 
 
-def _models(results: Results) -> Table:
+def _models(results: ResultsDocument) -> Table:
     return Table(
         "Models",
         "The fingerprint changes with the architecture or the weights. Memory is that of a model's own tensors; at "
