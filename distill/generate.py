@@ -22,7 +22,7 @@ from draftsmith_core.io import (
     sha256_file,
     write_json_atomic,
 )
-from draftsmith_core.processes import join, on_main, terminable
+from draftsmith_core.processes import join_processes, on_main, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.provenance import command_line, provenance
@@ -74,7 +74,7 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
 
 
 def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
-    processes = join(config.device)
+    processes = join_processes(config.device)
     out = Path(config.out)
     if out.is_file():
         raise InputError(f"--out {out}: is a file; name a directory")

@@ -2,11 +2,10 @@
 
 import hashlib
 import importlib
-import importlib.util
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
+from draftsmith_core.model_options import Quantize as Quantize
+from draftsmith_core.packages import require_package
 from draftsmith_core.tokenization import Tokenizer, check_source, quiet
-
-Quantize = Literal["none", "nf4"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
@@ -102,8 +101,7 @@ def load_model(
 
 def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
     """What asks transformers for nf4; InputError where bitsandbytes is missing or does not know the device."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError("--quantize nf4: needs bitsandbytes; pip install 'draftsmith[bnb]', or use --quantize none")
+    require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
     known = importlib.import_module("bitsandbytes").supported_torch_devices
     if place.type not in known:
         raise InputError(

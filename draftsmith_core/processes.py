@@ -23,7 +23,7 @@ TERMINATED = 143
 
 
 @dataclass(frozen=True)
-class Asked:
+class LauncherRequest:
     """What a launcher asked for: how the processes share the weights, and how many there are.
 
     kind: `single`, `ddp` (a copy each), `zero` (DeepSpeed, its stage in its config), `fsdp`.
@@ -41,7 +41,7 @@ class Terminated(SystemExit):
 
 
 @dataclass
-class Stop:
+class StopSignal:
     """Whether SIGTERM or Ctrl-C came. While `held` it only sets `asked`, else the program ends there and then.
 
     asked: the signal that came to this process. agreed: whether all processes know by now that one was asked. A second
@@ -67,13 +67,13 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def alone(command: str) -> None:
+def require_single_process(command: str) -> None:
     """InputError when a command that works in one process was launched in several."""
     if launched() > 1:
         raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
 
 
-def asked() -> Asked:
+def launcher_request() -> LauncherRequest:
     """What the launcher's environment asks for; RunError for what nothing here can do."""
     for variable, what, instead in (
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", "use FSDP or DeepSpeed"),
@@ -85,10 +85,10 @@ def asked() -> Asked:
     if dynamo != "no":
         raise RunError(f"the launcher asks for dynamo_backend {dynamo}; leave it out and set `compile` instead")
     if _true("ACCELERATE_USE_DEEPSPEED"):
-        return Asked("zero", launched())
+        return LauncherRequest("zero", launched())
     if _true("ACCELERATE_USE_FSDP"):
-        return Asked("fsdp", launched())
-    return Asked("ddp" if launched() > 1 else "single", launched())
+        return LauncherRequest("fsdp", launched())
+    return LauncherRequest("ddp" if launched() > 1 else "single", launched())
 
 
 def _true(variable: str) -> bool:
@@ -106,7 +106,7 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     return {"timeout": TIMEOUT} | ({"backend": "gloo"} if on_cpu else {})
 
 
-def join(device: str) -> "PartialState":
+def join_processes(device: str) -> "PartialState":
     """Meet the other processes; RunError when not all of them came."""
     from accelerate import PartialState
 
@@ -114,7 +114,7 @@ def join(device: str) -> "PartialState":
 
     on_cpu = resolve_device(device).type == "cpu"
     state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
-    check(state.num_processes)
+    check_process_count(state.num_processes)
     return state
 
 
@@ -143,7 +143,7 @@ def on_main(work: Callable[[], None]) -> None:
         raise (InputError if by_user else RunError)(" ".join(message.split()))
 
 
-def check(found: int) -> None:
+def check_process_count(found: int) -> None:
     """RunError unless as many processes found each other as were launched."""
     # For several processes on CPUs `accelerate launch` sets their address, and then starts one process alone.
     from draftsmith_core.models import resolve_device
@@ -161,9 +161,9 @@ def check(found: int) -> None:
 
 
 @contextmanager
-def terminable() -> Iterator[Stop]:
+def terminable() -> Iterator[StopSignal]:
     """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them to the block."""
-    stop = Stop()
+    stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals are the main thread's
         return

@@ -4,7 +4,6 @@ Keys and tokens stay in the environment, where wandb itself looks for them: no v
 An artifact is known by its contents: what two runs describe alike, wherever they ran, is one version of one artifact.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -15,29 +14,30 @@ from typing import Any
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
+from draftsmith_core.packages import require_package
 
 _OFFLINE = "WANDB_MODE=offline, which needs neither account nor network"
 RECORD = "draftsmith.json"
 
 
-def check_installed(tracker: str) -> None:
+def require_tracker(tracker: str) -> None:
     """InputError when the package of a tracker is not there."""
-    if tracker != "none" and importlib.util.find_spec(tracker) is None:
-        raise InputError(f"tracker: {tracker} is not installed; pip install 'draftsmith[{tracker}]'")
+    if tracker != "none":
+        require_package(tracker, "tracker")
 
 
-def check_account() -> None:
+def require_account() -> None:
     """InputError unless a run can be opened: its settings are sound, and there is a key where one is needed."""
     import wandb
 
-    with unasked():
+    with without_prompts():
         settings = wandb.setup().settings
         if settings.mode in ("online", "run", "shared"):
             wandb.login()
 
 
 @contextmanager
-def unasked() -> Iterator[None]:
+def without_prompts() -> Iterator[None]:
     """wandb with no terminal to ask at: what it would ask, and what it fails with, is an InputError of one line."""
     import wandb
 
@@ -81,7 +81,7 @@ def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[
     }
 
 
-def use(run: Any, artifact: Any) -> None:
+def log_input(run: Any, artifact: Any) -> None:
     """Say that `artifact` went into `run`; it is made where it is not known yet."""
     if run.disabled:
         return
@@ -93,14 +93,14 @@ def use(run: Any, artifact: Any) -> None:
         run.use_artifact(artifact)
 
 
-def make(run: Any, artifact: Any, aliases: list[str] | None = None) -> None:
+def log_output(run: Any, artifact: Any, aliases: list[str] | None = None) -> None:
     """Say that `artifact` came out of `run`."""
     if not run.disabled:
         run.log_artifact(artifact, aliases=aliases)
 
 
 @contextmanager
-def staged(directory: Path) -> Iterator[None]:
+def staging_artifacts_in(directory: Path) -> Iterator[None]:
     """Files of artifacts wait in `directory`, beside their run, and not in the user's home, until they are uploaded."""
     kept = os.environ.get("WANDB_DATA_DIR")
     os.environ["WANDB_DATA_DIR"] = kept or str(directory.resolve())

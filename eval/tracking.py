@@ -11,9 +11,9 @@ from eval.schema import ResultsDocument
 
 def check_tracker(config: EvalConfig) -> None:
     """InputError when the tracker that is asked for is not installed or has no account."""
-    wandb_runs.check_installed(config.tracker)
+    wandb_runs.require_tracker(config.tracker)
     if config.tracker == "wandb":
-        wandb_runs.check_account()
+        wandb_runs.require_account()
 
 
 def track(config: EvalConfig, results: Results) -> None:
@@ -29,17 +29,20 @@ def track(config: EvalConfig, results: Results) -> None:
     }
     settings = {**document["config"], "models": models}
     run_id = hash_json([str(out.resolve()), settings])[:16]
-    with wandb_runs.unasked():
+    with wandb_runs.without_prompts():
         options = wandb_runs.run_options(out, out.resolve().name, run_id, "eval")
-        with wandb.init(project=config.project, config=settings, **options) as run, wandb_runs.staged(out / "wandb"):
+        with (
+            wandb.init(project=config.project, config=settings, **options) as run,
+            wandb_runs.staging_artifacts_in(out / "wandb"),
+        ):
             for name in document["drafts"]:
                 row = document["models"][name]
-                wandb_runs.use(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
+                wandb_runs.log_input(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
             run.summary.update(figures(document))
             artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
             for file in ("results.json", "report.html"):
                 artifact.add_file(str(out / file), file)
-            wandb_runs.make(run, artifact)
+            wandb_runs.log_output(run, artifact)
 
 
 def figures(document: ResultsDocument) -> dict[str, float]:

@@ -216,7 +216,10 @@ def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: p
     with pytest.raises(InputError, match="^--quantize int3: use none or nf4$"):
         load_model(target_dir, device="cpu", quantize="int3")  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^--quantize nf4: needs bitsandbytes; pip install 'draftsmith\[bnb\]'"):
+    with pytest.raises(
+        InputError,
+        match=r"^--quantize nf4: needs bitsandbytes, which is not installed; pip install 'draftsmith\[bnb\]'",
+    ):
         load_model(target_dir, device="cpu", quantize="nf4")
 
 

@@ -59,6 +59,8 @@ def test_a_missing_tracker_is_told_before_anything_is_made(tmp_path: Path, monke
     config = EvalConfig(
         target="t", draft=["a=b"], id=["c=d"], out=str(tmp_path / "out"), tracker="wandb", project="mine"
     )
-    with pytest.raises(InputError, match=r"^tracker: wandb is not installed; pip install 'draftsmith\[wandb\]'$"):
+    with pytest.raises(
+        InputError, match=r"^tracker: needs wandb, which is not installed; pip install 'draftsmith\[wandb\]'$"
+    ):
         evaluate(config)
     assert not list(tmp_path.iterdir())

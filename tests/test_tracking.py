@@ -262,13 +262,13 @@ def test_nobody_is_asked_at_a_terminal(tmp_path: Path, home: dict[str, str]) -> 
 
 def test_what_wandb_fails_with_is_one_line_without_values() -> None:
     with pytest.raises(InputError, match="^tracker: wandb: no such host; there is WANDB_MODE=offline, which"):
-        with wandb_runs.unasked():
+        with wandb_runs.without_prompts():
             raise wandb.errors.CommError("no such\nhost.")
     with pytest.raises(InputError, match="^a file of ours$"):
-        with wandb_runs.unasked():
+        with wandb_runs.without_prompts():
             raise InputError("a file of ours")
     with pytest.raises(InputError) as refused:
-        with wandb_runs.unasked():
+        with wandb_runs.without_prompts():
             wandb.Settings(mode=SECRET)
     assert SECRET not in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -282,11 +282,11 @@ def test_a_draft_is_known_by_its_contents(tmp_path: Path) -> None:
         (directory / "run" / "step").write_bytes(place.encode())
         (directory / "model.safetensors").write_bytes(weights)
         (directory / "draftsmith.json").write_text(json.dumps({"fingerprint": "abc", "steps": 3}))
-        with wandb_runs.staged(tmp_path / "staged"):
+        with wandb_runs.staging_artifacts_in(tmp_path / "staged"):
             artifact = wandb_runs.draft_artifact(str(directory), "of other arithmetic")
         assert artifact.name == "draft-abc"
         assert artifact.metadata["steps"] == 3
         digests.append(artifact.digest)
     assert digests[0] == digests[1] != digests[2]
-    with wandb_runs.staged(tmp_path / "staged"):
+    with wandb_runs.staging_artifacts_in(tmp_path / "staged"):
         assert wandb_runs.draft_artifact("some/hub-name", "def").name == "draft-def"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.processes import Stop
+from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from train import checkpoint, parallel
 from train.checkpoint import Keeping, Layout, Position, writing
@@ -146,7 +146,7 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
     return figures
 
 
-def training_step(job: Job, engine: Engine, step: int, stop: Stop) -> dict[str, float]:
+def training_step(job: Job, engine: Engine, step: int, stop: StopSignal) -> dict[str, float]:
     """One optimizer step; returns its loss per valid token, gradient norm, rate, tokens, and alpha with a teacher.
 
     `stop.agreed` is set in every process when `stop.asked` was set in any.
@@ -211,7 +211,7 @@ def _dealt(job: Job) -> Iterator[tuple[list[int], bool]]:
         yield (batches[index], True) if index < len(batches) else (batches[-1], False)
 
 
-def fit(job: Job, stop: Stop) -> Position:
+def fit(job: Job, stop: StopSignal) -> Position:
     """Train to the end, from wherever the run was left; the best weights are then `run/best`.
 
     After SIGTERM raises Terminated, after Ctrl-C KeyboardInterrupt, with a checkpoint made; RunError when a number is
@@ -255,7 +255,7 @@ def fit(job: Job, stop: Stop) -> Position:
     return position
 
 
-def _agree(job: Job, stop: Stop) -> None:
+def _agree(job: Job, stop: StopSignal) -> None:
     """As at the end of a training step: an evaluation is long, and a signal does not come to all at once."""
     asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
     stop.agreed = stop.agreed or float(job.world.accelerator.reduce(asked, reduction="sum")) > 0

@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 def check_installed(config: TrainConfig) -> None:
     """InputError when the tracker that is asked for is not there, or wandb has no way to open a run."""
-    wandb_runs.check_installed(config.tracker)
+    wandb_runs.require_tracker(config.tracker)
     # Several processes cannot tell each other of a missing key before they have met: there `start` finds it.
     if config.tracker == "wandb" and launched() == 1:
-        wandb_runs.check_account()
+        wandb_runs.require_account()
 
 
 def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
@@ -37,16 +37,18 @@ def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any
 def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
     # Another `out` is another run.
     run_id = hash_json([str(run_dir.resolve()), identity])[:16]
-    with wandb_runs.unasked():
+    with wandb_runs.without_prompts():
         options = wandb_runs.run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
         accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
         run = accelerator.get_tracker("wandb", unwrap=True)
         for figure, best in (("loss", "min"), ("alpha", "max"), ("tau", "max")):
             run.define_metric(f"heldout_{figure}", summary=best)
         heldout = config.heldout or config.data
-        with wandb_runs.staged(run_dir / "wandb"):
-            wandb_runs.use(run, wandb_runs.data_artifact("data", identity["data"], [*config.data, *config.replay]))
-            wandb_runs.use(run, wandb_runs.data_artifact("heldout-data", identity["heldout_data"], list(heldout)))
+        with wandb_runs.staging_artifacts_in(run_dir / "wandb"):
+            wandb_runs.log_input(
+                run, wandb_runs.data_artifact("data", identity["data"], [*config.data, *config.replay])
+            )
+            wandb_runs.log_input(run, wandb_runs.data_artifact("heldout-data", identity["heldout_data"], list(heldout)))
         _catch_up(run, run_dir)
 
 
@@ -69,9 +71,9 @@ def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any]
     if config.tracker == "wandb" and accelerator.is_main_process:
         run = accelerator.get_tracker("wandb", unwrap=True)
         try:
-            with wandb_runs.unasked(), wandb_runs.staged(out / "run" / "wandb"):
+            with wandb_runs.without_prompts(), wandb_runs.staging_artifacts_in(out / "run" / "wandb"):
                 run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
-                wandb_runs.make(run, wandb_runs.draft_artifact(str(out), record["fingerprint"]), ["best"])
+                wandb_runs.log_output(run, wandb_runs.draft_artifact(str(out), record["fingerprint"]), ["best"])
         except InputError as error:
             # The draft is there; that W&B does not know of it is no reason to fail.
             log.warning("%s", error)

@@ -22,7 +22,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import Stop, on_main, terminable
+from draftsmith_core.processes import StopSignal, on_main, terminable
 from draftsmith_core.provenance import provenance
 from draftsmith_core.run_directory import keeping
 from draftsmith_core.sampling import row_seed
@@ -63,7 +63,7 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
         return _train(config, command, stop)
 
 
-def _train(config: TrainConfig, command: str, stop: Stop) -> dict[str, Any]:
+def _train(config: TrainConfig, command: str, stop: StopSignal) -> dict[str, Any]:
     tracking.check_installed(config)
     world = make_world(config)
     accelerator = world.accelerator

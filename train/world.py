@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import Asked, asked, check, process_group_options
+from draftsmith_core.processes import LauncherRequest, check_process_count, launcher_request, process_group_options
 from train.config import TrainConfig
 
 Kind = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -60,7 +60,7 @@ def make_world(config: TrainConfig) -> World:
     bf16 = config.precision == "bf16"
     if config.precision == "auto" and not on_cpu:
         bf16 = torch.cuda.is_bf16_supported()
-    wanted = asked()
+    wanted = launcher_request()
     _check_launcher(wanted, bf16)
     # Out of accelerate's and transformers' sight: they would act on it halfway.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -81,7 +81,7 @@ def make_world(config: TrainConfig) -> World:
         raise RunError(f"{_one_line(error)}; for DeepSpeed: pip install 'draftsmith[deepspeed]'") from None
     except ValueError as error:
         raise RunError(f"accelerate could not bring the processes together: {_one_line(error)}") from None
-    check(accelerator.num_processes)
+    check_process_count(accelerator.num_processes)
     if accelerator.device.type != device.type:
         raise RunError(
             f"device {device.type} was asked for and accelerate came up on {accelerator.device.type}; "
@@ -99,7 +99,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _check_launcher(wanted: Asked, bf16: bool) -> None:
+def _check_launcher(wanted: LauncherRequest, bf16: bool) -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16" if bf16 else "no"):
         raise RunError(f"the launcher asks for mixed_precision {precision}; leave it `no` and set `precision` instead")
@@ -118,7 +118,7 @@ def _reshards() -> bool:
     return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
 
 
-def _kind(wanted: Asked, accelerator: Accelerator) -> Kind:
+def _kind(wanted: LauncherRequest, accelerator: Accelerator) -> Kind:
     """How the weights are shared; RunError when accelerate came up as something else than was asked for."""
     came = accelerator.distributed_type
     if wanted.kind == "zero":

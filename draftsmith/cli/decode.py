@@ -21,7 +21,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json, hash_json, make_dir, write_text_atomic
 from draftsmith_core.models import context_length, eos_ids
 from draftsmith_core.options import parse
-from draftsmith_core.processes import alone
+from draftsmith_core.processes import require_single_process
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.sampling import generator, row_seed
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
         if "-h" in argv or "--help" in argv:
             print("\n" + terminal(shutil.get_terminal_size().columns))
         raise
-    alone("decode")
+    require_single_process("decode")
     setup = set_up(config)
     if not setup.lossless and setup.choice is not None:
         print(

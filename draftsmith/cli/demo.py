@@ -16,7 +16,7 @@ from draftsmith.demo.nano_pair import write_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir
 from draftsmith_core.options import parse
-from draftsmith_core.processes import alone
+from draftsmith_core.processes import require_single_process
 from eval.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ class DemoConfig:
 def run(argv: list[str]) -> None:
     """Run the demo, or rebuild its pair."""
     config, as_json = parse(DemoConfig, "demo", argv)
-    alone("demo")
+    require_single_process("demo")
     if not (RECIPES / "target.yaml").is_file():
         raise InputError(f"{RECIPES}: the demo's recipes are not here; run it from a clone of the project")
     if config.rebuild_pair is not None:
