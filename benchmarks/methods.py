@@ -70,7 +70,7 @@ def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Way
 
 
 def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
-    """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is the usual one for the tree when not named."""
+    """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is `default_verifier` when not named."""
     proposer_name, _, rest = name.rpartition("@")
     tree, _, verifier = rest.partition("/")
     weightless = [each for each, kind in PROPOSERS.items() if kind.needs == "nothing"]
@@ -80,17 +80,9 @@ def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
         )
     try:
         proposer = PROPOSERS[proposer_name].make(None) if proposer_name else DraftModelProposer(pair.draft)
-        verifier = verifier or usual_verifier(tree, bool(proposer_name))
-        return SpeculativeDecoder(pair.target, proposer, tree=tree, verifier=verifier)
+        return SpeculativeDecoder(pair.target, proposer, tree=tree, verifier=verifier or None)
     except ValueError as error:
         raise InputError(f"--ways {name}: {error}") from None
-
-
-def usual_verifier(tree: str, deterministic: bool) -> str:
-    """What accepts most among the plain rules: tokens that were not drawn at random are simply looked up."""
-    if deterministic or not tree.startswith(("chain", "kary")):
-        return "exact"
-    return "speculative" if tree.startswith("chain") else "mcsd"
 
 
 def _ours(

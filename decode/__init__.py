@@ -1,27 +1,56 @@
-"""Speculative decoding: proposers draft token trees, one target forward scores them, a verifier
-keeps a path.
+"""Speculative decoding: proposers draft token trees, one forward of the target scores them, a verifier keeps a path.
+
+`SpeculativeDecoder` is the entrance. The tables `PROPOSERS`, `TREES` and `VERIFIERS`, `parse_tree`, `default_tree` and
+`default_verifier` need no torch; all other names are imported when they are first used (PEP 562), so that an option
+check or a help text that imports this package takes no time.
 """
 
-from decode.engine import Batch, Generation, SpeculativeDecoder
-from decode.propose import (
-    PROPOSERS,
-    DraftModelProposer,
-    Drawing,
-    HeadProposer,
-    LookaheadProposer,
-    Outcome,
-    PromptLookupProposer,
-    Proposal,
-    Proposer,
-    ProposerKind,
-    RetrievalProposer,
-    Session,
-)
-from decode.stats import DecodeStats
-from decode.stop_strings import Stop, stop_at
-from decode.tree import Growth, Shape, Tree
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from decode.defaults import default_tree, default_verifier
+from decode.propose import PROPOSERS, ProposerKind
+from decode.tree import Drawing, Growth, Shape, Tree
 from decode.tree_spec import TREES, TreeKind, parse_tree
-from decode.verify import VERIFIERS, Verdict, Verifier
+from decode.verify import VERIFIERS, Verifier
+
+if TYPE_CHECKING:
+    from decode.engine import Batch, Generation, SpeculativeDecoder
+    from decode.propose.draft_model import DraftModelProposer
+    from decode.propose.head_proposers import HeadProposer
+    from decode.propose.lookahead import LookaheadProposer
+    from decode.propose.prompt_lookup import PromptLookupProposer
+    from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+    from decode.propose.retrieval import RetrievalProposer
+    from decode.stats import DecodeStats
+    from decode.stop_strings import Stop, stop_at
+    from decode.verify.rule import Verdict
+
+_LAZY = {
+    "Batch": "decode.engine",
+    "DecodeStats": "decode.stats",
+    "DraftModelProposer": "decode.propose.draft_model",
+    "Generation": "decode.engine",
+    "HeadProposer": "decode.propose.head_proposers",
+    "LookaheadProposer": "decode.propose.lookahead",
+    "Outcome": "decode.propose.protocol",
+    "PromptLookupProposer": "decode.propose.prompt_lookup",
+    "Proposal": "decode.propose.protocol",
+    "Proposer": "decode.propose.protocol",
+    "RetrievalProposer": "decode.propose.retrieval",
+    "Session": "decode.propose.protocol",
+    "SpeculativeDecoder": "decode.engine",
+    "Stop": "decode.stop_strings",
+    "Verdict": "decode.verify.rule",
+    "stop_at": "decode.stop_strings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'decode' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
 
 __all__ = [
     "PROPOSERS",
@@ -49,6 +78,8 @@ __all__ = [
     "TreeKind",
     "Verdict",
     "Verifier",
+    "default_tree",
+    "default_verifier",
     "parse_tree",
     "stop_at",
 ]

@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.defaults import default_verifier
 from decode.forward import Block, Runner, attention_windows
 from decode.packed_linear import Packs
 from decode.propose.draft_model import check_context
-from decode.propose.protocol import Drawing, Outcome, Proposal, Proposer, Session
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session
 from decode.stats import Counter, DecodeStats
 from decode.stop_strings import Stop
-from decode.tree import Shape, Tree, TreeBatch
+from decode.tree import Drawing, Shape, Tree
+from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
 from draftsmith_core.models import context_length
-from draftsmith_core.sampling import Sampling, probs, uniforms
+from draftsmith_core.models import eos_ids as eos_of
+from draftsmith_core.sampling import Sampling, generator, probs, row_seed, uniforms
 
 _KEPT_BLOCKS = 64
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -56,34 +59,44 @@ class Batch:
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a proposer; `proposer=None` is autoregressive decoding through the
-    same code.
+    """Decodes with a target and a proposer; `proposer=None` is autoregressive decoding through the same code.
 
-    `tree` is a spec (`parse_tree`) or a shape, `verifier` a key of `VERIFIERS`; both are ignored
-    without a proposer. `fast=False` runs the target through its own forward only, without packed weights
-    or the lean LLaMA forward. Raises ValueError, one line with the fix, when the parts do not go together.
+        decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:4,2,2")
+        batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64, seed=0)
+        batch.generations[0].output_ids
+
+    `tree` is a spec (`parse_tree`) or a shape; None for the one that suits the proposer. `verifier` is a key of
+    `VERIFIERS` or a `Verifier` of your own; None for the one that suits proposer and tree (`default_verifier`).
+    Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
+    follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
+    forward only, without packed weights or the lean LLaMA forward. Raises ValueError, one line with the fix, when the
+    parts do not go together.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         proposer: Proposer | None = None,
-        tree: str | Shape = "chain:4",
-        verifier: str = "speculative",
+        tree: str | Shape | None = None,
+        verifier: str | Verifier | None = None,
         *,
         fast: bool = True,
     ) -> None:
         self.target, self.proposer = target, proposer
-        shape = parse_tree(tree) if isinstance(tree, str) else tree
-        self.tree: Shape = shape if proposer else Tree(())
-        if verifier not in VERIFIERS:
-            raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
-        self.verifier: Verifier = VERIFIERS[verifier if proposer else "exact"]
+        if proposer is None:
+            if tree is not None or verifier is not None:
+                raise ValueError(
+                    "tree and verifier say how drafts are made and kept, and proposer=None drafts nothing; "
+                    "leave them out, or pass a proposer"
+                )
+            self.tree: Shape = Tree(())
+            self.verifier = VERIFIERS["exact"]
+        else:
+            self.tree = _shape(proposer, tree)
+            self.verifier = _verifier(proposer, self.tree, verifier)
         self._windows = attention_windows(target)
         self._limit = context_length(target)
         if proposer is not None:
-            if self.tree.size == 0:
-                raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
             proposer.check(target, self.tree)
         self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
@@ -93,21 +106,27 @@ class SpeculativeDecoder:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        max_new_tokens: int,
-        generators: Sequence[torch.Generator],
-        eos_ids: Collection[int] = (),
+        sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008 (frozen)
+        max_new_tokens: int = 128,
+        generators: Sequence[torch.Generator] | None = None,
+        eos_ids: Collection[int] | None = None,
         on_tokens: OnTokens | None = None,
         stop: Stop | None = None,
+        *,
+        seed: int = 0,
     ) -> Batch:
-        """Continue all prompts as one batch; `generators[b]` is the only source of randomness of
-        prompt b.
+        """Continue all prompts (token ids) as one batch, greedily unless `sampling` says otherwise.
 
-        `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. A row ends at any
-        of `eos_ids` and where `stop` says (`decode.stop_strings`).
-        Raises ValueError for an empty prompt, a prompt that does not fit the context, or a number
-        of generators that differs.
+        Prompt b draws from a generator of its own, seeded with a hash of `seed` and b, and so does not depend on what
+        shares its batch; pass `generators`, one per prompt, to seed them otherwise. A row ends at any of `eos_ids`
+        (None: the target's own; () goes on to `max_new_tokens`) and where `stop` says (`decode.stop_strings`).
+        `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. Raises ValueError for
+        an empty prompt, a prompt that does not fit the context, or a number of generators that differs.
         """
+        if generators is None:
+            generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
+        if eos_ids is None:
+            eos_ids = eos_of(self.target)
         self._check(prompts, max_new_tokens, generators)
         if not prompts:
             return Batch([], 0.0, 0.0)
@@ -160,6 +179,24 @@ class SpeculativeDecoder:
         return time.perf_counter()
 
 
+def _shape(proposer: Proposer, tree: str | Shape | None) -> Shape:
+    shape = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
+    if shape.size == 0:
+        raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
+    return shape
+
+
+def _verifier(proposer: Proposer, tree: Shape, verifier: str | Verifier | None) -> Verifier:
+    if isinstance(verifier, Verifier):
+        return verifier
+    if verifier is None:
+        draws = proposer.drawings(tree) != {"deterministic"}
+        verifier = default_verifier(tree, draws=draws, drafts=proposer.drafts)
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
+    return VERIFIERS[verifier]
+
+
 def _drawing(verifier: Verifier, proposer: Proposer | None, tree: Shape) -> Drawing:
     """The first way of choosing children that the verifier wants and the proposer has; ValueError when none is."""
     if proposer is None:
@@ -190,7 +227,7 @@ class _NoDraft:
     """The session of autoregressive decoding: an empty tree at every step."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._tree = Tree(()).on(device)
+        self._tree = TreeBatch.build(Tree(()), device)
         self._tokens_BM = torch.full((rows, 1), -1, device=device)
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
@@ -329,5 +366,5 @@ class _Run:
 def _widest(tree: Shape) -> TreeBatch:
     """A tree that takes at least as many uniforms as any that may be drafted on this shape."""
     if isinstance(tree, Tree) and not tree.size:
-        return tree.on(torch.device("cpu"))
-    return replace(Tree((-1,) * tree.size).on(torch.device("cpu")), widths=(tree.size,) * tree.depth)
+        return TreeBatch.build(tree, torch.device("cpu"))
+    return replace(TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu")), widths=(tree.size,) * tree.depth)

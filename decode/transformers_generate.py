@@ -28,6 +28,7 @@ from decode.engine import SpeculativeDecoder
 from decode.propose.protocol import Proposer
 from decode.stop_strings import Stop
 from decode.tree import Shape
+from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
@@ -36,8 +37,8 @@ _UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "
 
 def speculative(
     proposer: Proposer | None,
-    tree: str | Shape = "chain:4",
-    verifier: str = "speculative",
+    tree: str | Shape | None = None,
+    verifier: str | Verifier | None = None,
     *,
     stop: Stop | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:

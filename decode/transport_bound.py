@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from decode.propose.protocol import Drawing
+from decode.tree import Drawing
 
 # A draw of exponential rate r has come by time SURE / r but for a chance of e^-40, below what a double resolves of 1.
 SURE = 40.0

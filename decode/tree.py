@@ -1,19 +1,23 @@
-"""Token trees as data: which drafted token hangs under which, in breadth-first order.
+"""Token trees as data, without torch: which drafted token hangs under which, in breadth-first order.
 
-Legend: N drafted nodes, M = N + 1 nodes with the root, D depth, K most children of one node, R = 1
-when all rows of a batch share the tree, else the number of rows. The root is the last emitted
-token; it is not a drafted node. Arrays with an M axis give the root index 0 and drafted node n
-index n + 1, so that 0 can also mean "no such child".
+Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the last emitted token; it is not a
+drafted node. With M indexing the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 MAX_NODES = 1024
 MAX_CANDIDATES = 1 << 20
+
+# How the children of one node were chosen, which is what a verifier's correctness rests on:
+#   without_replacement  drawn from q one after another, each removed from q before the next
+#   with_replacement     drawn from q independently; siblings may repeat a token
+#   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
+#   deterministic        a function of the context alone, such as the k most probable tokens
+# What was drawn at random is never pruned afterwards: that looks at the outcome, and breaks every rule but "exact".
+Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,6 @@ class Tree:
         return tuple(ranks)
 
     @cached_property
-    def ancestors(self) -> Tensor:
-        """`[N, N]` bool on the CPU: entry (i, j) is true when node j is node i or lies on its path
-        to the root.
-        """
-        mask_NN = torch.eye(self.size, dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask_NN[node] |= mask_NN[parent]
-        return mask_NN
-
-    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are
         the root's.
@@ -78,6 +71,16 @@ class Tree:
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node + 1)
         return tuple(tuple(nodes) for nodes in found)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """`widths[d]`: the most children that any node at depth d has, for d from 0 (the root) to D - 1."""
+        most = [0] * self.depth
+        for node, below in enumerate(self.children):
+            if below:
+                depth = self.depths[node - 1] if node else 0
+                most[depth] = max(most[depth], len(below))
+        return tuple(most)
 
     @property
     def size(self) -> int:
@@ -93,10 +96,6 @@ class Tree:
     def is_chain(self) -> bool:
         """True when no node has more than one child."""
         return self.size == self.depth
-
-    def on(self, device: torch.device) -> "TreeBatch":
-        """The tree as device arrays shared by all rows (R = 1)."""
-        return TreeBatch.build(self, device)
 
 
 @dataclass(frozen=True)
@@ -157,97 +156,3 @@ class Growth:
 
 
 Shape = Tree | Growth
-
-
-@dataclass(frozen=True, eq=False)
-class TreeBatch:
-    """The trees of one step as arrays: what the engine and the verifiers read. Each row may have
-    its own (R = B).
-
-    `parents_RN` and `depths_RN` are as in `Tree`. `children_RMK` holds M indices in rank order, 0
-    where there is none. `slots_RM` is the row of `Proposal.q_BEV` with the law that the children of
-    a node were drawn from (0 for a leaf). `sees_RMM` is the ancestor mask with the root.
-    `widths[d]` bounds the children of a node at depth d, so that `len(widths)` is the depth D.
-    """
-
-    parents_RN: Tensor
-    depths_RN: Tensor
-    children_RMK: Tensor
-    slots_RM: Tensor
-    sees_RMM: Tensor
-    widths: tuple[int, ...]
-
-    @property
-    def depth(self) -> int:
-        """Length of the longest path that any row may have."""
-        return len(self.widths)
-
-    @property
-    def rows(self) -> int:
-        """R: 1 when every row has this tree."""
-        return self.parents_RN.shape[0]
-
-    @staticmethod
-    def build(tree: Tree, device: torch.device) -> "TreeBatch":
-        """Arrays of one static tree."""
-        size = tree.size
-        most = max((len(nodes) for nodes in tree.children), default=0)
-        children_MK = torch.zeros(size + 1, max(most, 1), dtype=torch.long)
-        slots_M = torch.zeros(size + 1, dtype=torch.long)
-        slot = 0
-        for node, below in enumerate(tree.children):
-            if below:
-                children_MK[node, : len(below)] = torch.tensor(below)
-                slots_M[node] = slot
-                slot += 1
-        sees_MM = torch.zeros(size + 1, size + 1, dtype=torch.bool)
-        sees_MM[:, 0] = True
-        sees_MM[1:, 1:] = tree.ancestors
-        depth_of = (0, *tree.depths)
-        widths = tuple(
-            max(len(below) for node, below in enumerate(tree.children) if depth_of[node] == depth)
-            for depth in range(tree.depth)
-        )
-        return TreeBatch(
-            parents_RN=torch.tensor([tree.parents], dtype=torch.long, device=device),
-            depths_RN=torch.tensor([tree.depths], dtype=torch.long, device=device),
-            children_RMK=children_MK.unsqueeze(0).to(device),
-            slots_RM=slots_M.unsqueeze(0).to(device),
-            sees_RMM=sees_MM.unsqueeze(0).to(device),
-            widths=widths,
-        )
-
-
-def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
-    """Arrays of one tree a row, built on the device of `parents_BN` without asking it anything.
-
-    `parents_BN` is as in `Tree.parents`, nodes in breadth-first order; a node where `exists_BN` is false belongs to
-    no parent. `depth` and `most` bound the depth and the children of one node. Slots number the nodes with children
-    in order.
-    """
-    rows, size = parents_BN.shape
-    device = parents_BN.device
-    above_BN = torch.where(exists_BN, parents_BN + 1, 0)
-    same_BNN = (above_BN.unsqueeze(2) == above_BN.unsqueeze(1)) & exists_BN.unsqueeze(1)
-    ranks_BN = same_BNN.tril(-1).sum(2)
-    children_BMK = torch.zeros(rows, size + 1, most + 1, dtype=torch.long, device=device)
-    # Nodes that do not exist all write to the spare last column, which is then cut.
-    place_BN = above_BN * (most + 1) + torch.where(exists_BN, ranks_BN, most)
-    numbers_BN = torch.arange(1, size + 1, device=device).expand(rows, -1)
-    children_BMK.view(rows, -1).scatter_(1, place_BN, numbers_BN)
-    children_BMK = children_BMK[:, :, :most].contiguous()
-    sees_BMM = torch.eye(size + 1, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-    above_BM = torch.nn.functional.pad(above_BN, (1, 0))
-    index_BMM = above_BM.unsqueeze(2).expand(-1, -1, size + 1)
-    for _ in range(depth):
-        sees_BMM = sees_BMM | sees_BMM.gather(1, index_BMM)
-    inner_BM = (children_BMK > 0).any(2)
-    slots_BM = (inner_BM.cumsum(1) - 1).clamp_(min=0) * inner_BM
-    return TreeBatch(
-        parents_RN=above_BN - 1,
-        depths_RN=sees_BMM[:, 1:, 1:].sum(2),
-        children_RMK=children_BMK,
-        slots_RM=slots_BM,
-        sees_RMM=sees_BMM,
-        widths=(most,) * depth,
-    )

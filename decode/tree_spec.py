@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.sequoia import best_size, optimal_tree
 from decode.tree import MAX_NODES, Growth, Shape, Tree
 
 
@@ -234,6 +233,8 @@ def _parents(paths: Sequence[object]) -> tuple[int, ...]:
 
 
 def _sequoia(content: object) -> Tree:
+    from decode.sequoia import best_size, optimal_tree  # brings numpy, which no other spec needs
+
     fields = _fields(content, _SEQUOIA, ("acceptance", "nodes", "depth"))
     acceptance = fields["acceptance"]
     if not isinstance(acceptance, list):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from decode import VERIFIERS, Growth, Shape, parse_tree
+from decode import VERIFIERS, Shape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.models import Quantize
@@ -121,13 +121,6 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
             raise InputError(f"{option} {value}: the name {name!r} is used twice; give each its own")
         named[name] = rest
     return named
-
-
-def default_verifier(tree: Shape) -> str:
-    """The lossless rule that suits a tree."""
-    if isinstance(tree, Growth):
-        return "exact"
-    return "speculative" if tree.is_chain else "mcsd"
 
 
 def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:

@@ -17,7 +17,8 @@ from decode.propose.prompt_lookup import PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session
 from decode.propose.retrieval import RetrievalProposer
 from decode.suffix_index import SuffixIndex
-from decode.tree import Growth, Shape, Tree, grow_batch
+from decode.tree import Growth, Shape, Tree
+from decode.tree_batch import grow_batch
 from decode.tree_spec import kary, parse_tree
 from draftsmith_core.sampling import Sampling, generator
 
@@ -121,7 +122,7 @@ def proposers() -> dict[str, tuple[Proposer, Tree]]:
         "lookup_chain": (PromptLookupProposer(), parse_chain(4)),
         "retrieval": (retrieval, kary((3, 2, 1, 1))),
         "retrieval_chain": (retrieval, parse_chain(4)),
-        "lookahead": (lookahead, lookahead.shape()),
+        "lookahead": (lookahead, lookahead.default_tree()),
     }
 
 
@@ -280,7 +281,7 @@ def test_what_retrieval_drops_is_no_heavier_than_what_it_keeps(documents: list[l
                     weights[tuple(document[at:end])] += 1
     kept = set(paths(proposal, 0)) - {()}
     assert kept <= set(weights)
-    widths = forest.on(CPU).widths
+    widths = forest.widths
     for prefix in set(weights) - kept:
         above = prefix[:-1]
         if above and above not in kept:
@@ -318,7 +319,7 @@ class Definition:
 def test_lookahead_harvests_what_the_definition_says(window: int, ngram: int, candidates: int) -> None:
     proposer = LookaheadProposer(window, ngram, candidates, from_text=False)
     text = [3, 1, 4, 1, 5]
-    session = start(proposer, [text], proposer.shape())
+    session = start(proposer, [text], proposer.default_tree())
     assert isinstance(session, LookaheadSession)
     row = session._rows[0]
     assert row is not None
@@ -349,7 +350,7 @@ def test_lookahead_harvests_what_the_definition_says(window: int, ngram: int, ca
 
 def test_lookahead_learns_a_target_and_takes_the_token_behind_a_candidate() -> None:
     proposer = LookaheadProposer(window=5, ngram=4, candidates=2, from_text=False)
-    session, text = start(proposer, [[0, 5, 9]], proposer.shape()), [0, 5, 9]
+    session, text = start(proposer, [[0, 5, 9]], proposer.default_tree()), [0, 5, 9]
     emitted = []
     for _ in range(60):
         outcome = judge(session.propose(None), [text], counting)
@@ -361,7 +362,7 @@ def test_lookahead_learns_a_target_and_takes_the_token_behind_a_candidate() -> N
 
 def test_lookahead_seeds_its_pool_from_the_text() -> None:
     proposer = LookaheadProposer(window=1, ngram=3, candidates=2)
-    session = start(proposer, [[1, 2, 3, 1, 4, 5, 1, 6, 7, 1]], proposer.shape())
+    session = start(proposer, [[1, 2, 3, 1, 4, 5, 1, 6, 7, 1]], proposer.default_tree())
     proposal = session.propose(None)
     assert {(6, 7), (4, 5)} <= set(paths(proposal, 0)) and (2, 3) not in paths(proposal, 0)
 
@@ -370,10 +371,10 @@ def test_lookahead_seeds_its_pool_from_the_text() -> None:
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 5), st.lists(st.integers(0, 3), min_size=1, max_size=30))
 def test_lookahead_fits_its_shape(window: int, ngram: int, candidates: int, prompt: list[int]) -> None:
     proposer = LookaheadProposer(window, ngram, candidates)
-    shape = proposer.shape()
+    shape = proposer.default_tree()
     assert shape.size == (window + candidates) * (ngram - 1) - 1
     session, text = start(proposer, [prompt], shape), list(prompt)
-    widths = shape.on(CPU).widths
+    widths = shape.widths
     for _ in range(8):
         proposal = session.propose(None)
         assert proposal.tokens_BM.shape[1] - 1 <= shape.size and proposal.tree.depth <= shape.depth

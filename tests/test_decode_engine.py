@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import DraftModelProposer, Drawing, Generation, Outcome, Proposal, Shape, SpeculativeDecoder, Tree
+from decode import DraftModelProposer, Drawing, Generation, Outcome, Proposal, Proposer, Shape, SpeculativeDecoder, Tree
 from decode.forward import Block, Runner
-from decode.tree import TreeBatch
+from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling, generator
 
 VOCAB = 17
@@ -326,28 +326,18 @@ def test_a_rope_that_changes_with_length_ends_the_context() -> None:
     assert got == wanted[0, 3:].tolist()
 
 
-class TwoShapes:
+class TwoShapes(Proposer):
     """A proposer for the protocol's promises: a tree per row, and the target's hidden states.
 
     Even rows get the chain a-b-c, odd rows the siblings a, b with c under b; the tokens are fixed.
     """
 
-    drafts = 1
     hidden_layers = (1, -1)
     trees = (Tree((-1, 0, 1)), Tree((-1, -1, 1)))
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
         self.states: list[list[Tensor]] = []
-
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        return frozenset({"deterministic"})
-
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
-        return
-
-    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        return
 
     def start(
         self,
@@ -365,7 +355,7 @@ class TwoShapes:
         return self
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        shapes = [self.trees[row % 2].on(torch.device("cpu")) for row in self.live]
+        shapes = [TreeBatch.build(self.trees[row % 2], torch.device("cpu")) for row in self.live]
         width = max(shape.children_RMK.shape[2] for shape in shapes)
 
         def stack(name: str) -> Tensor:

@@ -27,6 +27,7 @@ from decode.forward import Block, Runner, attention_windows
 from decode.llama_forward import lean_forward
 from decode.packed_linear import PackedLinear, Packs, packing_available
 from decode.tree import Tree
+from decode.tree_batch import TreeBatch
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -89,7 +90,7 @@ def runner(model: PreTrainedModel, fast: bool | Packs) -> Runner:
 
 
 def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
-    arrays = tree.on(torch.device("cpu"))
+    arrays = TreeBatch.build(tree, torch.device("cpu"))
     offsets_RM = nn.functional.pad(arrays.depths_RN, (1, 0))
     return Block(
         offsets_RM.expand(rows, -1),

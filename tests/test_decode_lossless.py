@@ -120,7 +120,7 @@ def proposer(way: str) -> Proposer:
 
 def decoder(way: str, tree: str, verifier: str) -> SpeculativeDecoder:
     drafting = proposer(way)
-    shape = drafting.shape() if isinstance(drafting, LookaheadProposer) else tree
+    shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
     return SpeculativeDecoder(llama(2), drafting, shape, verifier)
 
 

@@ -13,6 +13,7 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, pa
 from decode.cache import TreeCache
 from decode.engine import _Run
 from decode.forward import Runner
+from decode.tree_batch import ancestor_mask
 from decode.tree_spec import kary
 from draftsmith_core.sampling import Sampling, generator
 
@@ -67,7 +68,7 @@ def test_ancestors_are_the_path_to_the_root(branching: list[int]) -> None:
         while at >= 0:
             path.add(at)
             at = tree.parents[at]
-        assert set(tree.ancestors[node].nonzero().flatten().tolist()) == path
+        assert set(ancestor_mask(tree)[node].nonzero().flatten().tolist()) == path
         assert len(path) == tree.depths[node]
 
 

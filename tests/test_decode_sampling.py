@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode import VERIFIERS, DraftModelProposer, Proposal, SpeculativeDecoder, Tree
+from decode.tree_batch import TreeBatch
 from decode.verify import Verifier
 from decode.verify.rule import residual
 from draftsmith_core.sampling import Sampling, draw_without_replacement, generator, probs
@@ -184,7 +185,7 @@ NODE_LAWS = {
 def node_outcome(verifier: Verifier, q: Tensor | None, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """First emitted token and whether it was accepted, over rows of drafted siblings `[B, k]`."""
     rows = tokens.shape[0]
-    tree = Tree((-1,) * k).on(torch.device("cpu"))
+    tree = TreeBatch.build(Tree((-1,) * k), torch.device("cpu"))
     proposal = Proposal(
         tree=tree,
         tokens_BM=torch.cat([torch.full((rows, 1), -1), tokens], dim=1),

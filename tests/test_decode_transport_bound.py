@@ -8,8 +8,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from decode.propose.protocol import Drawing
 from decode.transport_bound import optimal_acceptance
+from decode.tree import Drawing
 from draftsmith_core.sampling import generator
 
 VOCAB = 5

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.sequoia import Size, best_size, expected_length, optimal_tree
-from decode.tree import MAX_CANDIDATES, MAX_NODES, Growth, Shape, Tree, grow_batch
+from decode.tree import MAX_CANDIDATES, MAX_NODES, Growth, Shape, Tree
+from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
 
 CPU = torch.device("cpu")
@@ -278,7 +279,7 @@ def test_a_batch_of_trees_holds_what_each_holds_alone(several: list[Tree], rando
     batch = grow_batch(parents_BN, exists_BN, depth, most)
     assert (batch.rows, batch.depth, batch.widths) == (len(several), depth, (most,) * depth)
     for row, tree in enumerate(several):
-        alone = tree.on(CPU)
+        alone = TreeBatch.build(tree, CPU)
         # Where the M nodes of the single tree lie among the M of the batch; the root stays the root.
         at_M = torch.tensor([0, *(place + 1 for place in places[row])])
         assert batch.depths_RN[row, at_M[1:] - 1].tolist() == alone.depths_RN[0].tolist()
@@ -299,7 +300,7 @@ def test_a_batch_of_trees_holds_what_each_holds_alone(several: list[Tree], rando
 @given(trees())
 @settings(deadline=None)
 def test_a_whole_tree_is_the_same_both_ways(tree: Tree) -> None:
-    alone = tree.on(CPU)
+    alone = TreeBatch.build(tree, CPU)
     most = alone.children_RMK.shape[2]
     batch = grow_batch(alone.parents_RN, torch.ones_like(alone.parents_RN, dtype=torch.bool), tree.depth, most)
     for name in ("parents_RN", "depths_RN", "children_RMK", "slots_RM", "sees_RMM"):

@@ -14,11 +14,13 @@ from scipy.stats import chi2
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.propose.protocol import Drawing, Proposal
+from decode.propose.protocol import Proposal
 from decode.transport_bound import optimal_acceptance
-from decode.tree import Growth, Tree, grow_batch
-from decode.verify import VERIFIERS, Verdict, Verifier
+from decode.tree import Drawing, Growth, Tree
+from decode.tree_batch import TreeBatch, grow_batch
+from decode.verify import VERIFIERS, Verifier
 from decode.verify.kseq import accept, solve
+from decode.verify.rule import Verdict
 from draftsmith_core.sampling import (
     draw,
     draw_top_and_one,
@@ -123,7 +125,7 @@ def propose(world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: 
     q_BEV = None
     if drawing != "deterministic":
         q_BEV = torch.stack(laws, dim=1) if laws else torch.zeros(rows, 0, p_BMV.shape[2])
-    return Proposal(tree.on(CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]), p_BMV
+    return Proposal(TreeBatch.build(tree, CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]), p_BMV
 
 
 def verify(verifier: Verifier, proposal: Proposal, p_BMV: Tensor, seed: int = 2) -> Verdict:
@@ -285,7 +287,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(
         u_BU = torch.rand(400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double)
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
-            for module in ("rule", "mcsd", "greedy", "kseq", "speculative", "traversal"):
+            for module in ("rule", "exact", "mcsd", "greedy", "kseq", "speculative", "traversal"):
                 patch.setattr(f"decode.verify.{module}.nowhere", lambda mask: False)
             for module in ("mcsd", "traversal"):
                 patch.setattr(f"decode.verify.{module}.among", lambda mask: slice(None))
@@ -358,7 +360,10 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
     q_x = proposal.q_BEV[:, 0].gather(1, proposal.tokens_BM[:, 1:])
     kept = proposal.tokens_BM[:, 1:].gather(1, q_x.argmax(1, keepdim=True))
     pruned = Proposal(
-        Tree((-1,)).on(CPU), torch.nn.functional.pad(kept, (1, 0), value=-1), proposal.q_BEV, "without_replacement"
+        TreeBatch.build(Tree((-1,)), CPU),
+        torch.nn.functional.pad(kept, (1, 0), value=-1),
+        proposal.q_BEV,
+        "without_replacement",
     )
     p_leaf = made.p[1][kept]
     verdict = verify(VERIFIERS[name], pruned, torch.cat([p_BMV[:, :1], p_leaf], dim=1))
@@ -496,7 +501,7 @@ def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_targe
     tokens = torch.tensor([[-1, 2, 1, 0, 0], [-1, 0, 1, 3, 2], [-1, 1, 0, 1, 1], [-1, 3, 2, 0, 0], [-1, 0, 0, -1, -1]])
     rows = tokens.repeat(2_000, 1)
     p_BMV = p.expand(len(rows), 5, -1)
-    verdict = verify(VERIFIERS["typical"], Proposal(tree.on(CPU), rows, None, "deterministic"), p_BMV)
+    verdict = verify(VERIFIERS["typical"], Proposal(TreeBatch.build(tree, CPU), rows, None, "deterministic"), p_BMV)
     # Tokens 2 and 3 are implausible. Of two paths as long the more probable is taken.
     assert verdict.nodes_BD[:5].tolist() == [[2, 4], [1, 0], [2, 4], [0, 0], [1, 0]]
     last = verdict.tokens_BD1.gather(1, verdict.accepted_B.unsqueeze(1)).squeeze(1)

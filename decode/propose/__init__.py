@@ -1,26 +1,47 @@
-"""Ways of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid, and how it is made."""
+"""Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid, and how it is made.
+
+This module needs no torch, so that help texts and option checks can read the table at once; the code of a proposer is
+imported when it is made. To add one, write a `Proposer` and its `Session` (decode/propose/protocol.py) in a file of
+this package and enter it in the table. A proposer of your own need not be in the table: pass it to
+`SpeculativeDecoder`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
-from decode.propose.draft_model import DraftModelProposer
-from decode.propose.head_proposers import HeadProposer
-from decode.propose.lookahead import LookaheadProposer
-from decode.propose.prompt_lookup import PromptLookupProposer
-from decode.propose.protocol import Drawing, Outcome, Proposal, Proposer, Session
-from decode.propose.retrieval import RetrievalProposer
+if TYPE_CHECKING:
+    from decode.propose.protocol import Proposer
 
 
 @dataclass(frozen=True)
 class ProposerKind:
-    """A way of drafting. `make` takes what it `needs`: a list of language models, a head, a suffix index, or None."""
+    """A method of drafting, as help texts and tables print it: its title, the trees that it drafts, its paper.
+
+    `make` takes what it `needs`: a list of language models, a head, a suffix index, or None.
+    """
 
     title: str
     trees: str
     paper: str
     needs: Literal["models", "head", "index", "nothing"]
-    make: Callable[[Any], Proposer]
+    make: Callable[[Any], "Proposer"]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it can draw tokens at random; what copies from a text cannot: the context determines its drafts."""
+        return self.needs in ("models", "head")
+
+
+def _in(module: str, name: str, **options: Any) -> Callable[[Any], "Proposer"]:
+    """Makes the proposer `name` of a module of this package, which is imported when it is first made."""
+
+    def make(thing: Any) -> "Proposer":
+        proposer: Callable[..., Proposer] = getattr(import_module(f"decode.propose.{module}"), name)
+        return proposer(**options) if thing is None else proposer(thing, **options)
+
+    return make
 
 
 PROPOSERS: dict[str, ProposerKind] = {
@@ -29,73 +50,62 @@ PROPOSERS: dict[str, ProposerKind] = {
         "any; several drafts: chain, kary, static",
         "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
         "models",
-        DraftModelProposer,
+        _in("draft_model", "DraftModelProposer"),
     ),
     "eagle": ProposerKind(
-        "EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077", "head", HeadProposer
+        "EAGLE-1/2 head: the target's next top feature",
+        "any",
+        "Li et al. 2024, arXiv 2401.15077",
+        "head",
+        _in("head_proposers", "HeadProposer"),
     ),
     "eagle3": ProposerKind(
         "EAGLE-3 head: fused low, middle and high features",
         "any",
         "Li et al. 2025, arXiv 2503.01840",
         "head",
-        HeadProposer,
+        _in("head_proposers", "HeadProposer"),
     ),
     "medusa": ProposerKind(
         "independent heads, one a depth",
         "depth up to the heads",
         "Cai et al. 2024, arXiv 2401.10774",
         "head",
-        HeadProposer,
+        _in("head_proposers", "HeadProposer"),
     ),
     "hydra": ProposerKind(
         "heads that see the tokens drafted before them",
         "depth up to the heads",
         "Ankner et al. 2024, arXiv 2402.05109",
         "head",
-        HeadProposer,
+        _in("head_proposers", "HeadProposer"),
     ),
     "blockwise": ProposerKind(
         "independent heads on a chain: blockwise parallel decoding",
         "chain, up to the heads",
         "Stern et al. 2018, arXiv 1811.03115",
         "head",
-        lambda head: HeadProposer(head, chains_only=True),
+        _in("head_proposers", "HeadProposer", chains_only=True),
     ),
     "prompt_lookup": ProposerKind(
         "what followed the same n-gram earlier in the text",
         "chain, kary, static",
         "Saxena 2023; Yang et al. 2023, arXiv 2304.04487",
         "nothing",
-        lambda _: PromptLookupProposer(),
+        _in("prompt_lookup", "PromptLookupProposer"),
     ),
     "lookahead": ProposerKind(
         "a Jacobi window and the n-grams it has produced",
         "its own",
         "Fu et al. 2024, arXiv 2402.02057",
         "nothing",
-        lambda _: LookaheadProposer(),
+        _in("lookahead", "LookaheadProposer"),
     ),
     "retrieval": ProposerKind(
         "what followed the same suffix in a text of yours",
         "chain, kary, static",
         "REST, He et al. 2023, arXiv 2311.08252",
         "index",
-        RetrievalProposer,
+        _in("retrieval", "RetrievalProposer"),
     ),
 }
-
-__all__ = [
-    "PROPOSERS",
-    "DraftModelProposer",
-    "Drawing",
-    "HeadProposer",
-    "LookaheadProposer",
-    "Outcome",
-    "PromptLookupProposer",
-    "Proposal",
-    "Proposer",
-    "ProposerKind",
-    "RetrievalProposer",
-    "Session",
-]

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from decode.propose.protocol import Proposal
-from decode.tree import Shape, Tree, TreeBatch
+from decode.tree import Shape, Tree
+from decode.tree_batch import TreeBatch
 
 
 class NgramIndex:
@@ -138,7 +139,7 @@ class Forest:
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.tree, self.device = tree, device
-        self.widths = tree.on(torch.device("cpu")).widths
+        self.widths = tree.widths
         self._chains: dict[int, TreeBatch] = {}
         self._last: tuple[tuple[tuple[int, ...], ...], TreeBatch] | None = None
 
@@ -157,7 +158,7 @@ class Forest:
             # Rows share the longest chain; in a shorter row the tokens behind its end are -1.
             chain = self._chains.get(size)
             if chain is None:
-                chain = self._chains[size] = Tree(tuple(range(-1, size - 1))).on(self.device)
+                chain = self._chains[size] = TreeBatch.build(Tree(tuple(range(-1, size - 1))), self.device)
             return chain
         key = tuple(row.parents for row in rows)
         if self._last is None or self._last[0] != key:

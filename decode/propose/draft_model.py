@@ -16,21 +16,19 @@ from transformers import PreTrainedModel
 from decode.forward import Block, Runner, attention_windows
 from decode.packed_linear import Packs
 from decode.propose.dynamic_tree import GrowthSession
-from decode.propose.protocol import Drawing, Outcome, Session
+from decode.propose.protocol import Outcome, Proposer, Session
 from decode.propose.static_tree import Frontier, LevelSession, Network, Plan, fit_vocabulary, pending_block
-from decode.tree import Growth, Shape, Tree
+from decode.tree import Drawing, Growth, Shape, Tree
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.sampling import Sampling
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts with one language model or several that share the target's tokenizer.
 
     Their vocabularies may be padded to other sizes than the target's. With several drafts the child of rank k is the
     choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)

@@ -17,7 +17,8 @@ from torch import Tensor
 from decode.forward import Block
 from decode.propose.protocol import Outcome, Proposal
 from decode.propose.static_tree import Frontier, Network
-from decode.tree import Growth, grow_batch
+from decode.tree import Growth
+from decode.tree_batch import grow_batch
 from draftsmith_core.sampling import Sampling, probs
 
 

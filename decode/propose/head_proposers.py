@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.defaults import default_tree
 from decode.forward import Block, Runner
 from decode.packed_linear import Packs
 from decode.propose.draft_model import make_session, room_for
-from decode.propose.protocol import Drawing, Outcome, Session
+from decode.propose.protocol import Outcome, Proposer, Session
 from decode.propose.static_tree import Frontier, Plan, fit_vocabulary, pending_block
-from decode.tree import Shape, Tree
+from decode.tree import Drawing, Shape, Tree
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
@@ -34,12 +35,10 @@ AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 _ANY: frozenset[Drawing] = frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts with a trained head; `chains_only` makes independent heads blockwise parallel decoding (Stern et al. 2018,
     arXiv 1811.03115).
     """
-
-    drafts = 1
 
     def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
         self.head = head
@@ -51,8 +50,13 @@ class HeadProposer:
         self._fed = _Fed(head) if isinstance(head, EagleHead | Eagle3Head) else None
         self._packs = Packs(self._fed) if self._fed is not None and fast else False
 
+    def default_tree(self) -> Tree:
+        """The usual chain, no longer than there are heads."""
+        heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else None
+        return default_tree(heads=heads)
+
     def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        """Any way on a static tree."""
+        """Any method on a static tree."""
         return _ANY if isinstance(tree, Tree) else frozenset({"deterministic"})
 
     def check(self, target: PreTrainedModel, tree: Shape) -> None:

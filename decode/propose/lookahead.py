@@ -22,19 +22,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
-from decode.propose.protocol import Drawing, Outcome, Proposal
-from decode.tree import Shape, Tree
+from decode.propose.protocol import Outcome, Proposal, Proposer
+from decode.tree import Drawing, Shape, Tree
 from draftsmith_core.sampling import Sampling
 
 
-class LookaheadProposer:
+class LookaheadProposer(Proposer):
     """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them a step.
 
     `from_text` also puts the n-grams of the prompt and the output into the pool.
     """
-
-    drafts = 1
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True) -> None:
         if window < 1 or ngram < 2 or candidates < 1:
@@ -43,7 +40,7 @@ class LookaheadProposer:
             )
         self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
 
-    def shape(self) -> Tree:
+    def default_tree(self) -> Tree:
         """A tree with room for every step: at each depth as many nodes as window and candidates can have there, all
         of them siblings.
         """
@@ -61,22 +58,15 @@ class LookaheadProposer:
             above = first
         return Tree(tuple(parents))
 
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        """Window and pool follow from the text and the target's laws; nothing is drawn."""
-        return frozenset({"deterministic"})
-
     def check(self, target: PreTrainedModel, tree: Shape) -> None:
         """Refuse a tree without room for window and candidates."""
-        needed = self.shape()
-        given, least = _widths(check_static("lookahead", tree)), _widths(needed)
+        needed = self.default_tree()
+        given, least = check_static("lookahead", tree).widths, needed.widths
         if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
             raise ValueError(
                 f"lookahead drafts up to {needed.size} nodes {needed.depth} deep, and this tree lacks room for them; "
-                f"use the tree of LookaheadProposer.shape() (the default), or lower window, ngram or candidates"
+                f"use the tree of LookaheadProposer.default_tree() (the default), or lower window, ngram or candidates"
             )
-
-    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Any length will do."""
 
     def start(
         self,
@@ -90,10 +80,6 @@ class LookaheadProposer:
     ) -> "LookaheadSession":
         """Fill the windows with tokens of the prompts."""
         return LookaheadSession(self, prompts, Forest(check_static("lookahead", tree), device))
-
-
-def _widths(tree: Tree) -> tuple[int, ...]:
-    return tree.on(torch.device("cpu")).widths
 
 
 class Pool:

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.candidate_trie import NOTHING, Flat, Forest, NgramIndex, check_static
-from decode.propose.protocol import Drawing, Outcome, Proposal
-from decode.tree import Shape
+from decode.propose.protocol import Outcome, Proposal, Proposer
+from decode.tree import Drawing, Shape
 from draftsmith_core.sampling import Sampling
 
 
-class PromptLookupProposer:
+class PromptLookupProposer(Proposer):
     """Drafts from the prompt and the output so far.
 
     The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain gets the
@@ -28,24 +28,14 @@ class PromptLookupProposer:
     within its depth, its widths and its number of nodes.
     """
 
-    drafts = 1
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"max_ngram={max_ngram}, min_ngram={min_ngram}: needs 1 <= min_ngram <= max_ngram")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        """Copying draws nothing."""
-        return frozenset({"deterministic"})
-
     def check(self, target: PreTrainedModel, tree: Shape) -> None:
         """Refuse trees that grow by confidence."""
         check_static("prompt_lookup", tree)
-
-    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Any length will do."""
 
     def start(
         self,

@@ -11,22 +11,16 @@ engine for hidden states of the target.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.tree import Shape, TreeBatch
+from decode.defaults import default_tree
+from decode.tree import Drawing, Shape, Tree
+from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling
-
-# How the children of one node were chosen, which is what a verifier's correctness rests on:
-#   without_replacement  drawn from q one after another, each removed from q before the next
-#   with_replacement     drawn from q independently; siblings may repeat a token
-#   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
-#   deterministic        a function of the context alone, such as the k most probable tokens
-# What was drawn at random is never pruned afterwards: that looks at the outcome, and breaks every rule but "exact".
-Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,31 +72,55 @@ class Session(Protocol):
 
 
 class Proposer(Protocol):
-    """A way of drafting. It holds models and settings; what changes while decoding lives in its
-    sessions.
+    """A method of drafting. It holds models and settings; what changes while decoding lives in its sessions.
+
+    `start` is all that must be written; a class that names `Proposer` as its base inherits the rest, which suits a
+    proposer whose drafts the context determines. For example one that always drafts the root's token again:
+
+        class Repeat(Proposer):
+            def start(self, prompts, tree, drawing, sampling, max_new_tokens, hidden_BTH, device):
+                return RepeatSession(TreeBatch.build(tree, device), [prompt[-1] for prompt in prompts])
+
+        class RepeatSession(Session):
+            def __init__(self, tree, last):
+                self.tree, self.last = tree, last
+
+            def propose(self, u_BN):
+                tokens_BM = torch.tensor([[-1] + [token] * self.tree.parents_RN.shape[1] for token in self.last])
+                return Proposal(self.tree, tokens_BM, None, "deterministic")
+
+            def commit(self, outcome):
+                self.last = [tokens[-1] if tokens else 0 for tokens in outcome.tokens]
+
+            def select_rows(self, rows):
+                self.last = [self.last[row] for row in rows]
+
+        SpeculativeDecoder(target, Repeat()).generate([[1, 2, 3]])
     """
 
-    drafts: int
-    """How many laws a node's children are drawn from in turn; 1 but for several draft models."""
+    drafts: int = 1
+    """How many distributions a node's children are drawn from in turn; 1 but for several draft models."""
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty
-        for none.
-        """
+    hidden_layers: tuple[int, ...] = ()
+    """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for none."""
+
+    def default_tree(self) -> Tree:
+        """The tree that is drafted when none is named."""
+        return default_tree()
 
     def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        """The ways in which it can choose children on such a tree above temperature 0. At temperature 0 every
+        """The methods by which it can choose children on such a tree above temperature 0. At temperature 0 every
         proposer is deterministic.
         """
+        return frozenset({"deterministic"})
 
     def check(self, target: PreTrainedModel, tree: Shape) -> None:
-        """Raise ValueError, in one line with the fix, when it cannot draft this tree for this
-        target.
-        """
+        """Raise ValueError, in one line with the fix, when it cannot draft this tree for this target."""
+        return
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError when a prompt and its answer do not fit the context."""
+        return
 
     def start(
         self,

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
-from decode.propose.protocol import Drawing, Outcome, Proposal
+from decode.propose.protocol import Outcome, Proposal, Proposer
 from decode.suffix_index import SuffixIndex
-from decode.tree import Shape
+from decode.tree import Drawing, Shape
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import Sampling
 
@@ -23,24 +23,17 @@ from draftsmith_core.sampling import Sampling
 CONTINUATIONS = 32
 
 
-class RetrievalProposer:
+class RetrievalProposer(Proposer):
     """Drafts from a suffix index of token sequences.
 
     The longest end of the text, of at most `max_suffix` and at least `min_suffix` tokens, that occurs in the index is
     looked up; the prefixes of what followed it are kept by how often they occur.
     """
 
-    drafts = 1
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, index: SuffixIndex, max_suffix: int = 16, min_suffix: int = 2) -> None:
         if not 1 <= min_suffix <= max_suffix:
             raise ValueError(f"max_suffix={max_suffix}, min_suffix={min_suffix}: needs 1 <= min_suffix <= max_suffix")
         self.index, self.max_suffix, self.min_suffix = index, max_suffix, min_suffix
-
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
-        """Copying draws nothing."""
-        return frozenset({"deterministic"})
 
     def check(self, target: PreTrainedModel, tree: Shape) -> None:
         """Refuse trees that grow by confidence, and an index of tokens that the target does not have."""
@@ -50,9 +43,6 @@ class RetrievalProposer:
                 f"retrieval index holds token {self.index.largest}, the target's vocabulary ends at "
                 f"{vocabulary_size(target) - 1}: build the index with the target's tokenizer"
             )
-
-    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Any length will do."""
 
     def start(
         self,

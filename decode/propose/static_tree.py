@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from decode.forward import Block
-from decode.propose.protocol import Drawing, Outcome, Proposal
-from decode.tree import Tree, TreeBatch, grow_batch
+from decode.propose.protocol import Outcome, Proposal
+from decode.tree import Drawing, Tree
+from decode.tree_batch import TreeBatch, ancestor_mask, grow_batch
 from draftsmith_core.sampling import (
     Sampling,
     draw,
@@ -137,7 +138,12 @@ class Plan:
             for end in range(tree.depth + 1)
         ]
         return Plan(
-            tree, device, tuple(levels), tuple(cells), tuple(chosen), tuple(cut.on(target_device) for cut in cuts)
+            tree,
+            device,
+            tuple(levels),
+            tuple(cells),
+            tuple(chosen),
+            tuple(TreeBatch.build(cut, target_device) for cut in cuts),
         )
 
     def block(self, depth: int, width: int) -> Block:
@@ -153,7 +159,7 @@ class Plan:
         sees_TT = torch.zeros(total, total, dtype=torch.bool)
         sees_TT[:, :width] = True
         nodes = torch.tensor(self.chosen[1:], dtype=torch.long) - 1
-        sees_TT[width:, width:] = self.tree.ancestors[nodes][:, nodes]
+        sees_TT[width:, width:] = ancestor_mask(self.tree)[nodes][:, nodes]
         blocks, end = [], width
         for level in self.levels[:-1]:
             begin, end = end, end + level.count

@@ -1,29 +1,198 @@
-"""Verification rules: `VERIFIERS` maps the name a user writes to the rule and its domain."""
+"""Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
 
-from decode.verify.block import BLOCK
-from decode.verify.exact import EXACT
-from decode.verify.greedy import GREEDY
-from decode.verify.kseq import KSEQ
-from decode.verify.mcsd import MCSD
-from decode.verify.naive import NAIVE
-from decode.verify.rule import Verdict, Verifier
-from decode.verify.specinfer import MCSD_REPLACEMENT, SPECINFER
-from decode.verify.speculative import SPECULATIVE
-from decode.verify.traversal import TRAVERSAL
-from decode.verify.typical import TYPICAL
+This module needs no torch, so that help texts and option checks can read the table at once; the code of a rule is
+imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)` in a file of this package and enter
+it in the table. A rule of your own need not be in the table: pass a `Verifier` to `SpeculativeDecoder`.
 
-VERIFIERS: dict[str, Verifier] = {
-    "exact": EXACT,
-    "naive": NAIVE,
-    "speculative": SPECULATIVE,
-    "mcsd": MCSD,
-    "mcsd_replacement": MCSD_REPLACEMENT,
-    "specinfer": SPECINFER,
-    "kseq": KSEQ,
-    "greedy": GREEDY,
-    "block": BLOCK,
-    "traversal": TRAVERSAL,
-    "typical": TYPICAL,
-}
+Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
+"""
 
-__all__ = ["VERIFIERS", "Verdict", "Verifier"]
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from decode.tree import Drawing, Growth, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from decode.propose.protocol import Proposal
+    from decode.tree_batch import TreeBatch
+    from decode.verify.rule import Verdict
+
+# `run(proposal, p_BMV, u_BU)`, see `Verifier`.
+Rule = Callable[["Proposal", "Tensor", "Tensor | None"], "Verdict"]
+
+
+def uniforms_per_sibling(tree: "TreeBatch") -> int:
+    """One uniform for each depth and sibling rank, one for the last token."""
+    return sum(tree.widths) + 1
+
+
+def uniforms_per_depth(tree: "TreeBatch") -> int:
+    """One uniform per depth, one for the last token."""
+    return tree.depth + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifier:
+    """A verification rule and its domain.
+
+    name, title (at most 60 characters) and paper are shown to users. lossless: the output follows the target's
+    distribution. chains_only: not valid on trees that branch. several_drafts: siblings may come from different
+    distributions. drawings: the methods of drawing siblings that it is valid for, the one it prefers first.
+
+    `run(proposal, p_BMV, u_BU)` takes the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
+    `[B, U]` with U = `uniforms(tree)`, and returns a `Verdict`. `u_BU` is None at temperature 0: p is then one-hot, so
+    that every lossless rule comes to `exact` and it does not matter how siblings were chosen.
+    """
+
+    name: str
+    title: str
+    paper: str
+    lossless: bool = True
+    chains_only: bool = False
+    several_drafts: bool = False
+    drawings: tuple[Drawing, ...]
+    uniforms: Callable[["TreeBatch"], int]
+    run: Rule
+
+    def check(self, tree: Shape, drawing: Drawing | None, drafts: int = 1) -> None:
+        """Raise ValueError, in one line with the fix, when the rule is not valid for this tree, this drawing or this
+        number of drafts. A `drawing` of None stands for temperature 0, at which any will do.
+        """
+        if self.chains_only and not tree.is_chain:
+            raise ValueError(
+                f"verifier '{self.name}' is valid on chains only, and this tree branches; "
+                f"use verifier mcsd or exact, or a tree such as chain:{tree.depth}"
+            )
+        if drawing is None:
+            return
+        if isinstance(tree, Growth):
+            drawing = "deterministic"
+        if drawing not in self.drawings:
+            raise ValueError(
+                f"verifier '{self.name}' is not valid for drafts drawn '{drawing}' "
+                f"(only {', '.join(self.drawings)}); use verifier exact"
+            )
+        if drafts > 1 and not self.several_drafts:
+            raise ValueError(
+                f"verifier '{self.name}' takes all siblings from one draft, and there are {drafts}; "
+                f"use verifier specinfer or exact, or a single draft"
+            )
+
+
+def _in(module: str) -> Rule:
+    """The function `verify` of a module of this package, imported when it is first called."""
+
+    def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
+        verify: Rule = import_module(f"decode.verify.{module}").verify
+        return verify(proposal, p_BMV, u_BU)
+
+    return run
+
+
+_TABLE = (
+    Verifier(
+        name="exact",
+        title="draw from the target, accept the child that it hits",
+        paper="Yang et al. 2024, arXiv 2401.06706 (naive sampling)",
+        several_drafts=True,
+        # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how they were chosen.
+        drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
+        uniforms=uniforms_per_depth,
+        run=_in("exact"),
+    ),
+    Verifier(
+        # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That comes to one draw
+        # from p and a look whether a child carries it, so it runs as `exact`; it only prefers other trees. With the
+        # most probable tokens as children, which the context determines, no rule accepts more at a node.
+        name="naive",
+        title="EAGLE-2's rule: exact, on the most probable children",
+        paper="Li et al. 2024, arXiv 2406.16858",
+        several_drafts=True,
+        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        uniforms=uniforms_per_depth,
+        run=_in("exact"),
+    ),
+    Verifier(
+        name="speculative",
+        title="accept with min(1, p/q), else draw from what q missed",
+        paper="Leviathan et al. 2023, arXiv 2211.17192",
+        chains_only=True,
+        # One draw per node, so how a second one would be drawn does not matter.
+        drawings=("without_replacement", "with_replacement", "deterministic"),
+        uniforms=uniforms_per_depth,
+        run=_in("speculative"),
+    ),
+    Verifier(
+        name="mcsd",
+        title="multi-candidate, siblings drawn without replacement",
+        paper="Yang et al. 2024, arXiv 2401.06706",
+        drawings=("without_replacement", "deterministic"),
+        uniforms=uniforms_per_sibling,
+        run=_in("mcsd"),
+    ),
+    Verifier(
+        name="mcsd_replacement",
+        title="multi-candidate, siblings of one draft with replacement",
+        paper="Yang et al. 2024, arXiv 2401.06706",
+        drawings=("with_replacement",),
+        uniforms=uniforms_per_sibling,
+        run=_in("specinfer"),
+    ),
+    Verifier(
+        name="specinfer",
+        title="siblings drawn independently, from one or several drafts",
+        paper="Miao et al. 2023, arXiv 2305.09781",
+        several_drafts=True,
+        drawings=("with_replacement",),
+        uniforms=uniforms_per_sibling,
+        run=_in("specinfer"),
+    ),
+    Verifier(
+        name="kseq",
+        title="SpecTr's K-SEQ: independent siblings, one common rule",
+        paper="Sun et al. 2023, arXiv 2310.15141",
+        drawings=("with_replacement",),
+        uniforms=uniforms_per_sibling,
+        run=_in("kseq"),
+    ),
+    Verifier(
+        name="greedy",
+        title="top tokens and one drawn, in a single speculative step",
+        paper="Hu et al. 2025, arXiv 2502.18779",
+        drawings=("top_and_one",),
+        uniforms=lambda tree: 2 * tree.depth + 1,
+        run=_in("greedy"),
+    ),
+    Verifier(
+        name="block",
+        title="a chain's tokens accepted jointly, the best on one path",
+        paper="Sun et al. 2024, arXiv 2403.10444",
+        chains_only=True,
+        drawings=("without_replacement", "deterministic"),
+        uniforms=uniforms_per_depth,
+        run=_in("block"),
+    ),
+    Verifier(
+        name="traversal",
+        title="whole paths from the leaves up; on a chain, block",
+        paper="Weng et al. 2025, arXiv 2505.12398",
+        drawings=("without_replacement", "deterministic"),
+        uniforms=lambda tree: max(tree.parents_RN.shape[1], tree.depth) + 1,
+        run=_in("traversal"),
+    ),
+    Verifier(
+        name="typical",
+        title="LOSSY: keep the longest path of plausible tokens",
+        paper="Cai et al. 2024, arXiv 2401.10774",
+        lossless=False,
+        several_drafts=True,
+        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        uniforms=lambda tree: 1,
+        run=_in("typical"),
+    ),
+)
+VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _TABLE}

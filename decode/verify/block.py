@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Verdict, Verifier, chain_nodes, finish, landing, match, one_a_depth, walk
+from decode.verify.exact import verify as exact
+from decode.verify.rule import Verdict, chain_nodes, finish, landing, walk
 from draftsmith_core.sampling import draw
 
 
@@ -21,7 +22,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     end of the chain from p. A deterministic chain is the case of one-hot q, in which the rule is `exact`.
     """
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     tree, rows, depth = proposal.tree, p_BMV.shape[0], proposal.tree.depth
     if proposal.q_BEV is None or depth == 0:
         return walk(proposal, p_BMV, u_BU, landing, per_node=1)
@@ -71,16 +72,3 @@ def keep(w: Tensor, mass: Tensor) -> Tensor:
     """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of it is refused."""
     lack = 1 - w
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
-
-
-BLOCK = Verifier(
-    name="block",
-    title="a chain's tokens accepted jointly, the best on one path",
-    paper="Sun et al. 2024, arXiv 2403.10444",
-    lossless=True,
-    chains_only=True,
-    several_drafts=False,
-    drawings=("without_replacement", "deterministic"),
-    uniforms=one_a_depth,
-    run=verify,
-)

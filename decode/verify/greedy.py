@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Node, Verdict, Verifier, land, match, nowhere, residual, walk
+from decode.verify.exact import verify as exact
+from decode.verify.rule import Node, Verdict, land, nowhere, residual, walk
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
@@ -17,7 +18,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     renormalised. With one child a node this is speculative sampling.
     """
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, at_node, per_node=2)
 
 
@@ -48,16 +49,3 @@ def rest(q_BV: Tensor, top_BK: Tensor) -> Tensor:
     x_BK = top_BK.clamp(min=0)
     left_BV = q_BV.scatter_add(1, x_BK, -q_BV.gather(1, x_BK).masked_fill(top_BK < 0, 0.0))
     return left_BV.div_(left_BV.sum(1, keepdim=True).clamp_(min=torch.finfo(q_BV.dtype).tiny))
-
-
-GREEDY = Verifier(
-    name="greedy",
-    title="top tokens and one drawn, in a single speculative step",
-    paper="Hu et al. 2025, arXiv 2502.18779",
-    lossless=True,
-    chains_only=False,
-    several_drafts=False,
-    drawings=("top_and_one",),
-    uniforms=lambda tree: 2 * tree.depth + 1,
-    run=verify,
-)

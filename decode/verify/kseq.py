@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Node, Verdict, Verifier, first, match, nowhere, one_a_sibling, walk
+from decode.verify.exact import verify as exact
+from decode.verify.rule import Node, Verdict, first, nowhere, walk
 
 HALVINGS = 20  # of [1, k]; rho is then within 1e-5 of its root, which costs as much acceptance and no exactness
 
@@ -22,7 +23,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     children on offer; for one this is speculative sampling.
     """
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, at_node, per_node=None)
 
 
@@ -73,16 +74,3 @@ def solve(p_BV: Tensor, q_BV: Tensor, count_B1: Tensor) -> Tensor:
 def accept(beta_B1: Tensor, count_B1: Tensor) -> Tensor:
     """1 - (1 - beta)^k, without cancellation."""
     return -torch.expm1(count_B1 * torch.log1p(-beta_B1))
-
-
-KSEQ = Verifier(
-    name="kseq",
-    title="SpecTr's K-SEQ: independent siblings, one common rule",
-    paper="Sun et al. 2023, arXiv 2310.15141",
-    lossless=True,
-    chains_only=False,
-    several_drafts=False,
-    drawings=("with_replacement",),
-    uniforms=one_a_sibling,
-    run=verify,
-)

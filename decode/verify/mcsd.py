@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
+from decode.verify.exact import verify as exact
 from decode.verify.rule import (
     Node,
     Rows,
     Verdict,
-    Verifier,
     among,
     landing,
-    match,
     nowhere,
-    one_a_sibling,
     residual,
     walk,
 )
@@ -32,7 +30,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     deterministic child counts as q(x) = 1.
     """
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, landing, per_node=1)
     return walk(proposal, p_BMV, u_BU, lambda node: in_turn(node, replacement=False), per_node=None)
@@ -83,16 +81,3 @@ def without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
     """
     rest_BV = q_BV.scatter(1, x_B1, 0.0)
     return rest_BV.div_(rest_BV.sum(-1, keepdim=True).clamp_(min=torch.finfo(rest_BV.dtype).tiny))
-
-
-MCSD = Verifier(
-    name="mcsd",
-    title="multi-candidate, siblings drawn without replacement",
-    paper="Yang et al. 2024, arXiv 2401.06706",
-    lossless=True,
-    chains_only=False,
-    several_drafts=False,
-    drawings=("without_replacement", "deterministic"),
-    uniforms=one_a_sibling,
-    run=verify,
-)

@@ -1,4 +1,4 @@
-"""What a verification rule is, where it is valid, and what it returns.
+"""What verification rules return, and the walk down a tree that most of them share.
 
 Legend: B rows, D depth, K siblings, M nodes with the root, V vocabulary, U uniforms a row.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.propose.protocol import Drawing, Proposal
-from decode.tree import Growth, Shape, TreeBatch
+from decode.propose.protocol import Proposal
+from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import draw
 
 # Some rows of a batch, or all.
@@ -32,51 +32,6 @@ class Verdict:
     nodes_BD: Tensor
     accepted_B: Tensor
     open_B: Tensor
-
-
-@dataclass(frozen=True)
-class Verifier:
-    """A verification rule and its domain.
-
-    `drawings` are the ways of drawing siblings that it is valid for, the one it prefers first; `several_drafts` says
-    that siblings may come from different laws. `run(proposal, p_BMV, u_BU)` takes fp32 target laws at every node and
-    float64 uniforms (`uniforms(tree)` a row); None says that p is one-hot (temperature 0), where all lossless rules
-    are `match` and how siblings were chosen does not matter. `title` (at most 60 characters) and `paper` are shown.
-    """
-
-    name: str
-    title: str
-    paper: str
-    lossless: bool
-    chains_only: bool
-    several_drafts: bool
-    drawings: tuple[Drawing, ...]
-    uniforms: Callable[[TreeBatch], int]
-    run: Callable[[Proposal, Tensor, Tensor | None], Verdict]
-
-    def check(self, tree: Shape, drawing: Drawing | None, drafts: int = 1) -> None:
-        """Raise ValueError, in one line with the fix, when the rule is not valid for this tree, this drawing or this
-        number of drafts. A `drawing` of None stands for temperature 0, at which any will do.
-        """
-        if self.chains_only and not tree.is_chain:
-            raise ValueError(
-                f"verifier '{self.name}' is valid on chains only, and this tree branches; "
-                f"use verifier mcsd or exact, or a tree such as chain:{tree.depth}"
-            )
-        if drawing is None:
-            return
-        if isinstance(tree, Growth):
-            drawing = "deterministic"
-        if drawing not in self.drawings:
-            raise ValueError(
-                f"verifier '{self.name}' is not valid for drafts drawn '{drawing}' "
-                f"(only {', '.join(self.drawings)}); use verifier exact"
-            )
-        if drafts > 1 and not self.several_drafts:
-            raise ValueError(
-                f"verifier '{self.name}' takes all siblings from one draft, and there are {drafts}; "
-                f"use verifier specinfer or exact, or a single draft"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,79 +186,6 @@ def finish_at(proposal: Proposal, node_B: Tensor, final_B: Tensor) -> Verdict:
     return finish(proposal, nodes, accepted_B, open_B, final_B)
 
 
-def match(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
-    """Draw y from the target's law at each node reached; descend while a child carries y; emit the
-    first y that none does.
-
-    The output is drawn from the target alone, so this is lossless whatever was drafted. It is also
-    what every lossless rule comes to when p is one-hot, and `u_BU` is then None.
-    """
-    if u_BU is None and p_BMV.device.type == "cpu":
-        return _match_on_host(proposal, p_BMV)
-    tree, tokens_BM = proposal.tree, proposal.tokens_BM
-    rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
-    children_BMK = tree.children_RMK.expand(len(rows_B), -1, -1)
-    # max is several times faster than argmax on a CPU, and a one-hot law has no ties.
-    best_BM = p_BMV.max(-1).indices if u_BU is None else None
-    at_B = torch.zeros_like(rows_B)
-    walking_B = torch.ones_like(rows_B, dtype=torch.bool)
-    open_B = torch.zeros_like(walking_B)
-    accepted_B = torch.zeros_like(at_B)
-    final_B = at_B
-    nodes: list[Tensor] = []
-    for depth in range(tree.depth + 1):
-        if nowhere(walking_B):
-            nodes += [torch.zeros_like(at_B)] * (tree.depth - depth)
-            break
-        if best_BM is not None:
-            y_B = best_BM[rows_B, at_B]
-        else:
-            assert u_BU is not None
-            y_B = draw(p_BMV[rows_B, at_B], u_BU[:, depth])
-        final_B = torch.where(walking_B, y_B, final_B)
-        if depth == tree.depth:
-            break
-        kids_BK = children_BMK[rows_B, at_B]
-        offer_BK = tokens_BM.gather(1, kids_BK)
-        # At most one sibling carries y when siblings differ; with repeated tokens the first in rank
-        # order stands.
-        hit_BK = offer_BK == y_B.unsqueeze(1)
-        next_B = kids_BK.gather(1, first(hit_BK).clamp(min=0).unsqueeze(1)).squeeze(1)
-        next_B = torch.where(hit_BK.any(1) & walking_B, next_B, 0)
-        open_B = open_B | (walking_B & (next_B == 0) & (offer_BK >= 0).any(1))
-        walking_B = next_B > 0
-        accepted_B = accepted_B + walking_B
-        at_B = torch.where(walking_B, next_B, at_B)
-        nodes.append(next_B)
-    return finish(proposal, nodes, accepted_B, open_B, final_B)
-
-
-def _match_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
-    """`match` at temperature 0 where tensors can be read without waiting: a walk over lists, a tenth of the time."""
-    tree = proposal.tree
-    best_BM, tokens_BM = p_BMV.max(-1).indices.tolist(), proposal.tokens_BM.tolist()
-    children_RMK = tree.children_RMK.tolist()
-    paths: list[list[int]] = []
-    emitted: list[list[int]] = []
-    opened: list[bool] = []
-    for row, (best_M, tokens_M) in enumerate(zip(best_BM, tokens_BM, strict=True)):
-        children_MK = children_RMK[row if tree.rows > 1 else 0]
-        path, at = [], 0
-        while True:
-            offered = [kid for kid in children_MK[at] if kid and tokens_M[kid] >= 0] if tree.depth else []
-            at_next = next((kid for kid in offered if tokens_M[kid] == best_M[at]), 0)
-            if not at_next:
-                break
-            at = at_next
-            path.append(at)
-        opened.append(bool(offered))
-        emitted.append([*(tokens_M[node] for node in path), best_M[at], *[0] * (tree.depth - len(path))])
-        paths.append(path + [0] * (tree.depth - len(path)))
-    accepted = [sum(node > 0 for node in path) for path in paths]
-    nodes_BD = torch.tensor(paths, dtype=torch.long).view(len(paths), tree.depth)
-    return Verdict(torch.tensor(emitted), nodes_BD, torch.tensor(accepted), torch.tensor(opened))
-
-
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """norm((p - q)+), the law left to draw from after a token of q was refused; rows of `[B, V]`.
 
@@ -315,13 +197,3 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     left_BV = (p_BV - q_BV).clamp_(min=0)
     mass_B1 = left_BV.sum(-1, keepdim=True)
     return torch.where(mass_B1 > 0, left_BV / mass_B1, p_BV)
-
-
-def one_a_sibling(tree: TreeBatch) -> int:
-    """One uniform for each depth and sibling rank, one for the last token."""
-    return sum(tree.widths) + 1
-
-
-def one_a_depth(tree: TreeBatch) -> int:
-    """One uniform a depth, one for the last token."""
-    return tree.depth + 1

@@ -6,8 +6,9 @@ al. 2024, arXiv 2401.06706).
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
+from decode.verify.exact import verify as exact
 from decode.verify.mcsd import in_turn
-from decode.verify.rule import Verdict, Verifier, match, one_a_sibling, walk
+from decode.verify.rule import Verdict, walk
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
@@ -16,30 +17,5 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     again.
     """
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, lambda node: in_turn(node, replacement=True), per_node=None)
-
-
-SPECINFER = Verifier(
-    name="specinfer",
-    title="siblings drawn independently, from one or several drafts",
-    paper="Miao et al. 2023, arXiv 2305.09781",
-    lossless=True,
-    chains_only=False,
-    several_drafts=True,
-    drawings=("with_replacement",),
-    uniforms=one_a_sibling,
-    run=verify,
-)
-
-MCSD_REPLACEMENT = Verifier(
-    name="mcsd_replacement",
-    title="multi-candidate, siblings of one draft with replacement",
-    paper="Yang et al. 2024, arXiv 2401.06706",
-    lossless=True,
-    chains_only=False,
-    several_drafts=False,
-    drawings=("with_replacement",),
-    uniforms=one_a_sibling,
-    run=verify,
-)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Verdict, Verifier, chain_nodes, finish, match, nowhere, one_a_depth, residual
+from decode.verify.exact import verify as exact
+from decode.verify.rule import Verdict, chain_nodes, finish, nowhere, residual
 from draftsmith_core.sampling import draw
 
 
@@ -20,7 +21,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     After a fully accepted chain the last token is drawn from p. All depths are tested at once.
     """
     if u_BU is None or proposal.tree.depth == 0:
-        return match(proposal, p_BMV, None if u_BU is None else u_BU[:, -1:])
+        return exact(proposal, p_BMV, None if u_BU is None else u_BU[:, -1:])
     tree, rows, depth = proposal.tree, p_BMV.shape[0], proposal.tree.depth
     u_BU = u_BU.to(p_BMV.device)
     rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)
@@ -50,17 +51,3 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
             q_BV = proposal.q_BEV[rows_B1, slots_BD.gather(1, last_B1)].squeeze(1)
         law_BV = torch.where(open_B.unsqueeze(1), residual(law_BV, q_BV), law_BV)
     return finish(proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(law_BV, u_BU[:, -1]))
-
-
-SPECULATIVE = Verifier(
-    name="speculative",
-    title="accept with min(1, p/q), else draw from what q missed",
-    paper="Leviathan et al. 2023, arXiv 2211.17192",
-    lossless=True,
-    chains_only=True,
-    several_drafts=False,
-    # One draw a node, so how a second one would be drawn does not matter.
-    drawings=("without_replacement", "with_replacement", "deterministic"),
-    uniforms=one_a_depth,
-    run=verify,
-)

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.tree import TreeBatch
+from decode.tree_batch import TreeBatch
 from decode.verify.block import keep, weight
+from decode.verify.exact import verify as exact
 from decode.verify.mcsd import without
-from decode.verify.rule import ALL, Rows, Verdict, Verifier, among, finish_at, landing, match, nowhere, walk
+from decode.verify.rule import ALL, Rows, Verdict, among, finish_at, landing, nowhere, walk
 from draftsmith_core.sampling import draw
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """The rule above. With deterministic children, q one-hot for each, it comes to `exact` and runs as that."""
     if u_BU is None:
-        return match(proposal, p_BMV, None)
+        return exact(proposal, p_BMV, None)
     if proposal.q_BEV is None or proposal.tree.depth == 0:
         return walk(proposal, p_BMV, u_BU, landing, per_node=1)
     return around(proposal, p_BMV, u_BU.to(p_BMV.device))
@@ -173,16 +174,3 @@ def _events(tree: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
     events_RS.scatter_(1, torch.where(exists_RM, enter_RM, spare), numbers_RM)
     events_RS.scatter_(1, torch.where(exists_RM, leave_RM, spare), -numbers_RM)
     return events_RS[:, : 2 * (total - 1)], depths_RM, inner_RM
-
-
-TRAVERSAL = Verifier(
-    name="traversal",
-    title="whole paths from the leaves up; on a chain, block",
-    paper="Weng et al. 2025, arXiv 2505.12398",
-    lossless=True,
-    chains_only=False,
-    several_drafts=False,
-    drawings=("without_replacement", "deterministic"),
-    uniforms=lambda tree: max(tree.parents_RN.shape[1], tree.depth) + 1,
-    run=verify,
-)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Verdict, Verifier, finish_at, match
+from decode.verify.exact import verify as exact
+from decode.verify.rule import Verdict, finish_at
 from draftsmith_core.sampling import draw
 
 EPSILON = 0.09  # no token of at least this probability is refused
@@ -22,7 +23,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     At temperature 0 p is one-hot, and only the most probable token is plausible: plain token equality.
     """
     if u_BU is None or proposal.tree.depth == 0:
-        return match(proposal, p_BMV, u_BU)
+        return exact(proposal, p_BMV, u_BU)
     tree, tokens_BM = proposal.tree, proposal.tokens_BM
     rows = len(tokens_BM)
     rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)
@@ -39,16 +40,3 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     best = torch.nn.functional.pad(score_BN, (1, 0), value=0.75).max(1)
     law_BV = p_BMV[rows_B1, best.indices.unsqueeze(1)].squeeze(1)
     return finish_at(proposal, best.indices, draw(law_BV, u_BU[:, 0]))
-
-
-TYPICAL = Verifier(
-    name="typical",
-    title="LOSSY: keep the longest path of plausible tokens",
-    paper="Cai et al. 2024, arXiv 2401.10774",
-    lossless=False,
-    chains_only=False,
-    several_drafts=True,
-    drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
-    uniforms=lambda tree: 1,
-    run=verify,
-)

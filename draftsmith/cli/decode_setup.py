@@ -17,10 +17,11 @@ from decode import (
     VERIFIERS,
     DraftModelProposer,
     Growth,
-    LookaheadProposer,
     Proposer,
     Shape,
     SpeculativeDecoder,
+    default_tree,
+    default_verifier,
     parse_tree,
 )
 from decode.propose.candidate_trie import check_static
@@ -29,14 +30,11 @@ from drafts.heads import HEADS
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint, draft_kind, load_draft
-from draftsmith.cli.method_table import copying
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.models import Quantize, check_tokenizer, dtype_name, fingerprint, load_model
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import Tokenizer, check_source, load_tokenizer
-
-CHAIN = 4  # tokens drafted a step when no tree is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +187,18 @@ def choose(config: DecodeConfig) -> Choice | None:
     """The way of drafting that the options name, None for the target alone; reads small files only."""
     name = config.proposer or _usual_proposer(config.draft)
     try:
-        shape = parse_tree(config.tree or f"chain:{CHAIN}", read_tree_file)
+        shape = default_tree() if config.tree is None else parse_tree(config.tree, read_tree_file)
         _check_needs(config, name)
         if name == "none":
             return None
-        if name == "lookahead" and config.tree is None:
-            shape = LookaheadProposer().shape()
-        verifier = config.verifier or _usual_verifier(name, len(config.draft), shape)
+        if config.tree is None:
+            shape = default_tree(name)
+        draws = PROPOSERS[name].draws
+        verifier = config.verifier or default_verifier(shape, draws=draws, drafts=len(config.draft))
         _check_together(name, config.draft, shape, verifier)
     except ValueError as error:
         raise InputError(str(error)) from None
-    spec = config.tree or ("its own" if name == "lookahead" else f"chain:{CHAIN}")
+    spec = config.tree or ("its own" if name == "lookahead" else f"chain:{shape.depth}")
     return Choice(name, spec, shape, verifier)
 
 
@@ -220,14 +219,6 @@ def _kind(draft: str) -> str:
     if kind not in PROPOSERS:
         raise InputError(f"--draft {draft}: is a head of kind {kind!r}; heads that draft here are {', '.join(HEADS)}")
     return kind
-
-
-def _usual_verifier(proposer: str, drafts: int, shape: Shape) -> str:
-    if isinstance(shape, Growth) or proposer in copying():
-        return "exact"
-    if drafts > 1:
-        return "specinfer"
-    return "speculative" if shape.is_chain else "mcsd"
 
 
 def _check_needs(config: DecodeConfig, proposer: str) -> None:
@@ -267,7 +258,7 @@ def _check_drafts(names: list[str], proposer: str, needs: str) -> None:
 
 def _check_together(proposer: str, drafts: list[str], shape: Shape, verifier: str) -> None:
     """What can be known without the models; the decoder checks the rest once they are there."""
-    copies = proposer in copying()
+    copies = not PROPOSERS[proposer].draws
     if copies:
         check_static(proposer, shape)
     if isinstance(shape, Growth) and len(drafts) > 1:
@@ -313,5 +304,5 @@ def _within_heads(choice: Choice, drafts: list[Draft], usual: bool) -> Choice:
     """The usual chain is no longer than there are heads."""
     if not (usual and drafts and isinstance(drafts[0], MedusaHeads | HydraHeads)):
         return choice
-    spec = f"chain:{min(CHAIN, drafts[0].config.num_heads)}"
-    return dataclasses.replace(choice, spec=spec, shape=parse_tree(spec))
+    shape = default_tree(heads=drafts[0].config.num_heads)
+    return dataclasses.replace(choice, spec=f"chain:{shape.depth}", shape=shape)

@@ -1,0 +1,210 @@
+"""What is chosen where nothing is named, and that listing the choices needs no torch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import benchmarks.methods
+import draftsmith.cli.decode_setup
+import eval.config
+from decode import (
+    PROPOSERS,
+    TREES,
+    VERIFIERS,
+    DraftModelProposer,
+    LookaheadProposer,
+    PromptLookupProposer,
+    Proposal,
+    Proposer,
+    Session,
+    SpeculativeDecoder,
+    Tree,
+    Verifier,
+    default_tree,
+    default_verifier,
+    parse_tree,
+)
+from decode.tree_batch import TreeBatch
+from decode.verify import uniforms_per_depth
+from decode.verify.exact import verify
+from draftsmith_core.sampling import Sampling, generator, row_seed
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
+READS = {"static:tree.json": {"parents": [-1, -1, 0]}, "sequoia:a.json": {"acceptance": [0.6], "nodes": 4, "depth": 4}}
+
+
+def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=eos,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4)
+    model.eval()
+    return model
+
+
+def test_the_tables_need_no_torch() -> None:
+    code = (
+        "import sys, decode\n"
+        "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): decode.default_verifier(decode.parse_tree(name))\n"
+        "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS and decode.default_tree()\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from decode import *\n"
+        "assert SpeculativeDecoder.__module__ == 'decode.engine'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'Speculative'"):
+        decode_module: Any = sys.modules["decode"]
+        _ = decode_module.Speculative
+
+
+@pytest.mark.parametrize(
+    ("spec", "drawn", "several"),
+    [
+        ("chain:4", "speculative", "specinfer"),
+        ("chain:4,stop=0.3", "speculative", "specinfer"),
+        ("kary:4,2,2", "mcsd", "specinfer"),
+        ("kary:1,1", "speculative", "specinfer"),
+        ("static:tree.json", "mcsd", "specinfer"),
+        ("sequoia:a.json", "speculative", "specinfer"),
+        ("eagle2", "exact", "exact"),
+        ("opt", "exact", "exact"),
+    ],
+)
+def test_the_verifier_that_suits_a_tree(spec: str, drawn: str, several: str) -> None:
+    tree = parse_tree(spec, lambda file: READS[f"{spec.split(':')[0]}:{file}"])
+    assert default_verifier(tree) == drawn
+    assert default_verifier(tree, drafts=2) == several
+    assert default_verifier(tree, draws=False) == default_verifier(tree, draws=False, drafts=2) == "exact"
+    assert VERIFIERS[drawn].lossless and VERIFIERS[several].lossless
+    VERIFIERS[drawn].check(tree, "without_replacement")
+
+
+def test_there_is_one_answer_for_all_callers() -> None:
+    for caller in (eval.config, draftsmith.cli.decode_setup):
+        assert vars(caller)["default_verifier"] is default_verifier
+    assert not [name for name in vars(benchmarks.methods) if "verifier" in name]
+
+
+def test_the_tree_that_suits_a_proposer() -> None:
+    assert default_tree() == parse_tree("chain:4") and default_tree("medusa", heads=3) == parse_tree("chain:3")
+    assert {name: default_tree(name).is_chain for name in PROPOSERS} == {n: n != "lookahead" for n in PROPOSERS}
+    target = tiny(1)
+    assert SpeculativeDecoder(target, LookaheadProposer()).tree == default_tree("lookahead")
+    assert SpeculativeDecoder(target, PromptLookupProposer()).tree == parse_tree("chain:4")
+
+
+@pytest.mark.parametrize("tree", [None, "kary:4,2,2", "chain:2", "eagle2:depth=2,beam=2,nodes=4"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_decoder_needs_a_target_and_a_proposer(tree: str | None, several: bool) -> None:
+    target, drafts = tiny(1), [tiny(2), tiny(3)] if several else [tiny(2)]
+    if several and tree is not None and tree.startswith("eagle2"):
+        pytest.skip("several drafts grow no tree")
+    decoder = SpeculativeDecoder(target, DraftModelProposer(drafts), tree)
+    plain = SpeculativeDecoder(target).generate(PROMPTS, GREEDY, 20)
+    assert [g.output_ids for g in decoder.generate(PROMPTS, max_new_tokens=20).generations] == [
+        g.output_ids for g in plain.generations
+    ]
+
+
+def test_trees_and_verifiers_without_a_proposer_are_refused() -> None:
+    for tree, verifier in (("chain:4", None), (None, "exact")):
+        with pytest.raises(ValueError, match="proposer=None drafts nothing; leave them out"):
+            SpeculativeDecoder(tiny(1), None, tree, verifier)
+
+
+def test_a_seed_gives_every_row_its_own_generator() -> None:
+    decoder = SpeculativeDecoder(tiny(1), DraftModelProposer(tiny(2)), "kary:2,2")
+    warm = Sampling(temperature=1.0)
+
+    def outputs(**options: Any) -> list[list[int]]:
+        return [g.output_ids for g in decoder.generate([[1, 2]] * 3, warm, 24, **options).generations]
+
+    assert outputs() == outputs(seed=0) == outputs(generators=[generator(row_seed(0, str(row))) for row in range(3)])
+    assert len({tuple(ids) for ids in outputs()}) == 3
+    assert outputs(seed=1) != outputs()
+    alone = decoder.generate([[1, 2]], warm, 24).generations[0].output_ids
+    assert alone == outputs()[0]
+
+
+def test_the_targets_own_end_of_text_is_the_default() -> None:
+    endless = SpeculativeDecoder(tiny(1)).generate([PROMPTS[0]], GREEDY, 20).generations[0]
+    assert endless.finish_reason == "length"
+    eos = endless.output_ids[5]
+    decoder = SpeculativeDecoder(tiny(1, eos), DraftModelProposer(tiny(2)))
+    ended = decoder.generate([PROMPTS[0]], GREEDY, 20).generations[0]
+    first = endless.output_ids.index(eos)
+    assert (ended.output_ids, ended.finish_reason) == (endless.output_ids[: first + 1], "stop")
+    assert decoder.generate([PROMPTS[0]], GREEDY, 20, eos_ids=()).generations[0].output_ids == endless.output_ids
+
+
+class Repeat(Proposer):
+    """The example of `decode.propose.protocol.Proposer`: it drafts the last token again and again."""
+
+    def start(self, prompts: Any, tree: Any, *rest: Any) -> Session:
+        return RepeatSession(TreeBatch.build(tree, torch.device("cpu")), [prompt[-1] for prompt in prompts])
+
+
+class RepeatSession(Session):
+    def __init__(self, tree: TreeBatch, last: list[int]) -> None:
+        self.tree, self.last = tree, last
+
+    def propose(self, u_BN: Any) -> Proposal:
+        tokens_BM = torch.tensor([[-1] + [token] * self.tree.parents_RN.shape[1] for token in self.last])
+        return Proposal(self.tree, tokens_BM, None, "deterministic")
+
+    def commit(self, outcome: Any) -> None:
+        self.last = [tokens[-1] if tokens else 0 for tokens in outcome.tokens]
+
+    def select_rows(self, rows: Any) -> None:
+        self.last = [self.last[row] for row in rows]
+
+
+def test_a_proposer_and_a_verifier_of_ones_own() -> None:
+    target = tiny(1)
+    plain = [g.output_ids for g in SpeculativeDecoder(target).generate(PROMPTS, GREEDY, 20).generations]
+    decoder = SpeculativeDecoder(target, Repeat())
+    assert (decoder.tree, decoder.verifier) == (parse_tree("chain:4"), VERIFIERS["exact"])
+    made = decoder.generate(PROMPTS, GREEDY, 20).generations
+    assert [g.output_ids for g in made] == plain
+    asked: list[int] = []
+
+    def counting(proposal: Any, p_BMV: Any, u_BU: Any) -> Any:
+        asked.append(len(p_BMV))
+        return verify(proposal, p_BMV, u_BU)
+
+    mine = Verifier(
+        name="mine", title="mine", paper="", drawings=("deterministic",), uniforms=uniforms_per_depth, run=counting
+    )
+    decoder = SpeculativeDecoder(target, Repeat(), Tree((-1, 0)), mine)
+    assert [g.output_ids for g in decoder.generate(PROMPTS, GREEDY, 20).generations] == plain
+    assert asked
+    with pytest.raises(ValueError, match="verifier 'mine' is not valid for drafts drawn 'deterministic'"):
+        SpeculativeDecoder(target, Repeat(), "kary:2,2", replace(mine, drawings=("top_and_one",)))
+
+
+def test_every_proposer_of_the_table_can_be_made() -> None:
+    for kind in PROPOSERS.values():
+        if kind.needs == "nothing":
+            assert kind.make(None).drawings(parse_tree("chain:1")) == {"deterministic"} and not kind.draws
+    assert PROPOSERS["draft"].make([tiny(1)]).drafts == 1 and PROPOSERS["draft"].draws
+    assert set(TREES) == {"chain", "kary", "static", "sequoia", "eagle2", "opt"}
