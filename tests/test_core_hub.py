@@ -1,0 +1,345 @@
+"""Cards say what the records say and no more; an upload to a stand-in of the hub arrives, or fails in one line."""
+
+import base64
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith_core import cards, hub
+from draftsmith_core.errors import InputError, RunError
+
+RECORD: dict[str, Any] = {
+    "kind": "draft-lm",
+    "objective": "jsd",
+    "target": "org/target-7b",
+    "target_fingerprint": "aafe824dcea51827",
+    "data": {"training": {"rows": 224}, "response_tokens": 10752},
+    "steps": 112,
+    "best_step": 100,
+    "heldout_alpha": 0.19922767082850137,
+    "heldout_tau": 1.2487163107449692,
+    "fingerprint": "2d7f81d7d7a69fba",
+    "config": {"out": "/somewhere/out", "draft": "org/small", "data": [], "optim": {"lr": 0.004}, "seed": 3},
+    "versions": {"draftsmith": "0.1.0", "torch": "2.13.0"},
+}
+MANIFEST: dict[str, Any] = {
+    "counts": {
+        "prompts_read": 12,
+        "prompts_done": 11,
+        "prompts_skipped": 1,
+        "prompts_failed": 0,
+        "rows": 44,
+    },
+    "finish_reasons": {"stop": 37, "length": 7},
+    "response_tokens": 516,
+    "identity": {"target_fingerprint": "525f3cfe9725eac9"},
+    "config": {
+        "target": "org/target-7b",
+        "prompts": "org/prompts:train",
+        "num_samples": 4,
+        "max_new_tokens": 20,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "teacher_top_k": 0,
+        "seed": 0,
+    },
+}
+
+
+def split(card: str) -> tuple[dict[str, Any], str]:
+    assert card.startswith("---\n")
+    header, _, body = card[4:].partition("\n---\n")
+    values = yaml.safe_load(header)
+    assert isinstance(values, dict)
+    return values, body
+
+
+class Hub(ThreadingHTTPServer):
+    """The endpoints of the hub that an upload calls. It keeps what was committed, and the tokens it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.created: list[dict[str, Any]] = []
+        self.tokens: set[str | None] = set()
+        self.refuse: dict[str, int] = {}
+        self.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+    def answer(self, value: Any, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def do_HEAD(self) -> None:
+        self.answer({}, 404)
+
+    def do_PUT(self) -> None:
+        self.server.blobs[self.path.rpartition("/")[2]] = self.body()
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body, path = self.body(), self.path.partition("?")[0]
+        self.server.tokens.add(self.headers["Authorization"])
+        for part, status in self.server.refuse.items():
+            if part in path:
+                return self.answer({"error": "the stand-in refuses this"}, status)
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            self.server.created.append(asked)
+            name = f"{asked['organization']}/{asked['name']}"
+            prefix = "datasets/" if asked["type"] == "dataset" else ""
+            return self.answer({"url": f"{self.server.url}/{prefix}{name}", "name": name})
+        if path == "/api/validate-yaml":
+            return self.validate(json.loads(body))
+        name = "/".join(path.removeprefix("/datasets").removeprefix("/api").split("/")[-4:-2])
+        if path.endswith("/preupload/main"):
+            modes = [(file["path"], file["size"] > 1000) for file in json.loads(body)["files"]]
+            files = [{"path": p, "uploadMode": "lfs" if big else "regular", "shouldIgnore": False} for p, big in modes]
+            return self.answer({"files": files})
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**each, "actions": {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}}
+                for each in json.loads(body)["objects"]
+            ]
+            return self.answer({"objects": objects})
+        assert path.endswith("/commit/main"), path
+        committed = self.server.files.setdefault(name, {})
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                committed[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                committed[value["path"]] = self.server.blobs[value["oid"]]
+        self.answer({"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": "1" * 40})
+
+    def validate(self, asked: dict[str, Any]) -> None:
+        """As the hub does it: names of models and data sets must be names, not paths."""
+        header, _ = split(asked["content"])
+        names = [header.get("base_model", "a/b"), *header.get("datasets", []), *(header.get("source_datasets") or [])]
+        wrong = [name for name in names if not re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
+        self.answer({"errors": [{"message": f"{name} is no name"} for name in wrong]}, 400 if wrong else 200)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, target_dir: str) -> Path:
+    """A directory as `train` leaves it: a model, its card, a run beside it."""
+    directory = tmp_path / "draft"
+    shutil.copytree(target_dir, directory)
+    (directory / "run" / "checkpoints").mkdir(parents=True)
+    (directory / "run" / "metrics.jsonl").write_text("{}\n")
+    (directory / ".hidden").write_text("no")
+    (directory / "README.md").write_text(cards.checkpoint_card(RECORD))
+    (directory / "draftsmith.json").write_text(json.dumps(RECORD))
+    return directory
+
+
+def test_header_of_a_draft_has_what_the_hub_reads() -> None:
+    header, body = split(cards.checkpoint_card(RECORD))
+    assert header == {
+        "base_model": "org/small",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", "draftsmith"],
+    }
+    assert "0.1992" in body and "1.2487" in body and "| steps | 112 |" in body
+    assert "/somewhere/out" not in body
+    assert "`org/target-7b`: states none that could be read" in body
+
+
+def test_a_head_belongs_to_its_target() -> None:
+    record = RECORD | {"kind": "eagle3", "config": RECORD["config"] | {"draft": None}}
+    header, body = split(cards.checkpoint_card(record))
+    assert (header["base_model"], header["library_name"]) == ("org/target-7b", "draftsmith")
+    assert "eagle3" in header["tags"] and "works with that model only" in body
+    assert "from_pretrained" not in body and "vllm serve" not in body
+
+
+def test_paths_do_not_pass_for_hub_names(tmp_path: Path) -> None:
+    directory = tmp_path / "a"
+    directory.mkdir()
+    record = RECORD | {"target": str(directory), "config": {"draft": str(directory), "data": ["out/mine/data"]}}
+    header, _ = split(cards.checkpoint_card(record))
+    assert "base_model" not in header and "datasets" not in header
+    assert [hub.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [True, *[False] * 5]
+
+
+def test_datasets_are_the_hub_sets_that_the_prompts_came_from(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
+    record = RECORD | {"config": {"data": [str(tmp_path)], "replay": ["org/general"]}}
+    header, _ = split(cards.checkpoint_card(record))
+    assert header["datasets"] == ["org/general", "org/prompts"]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "header"),
+    [("mit", "mit", "mit"), ("mit", "apache-2.0", None), ("mit", None, None), (None, None, None)],
+)
+def test_licence_only_where_all_models_agree(
+    tmp_path: Path, target: str | None, draft: str | None, header: str | None
+) -> None:
+    names = {}
+    for name, licence in (("target", target), ("draft", draft)):
+        directory = tmp_path / name
+        directory.mkdir()
+        names[name] = str(directory)
+        (directory / "README.md").write_text(
+            "# license: in the text\n" if licence is None else f"---\na: 1\nlicense: {licence}\n---\n#"
+        )
+    record = RECORD | {"target": names["target"], "config": {"draft": names["draft"]}}
+    values, body = split(cards.checkpoint_card(record))
+    assert values.get("license") == header
+    assert ("Not set" in body) == (header is None)
+    assert all(
+        f"`{names[n]}`: {licence or 'states none'}" in body for n, licence in (("target", target), ("draft", draft))
+    )
+
+
+def test_licence_in_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"license": "mit"}')
+    assert cards.licence_of(str(tmp_path)) == "mit"
+
+
+def test_card_of_a_distilled_set() -> None:
+    header, body = split(cards.distilled_set_card(MANIFEST))
+    assert header["source_datasets"] == ["org/prompts"] and header["task_categories"] == ["text-generation"]
+    assert header["configs"] == [{"config_name": "default", "data_files": "part-*.parquet"}]
+    for row in ("| prompts skipped | 1 |", "| rows | 44 |", "| response tokens | 516 |", "| ended by length | 7 |"):
+        assert row in body
+
+
+def test_results_of_an_evaluation_replace_those_of_training(checkpoint: Path, tmp_path: Path) -> None:
+    def estimate(value: float | None) -> dict[str, float | None]:
+        return {"value": value, "low": None if value is None else value - 0.01, "high": value and value + 0.01}
+
+    results = {
+        "base": "base",
+        "drafts": ["base", "mine"],
+        "alpha": [
+            {"draft": draft, "domain": "code", "kind": "ood", "temperature": 1.0, "alpha": estimate(value)}
+            for draft, value in (("base", 0.4), ("mine", 0.5))
+        ],
+        "decoding": [
+            {
+                "draft": d,
+                "domain": "code",
+                "temperature": 1.0,
+                "tree": "chain:2",
+                "verifier": "block",
+                "tau": estimate(t),
+            }
+            for d, t in (("base", 1.5), ("mine", None))
+        ],
+    }
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results))
+    cards.add_results(checkpoint, file, "mine")
+    _, body = split((checkpoint / "README.md").read_text())
+    assert "| code (OOD) | 1.0 | 0.400 [0.390, 0.410] | 0.500 [0.490, 0.510] |" in body
+    assert "| code | 1.0 | chain:2, block | not measured |" in body
+    assert "0.1992" not in body and "held out while training" not in body
+    with pytest.raises(InputError, match="has no draft 'other'; it has base, mine"):
+        cards.add_results(checkpoint, file, "other")
+
+
+def test_the_example_for_transformers_runs(target_dir: str, draft_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    card = cards.checkpoint_card(RECORD | {"target": target_dir}).replace(hub.PLACEHOLDER, draft_dir)
+    (code,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
+    exec(code, {})  # noqa: S102
+    assert capsys.readouterr().out.strip()
+
+
+def test_upload_of_a_checkpoint(server: Hub, checkpoint: Path) -> None:
+    before = {file: file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
+    hub.check_push("org/draft")
+    assert hub.push(checkpoint, "org/draft", "model") == f"{server.url}/org/draft"
+    sent = server.files["org/draft"]
+    here = {file.name: content for file, content in before.items() if file.parent == checkpoint}
+    assert set(sent) == set(here) - {".hidden"}
+    assert sent["README.md"].decode() == here["README.md"].decode().replace(hub.PLACEHOLDER, "org/draft")
+    assert b"org/draft" in sent["README.md"] and hub.PLACEHOLDER.encode() not in sent["README.md"]
+    assert all(sent[name] == here[name] for name in sent if name != "README.md")
+    assert server.blobs, "the weights went the way of large files"
+    assert server.tokens == {"Bearer hf_secret"}
+    assert server.created[0]["visibility"] == "private"
+    assert before == {file: file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
+
+
+def test_upload_of_a_distilled_set(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "part-00000.parquet").write_bytes(b"PAR1" + bytes(2000))
+    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
+    (tmp_path / "README.md").write_text(cards.distilled_set_card(MANIFEST))
+    assert hub.push(tmp_path, "org/set", "dataset") == f"{server.url}/datasets/org/set"
+    assert set(server.files["org/set"]) == {"README.md", "manifest.json", "part-00000.parquet"}
+    assert server.created[0]["type"] == "dataset"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "said"),
+    [("/repos/create", 401, "401"), ("/preupload/", 403, "403"), ("/validate-yaml", 400, "Invalid metadata")],
+)
+def test_a_refusal_is_one_line(server: Hub, checkpoint: Path, endpoint: str, status: int, said: str) -> None:
+    server.refuse = {endpoint: status}
+    with pytest.raises(RunError) as caught:
+        hub.push(checkpoint, "org/draft", "model")
+    message = str(caught.value)
+    assert message.startswith("push_to_hub org/draft: ") and said in message and "\n" not in message
+    assert "uploads it again" in message and "hf_secret" not in message
+    assert not server.files
+
+
+def test_no_hub_is_one_line(server: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RunError, match="push_to_hub org/draft: .*uploads it again"):
+        hub.push(checkpoint, "org/draft", "model")
+
+
+def test_what_cannot_succeed_is_refused_before_the_run(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.check_push("org/draft")
+    for name in ("draft", "a/b/c", "org/"):
+        with pytest.raises(InputError, match="write owner/name"):
+            hub.check_push(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
+        hub.check_push("org/draft")
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InputError, match="HF_TOKEN is not set"):
+        hub.check_push("org/draft")
