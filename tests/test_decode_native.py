@@ -1,8 +1,9 @@
 """The compiled linear layer: right for every shape, kept in the cache, and dispensable."""
 
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,24 +78,23 @@ def test_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @built
 @pytest.mark.parametrize("left", [0, 1000, 8192])
-def test_a_torn_library_is_built_again(tmp_path: Path, left: int) -> None:
-    code = "import torch; from decode.native import kernel; assert kernel() is not None"
+def test_a_torn_library_is_built_again(tmp_path: Path, left: int, spawn: Callable[..., Any]) -> None:
+    code = "from decode.native import kernel; assert kernel() is not None"
     env = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)}
     for _ in range(2):
         # In a process of its own: loading a torn library is a bus error.
-        assert subprocess.run([sys.executable, "-c", code], env=env, cwd=Path.cwd()).returncode == 0
+        assert spawn(env=env, cwd=Path.cwd(), patch=code).wait() == (0, "", "")
         (kept,) = (tmp_path / "draftsmith").glob("*.so")
         kept.write_bytes(kept.read_bytes()[:left])
 
 
-def test_without_a_compiler_there_is_none_and_nothing_is_said(tmp_path: Path) -> None:
-    code = "import torch; from decode.native import kernel; assert kernel() is None"
+def test_without_a_compiler_there_is_none_and_nothing_is_said(tmp_path: Path, spawn: Callable[..., Any]) -> None:
+    code = "from decode.native import kernel; assert kernel() is None"
     for env in (
         {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
         {"PATH": "/usr/bin:/bin", "CC": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)},
     ):
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd())
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert spawn(env=env, cwd=Path.cwd(), patch=code).wait() == (0, "", "")
 
 
 def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

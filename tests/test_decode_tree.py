@@ -158,9 +158,9 @@ def test_what_the_reader_raises_passes_through() -> None:
     ],
 )
 def test_absurd_specs_cost_nothing(spec: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     error_of(spec)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("spec", ["chain:" + "9" * 10_000, "kary:2," + "9" * 10_000, "eagle2:nodes=" + "9" * 10_000])
@@ -376,9 +376,9 @@ def test_the_expected_length_is_what_a_simulation_emits() -> None:
 
 def test_the_largest_programme_is_fast() -> None:
     acceptance = [0.5 / 2**rank for rank in range(64)]
-    began = time.perf_counter()
+    began = time.process_time()
     tree = optimal_tree(acceptance, 256, 32)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert tree.size == 256
     larger = [expected_length(optimal_tree(acceptance, nodes, 32), acceptance) for nodes in (1, 8, 32)]
     assert all(a < b for a, b in pairwise([*larger, expected_length(tree, acceptance)]))

@@ -1,11 +1,7 @@
 """A distilled set is the same bytes however it was made: in how many processes, killed how often."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +18,6 @@ from draftsmith_core.tokenization import load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
 Rows = list[dict[str, Any]]
-ROOT = Path(__file__).parents[1]
 
 KILL_IN_PART = """
 import os, signal
@@ -35,6 +30,14 @@ def dying(table, path):
         os.kill(os.getpid(), signal.SIGKILL)
     write(table, path)
 module.pq.write_table = dying
+"""
+HOLD = """
+import distill.generate as module
+real = module._manifest
+def held(*words):
+    hold()
+    return real(*words)
+module._manifest = held
 """
 
 
@@ -166,12 +169,12 @@ def test_a_killed_run_ends_with_the_same_bytes(
     ).wait()
     assert code == 2
     assert "manifest" in err
-    # Another killed run, now at a moment of chance.
-    child = spawn(*words, cwd=there)
+    # Another killed run, now at a moment of chance before the manifest.
+    child = spawn(*words, cwd=there, patch=HOLD)
     while not (there / "set" / "part-00002.parquet").exists() and not child.ended:
         time.sleep(0.001)
-    child.send(signal.SIGKILL) if not child.ended else None
-    child.wait()
+    child.send(signal.SIGKILL)
+    assert child.wait()[0] == -9
     code, _, err = spawn(*words, cwd=there).wait()
     assert (code, "Traceback" in err) == (0, False)
     assert files(there / "set") == files(whole)
@@ -202,14 +205,6 @@ def test_an_interrupt_is_one_line_and_can_be_continued(
     assert files(there / "set") == files(whole)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        assert isinstance(port, int)
-        return port
-
-
 def test_a_launcher_that_starts_fewer_than_asked_is_found_out(
     words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,19 +219,12 @@ def test_a_launcher_that_starts_fewer_than_asked_is_found_out(
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_bytes(words: list[str], whole: Path, tmp_path: Path) -> None:
+def test_two_processes_make_the_same_bytes(
+    words: list[str], whole: Path, tmp_path: Path, launch: Callable[..., Any]
+) -> None:
     there = tmp_path / "two"
     there.mkdir()
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--main_process_port", str(free_port()), "-m", "draftsmith"]
-    run = subprocess.run(
-        [sys.executable, *launch, *words],
-        cwd=there,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, cwd=there)
     assert run.returncode == 0, run.stderr
     assert files(there / "set") == files(whole)
     assert run.stdout.count("24 rows") == 1

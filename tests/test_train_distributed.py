@@ -2,11 +2,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from train.world import make_world
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
+Launch = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
 NO_DEEPSPEED = pytest.mark.skipif(
@@ -91,19 +88,8 @@ def agree(found: Path, expected: Path, start: Path | None = None) -> None:
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        assert isinstance(port, int)
-        return port
-
-
-def launch(config: Path, cwd: Path, *program: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", str(free_port()), *map(str, program)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+def configured(config: str) -> list[object]:
+    return ["--config_file", CONFIGS / f"{config}.yaml"]
 
 
 @pytest.mark.slow
@@ -117,7 +103,15 @@ def launch(config: Path, cwd: Path, *program: object) -> subprocess.CompletedPro
     ],
 )
 def test_two_processes_are_one(
-    config: str, sharing: str, distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door, spawn: Spawn
+    config: str,
+    sharing: str,
+    distilled: str,
+    draft_dir: str,
+    target_dir: str,
+    tmp_path: Path,
+    door: Door,
+    spawn: Spawn,
+    launch: Launch,
 ) -> None:
     """Law 6 with SGD; and a run that goes from one process to two, divided otherwise, and back (AdamW)."""
 
@@ -142,7 +136,7 @@ def test_two_processes_are_one(
     out, err, codes = "", "", []
     for job in jobs:
         (tmp_path / "job.json").write_text(json.dumps(job))
-        done = launch(CONFIGS / f"{config}.yaml", tmp_path, tmp_path / "driver.py", tmp_path / "job.json")
+        done = launch(configured(config), tmp_path / "driver.py", tmp_path / "job.json")
         assert done.returncode == 0, done.stderr
         out, err = out + done.stdout, err + done.stderr
         codes.append([int((tmp_path / f"code_{rank}").read_text()) for rank in (0, 1)])
@@ -174,7 +168,14 @@ def test_two_processes_are_one(
     ],
 )
 def test_two_processes_are_one_for_heads_and_answers_of_their_own(
-    config: str, options: str, distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door
+    config: str,
+    options: str,
+    distilled: str,
+    draft_dir: str,
+    target_dir: str,
+    tmp_path: Path,
+    door: Door,
+    launch: Launch,
 ) -> None:
     def run(out: str, size: int, accumulation: int) -> list[str]:
         where = words(distilled, draft_dir, target_dir, tmp_path / out, size, accumulation)
@@ -182,7 +183,7 @@ def test_two_processes_are_one_for_heads_and_answers_of_their_own(
         return [*where[:at], *where[at + 2 :], *options.format(draft=draft_dir).split(), *SGD]
 
     assert door(*run("one", 8, 1))[0] == 0
-    done = launch(CONFIGS / f"{config}.yaml", tmp_path, "-m", "draftsmith", *run("two", 2, 2))
+    done = launch(configured(config), "-m", "draftsmith", *run("two", 2, 2))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("8/8") == 1  # one of them speaks
     assert json.loads((tmp_path / "two" / "draftsmith.json").read_text())["processes"] == 2
@@ -248,15 +249,15 @@ def test_what_nobody_would_do_is_refused(
     ],
 )
 def test_a_launch_that_is_not_what_was_asked_for_is_refused(
-    config: str, change: dict[str, str], flags: list[str], message: str, tmp_path: Path
+    config: str, change: dict[str, str], flags: list[str], message: str, tmp_path: Path, launch: Launch
 ) -> None:
     text = (CONFIGS / f"{config}.yaml").read_text()
     for old, new in change.items():
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "changed.yaml").write_text(text)
-    program = (*flags, "-m", "draftsmith", "train", "--out", "o", "--data", "d", "--draft", "d")
-    done = launch(tmp_path / "changed.yaml", tmp_path, *program)
+    program = ("-m", "draftsmith", "train", "--out", "o", "--data", "d", "--draft", "d")
+    done = launch(["--config_file", tmp_path / "changed.yaml", *flags], *program)
     assert done.returncode != 0
     assert message in done.stderr
     assert not (tmp_path / "o").exists()
