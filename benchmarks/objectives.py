@@ -44,9 +44,9 @@ from draftsmith_core.provenance import difference, versions
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
-from eval.bootstrap import Sums
+from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from eval.measurement_cache import CellStore
+from eval.measurement_cache import MeasurementCache
 from train.config import OnPolicy, Optim, TrainConfig
 from train.training_run import train
 
@@ -134,7 +134,7 @@ def train_cells(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
 
 def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict[str, Alphas]:
     """alpha of every draft (name: directory) at every temperature and domain, as `draftsmith eval` measures it."""
-    store = CellStore(Path(options.out) / "alpha")
+    store = MeasurementCache(Path(options.out) / "alpha")
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     common = {"target": fingerprint(target), "new_tokens": options.new_tokens}
@@ -166,7 +166,9 @@ def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict
                 asked | {"temperature": temperature, "draft": fingerprint(draft)},
                 partial(alpha_sums, target, draft, continuations, law, batch_size=32),
             )
-            found[name][f"{temperature:g}"][domain] = Sums.of(cell["sum"], [float(count) for count in cell["count"]])
+            found[name][f"{temperature:g}"][domain] = PromptSums.of(
+                cell["sum"], [float(count) for count in cell["count"]]
+            )
     return found
 
 

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.sampling import row_seed
-from eval.bootstrap import Resamples, Sums, difference, estimate, pool_resamples, pool_sums, resamples
+from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, pool_sums, resamples
 
 ALIKE = "fkl"  # what differences are taken from, and what every data mode is trained with
 # Of one draft: temperature, then domain, then per-prompt sums and counts.
-Alphas = dict[str, dict[str, Sums]]
+Alphas = dict[str, dict[str, PromptSums]]
 
 
-def mean_of(seeds: Sequence[Sums]) -> Sums:
+def mean_of(seeds: Sequence[PromptSums]) -> PromptSums:
     """Per prompt, the mean over seeds; they share the prompts and the counts."""
-    return Sums(np.mean([each.numerator_P for each in seeds], axis=0), seeds[0].denominator_P)
+    return PromptSums(np.mean([each.numerator_P for each in seeds], axis=0), seeds[0].denominator_P)
 
 
 def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int)
     away = domains[1:]
     picks["ood"] = pool_resamples([picks[domain] for domain in away])
 
-    def sums(alpha: Alphas, temperature: str, place: str) -> Sums:
+    def sums(alpha: Alphas, temperature: str, place: str) -> PromptSums:
         there = alpha[temperature]
         return pool_sums([there[domain] for domain in away]) if place == "ood" else there[place]
 
@@ -56,7 +56,7 @@ def places(domains: Sequence[str], alpha: Alphas) -> dict[str, float | None]:
     return pooled | {"ood": pool_sums([there[domain] for domain in domains[1:]]).pooled}
 
 
-def above(new: Sequence[Sums], old: Sequence[Sums], picks: Resamples) -> dict[str, Any]:
+def above(new: Sequence[PromptSums], old: Sequence[PromptSums], picks: Resamples) -> dict[str, Any]:
     """The difference of the means over seeds, and `told_apart`: the interval has no zero and all seeds agree.
 
     Seeds are compared with the same seed, or all with the one draft there is.

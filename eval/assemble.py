@@ -7,8 +7,8 @@ from typing import Any
 
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
+    PromptSums,
     Resamples,
-    Sums,
     difference,
     estimate,
     pool_resamples,
@@ -17,9 +17,9 @@ from eval.bootstrap import (
     resamples,
     transfer,
 )
-from eval.config import Method
-from eval.estimate import AlphaCell
-from eval.measure import BaselineCell, DecodingCell, SpeedCell, SpeedRun
+from eval.estimate import AlphaMeasurement
+from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, SpeedRun
+from eval.request import Method
 from eval.schema import (
     DEFINITIONS,
     SCHEMA_VERSION,
@@ -45,10 +45,10 @@ DEPTH_COUNTS = ("accepted_by_depth", "reached_by_depth")
 class Measured:
     """All finished cells. Keys: (suite, temperature), then the draft, then the method."""
 
-    baselines: dict[tuple[str, float], BaselineCell]
-    alphas: dict[tuple[str, float, str], AlphaCell]
-    decodings: dict[tuple[str, float, str, Method], DecodingCell]
-    speeds: dict[tuple[str, float], SpeedCell]
+    baselines: dict[tuple[str, float], BaselineMeasurement]
+    alphas: dict[tuple[str, float, str], AlphaMeasurement]
+    decodings: dict[tuple[str, float, str, Method], DecodingMeasurement]
+    speeds: dict[tuple[str, float], SpeedMeasurement]
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ def baseline_rows(setting: Setting, measured: Measured) -> list[BaselineRow]:
     return rows
 
 
-def _alpha(measured: Measured, suites: Sequence[Suite], temperature: float, draft: str) -> Sums:
+def _alpha(measured: Measured, suites: Sequence[Suite], temperature: float, draft: str) -> PromptSums:
     cells = [measured.alphas[suite.name, temperature, draft] for suite in suites]
-    return pool_sums([Sums.of(cell["sum"], cell["count"]) for cell in cells])
+    return pool_sums([PromptSums.of(cell["sum"], cell["count"]) for cell in cells])
 
 
-def _per_prompt(cell: AlphaCell) -> dict[str, list[Any]]:
+def _per_prompt(cell: AlphaMeasurement) -> dict[str, list[Any]]:
     return {"sum": cell["sum"], "count": cell["count"]}
 
 
@@ -198,21 +198,23 @@ def transfer_rows(setting: Setting, measured: Measured) -> list[TransferRow]:
     return rows
 
 
-def _ratio(cells: Sequence[DecodingCell], above: str, below: str) -> Sums:
+def _ratio(cells: Sequence[DecodingMeasurement], above: str, below: str) -> PromptSums:
     untyped: Sequence[Any] = cells
-    return pool_sums([Sums.of(cell[above], cell[below]) for cell in untyped])
+    return pool_sums([PromptSums.of(cell[above], cell[below]) for cell in untyped])
 
 
-def _at_depth(cells: Sequence[DecodingCell], depth: int) -> Sums:
+def _at_depth(cells: Sequence[DecodingMeasurement], depth: int) -> PromptSums:
     """accept@depth; a prompt whose steps never offered that depth counts zero of zero."""
 
     def column(rows: list[list[int]]) -> list[float]:
         return [row[depth - 1] if len(row) >= depth else 0 for row in rows]
 
-    return pool_sums([Sums.of(column(cell["accepted_by_depth"]), column(cell["reached_by_depth"])) for cell in cells])
+    return pool_sums(
+        [PromptSums.of(column(cell["accepted_by_depth"]), column(cell["reached_by_depth"])) for cell in cells]
+    )
 
 
-def _identical(cells: Sequence[DecodingCell]) -> Identical | None:
+def _identical(cells: Sequence[DecodingMeasurement]) -> Identical | None:
     parts = [cell["identical"] for cell in cells if cell["identical"] is not None]
     if not parts:
         return None
@@ -263,8 +265,8 @@ def decoding_rows(setting: Setting, measured: Measured) -> list[DecodingRow]:
     return rows
 
 
-def _rate(runs: Sequence[SpeedRun]) -> Sums:
-    return pool_sums([Sums.of(run["emitted"], run["decode_s"]) for run in runs])
+def _rate(runs: Sequence[SpeedRun]) -> PromptSums:
+    return pool_sums([PromptSums.of(run["emitted"], run["decode_s"]) for run in runs])
 
 
 def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:

@@ -31,14 +31,14 @@ class Transfer(TypedDict):
 
 
 @dataclass(frozen=True)
-class Sums:
+class PromptSums:
     """Per-prompt numerators and denominators `[P]` of one pooled ratio."""
 
     numerator_P: Floats
     denominator_P: Floats
 
     @classmethod
-    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Sums":
+    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "PromptSums":
         """From two equally long sequences of numbers."""
         if len(numerators) != len(denominators):
             raise ValueError(f"{len(numerators)} numerators for {len(denominators)} denominators")
@@ -86,15 +86,15 @@ def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
     )
 
 
-def pool_sums(parts: Sequence[Sums]) -> Sums:
+def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
     """The prompts of several suites, in the order of `pool_resamples`."""
-    return Sums(
+    return PromptSums(
         np.concatenate([part.numerator_P for part in parts]),
         np.concatenate([part.denominator_P for part in parts]),
     )
 
 
-def pooled_ratios(sums: Sums, picks: Resamples) -> Floats:
+def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
     """The pooled ratio in every resample, `[R]`; NaN where its denominator is zero."""
     below_R = picks.weights_RP @ sums.denominator_P
     above_R = picks.weights_RP @ sums.numerator_P
@@ -112,7 +112,7 @@ def interval(values_R: Floats, picks: Resamples) -> tuple[float | None, float | 
     return float(low), float(high)
 
 
-def estimate(sums: Sums, picks: Resamples) -> Estimate:
+def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     """The pooled ratio with its interval."""
     value = sums.pooled
     bounds = (None, None) if value is None else interval(pooled_ratios(sums, picks), picks)
@@ -127,7 +127,7 @@ def estimate(sums: Sums, picks: Resamples) -> Estimate:
     )
 
 
-def quotient(above: Sums, below: Sums, picks: Resamples) -> Estimate:
+def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
     """One pooled ratio over another on the same prompts, as a speedup is, with its paired interval.
 
     `numerator` and `denominator` are the two pooled ratios; a mean of per-prompt quotients is not given.
@@ -148,7 +148,7 @@ def quotient(above: Sums, below: Sums, picks: Resamples) -> Estimate:
     )
 
 
-def difference(new: Sums, base: Sums, picks: Resamples) -> Difference:
+def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Difference:
     """new - base of the pooled ratios, paired by prompt: both sides of every resample hold the same
     prompts."""
     a, b = new.pooled, base.pooled
@@ -159,11 +159,11 @@ def difference(new: Sums, base: Sums, picks: Resamples) -> Difference:
 
 
 def transfer(
-    new_id: Sums,
-    base_id: Sums,
+    new_id: PromptSums,
+    base_id: PromptSums,
     picks_id: Resamples,
-    new_ood: Sums,
-    base_ood: Sums,
+    new_ood: PromptSums,
+    base_ood: PromptSums,
     picks_ood: Resamples,
 ) -> Transfer:
     """(gain OOD) / (gain ID): the share of what alignment bought at home that survives away from home.

@@ -1,24 +1,22 @@
-"""What an evaluation is asked to do, and every reason to refuse it before a model is loaded."""
+"""The options of `draftsmith eval`. `eval.request` checks them; neither imports torch."""
 
-import difflib
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
-from decode import VERIFIERS, Shape, default_verifier, parse_tree
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_tree_file
-from draftsmith_core.models import Quantize
-from draftsmith_core.sampling import Sampling
+from draftsmith_core.model_options import Quantize
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+@dataclass(frozen=True, kw_only=True)
+class RenderConfig:
+    """Draw the report of an evaluation again."""
+
+    render: str
+    """Directory of the evaluation; results.json there is read, report.html and plots/ are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
+    """Compare drafts of one target, ID and OOD; `eval --render DIR` only draws the report of DIR again."""
 
     target: str
     """Target model: a local directory or a hub name."""
@@ -29,7 +27,7 @@ class EvalConfig:
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, each NAME=PROMPTS."""
     out: str
-    """Directory for results.json, report.html, plots/ and the cells a killed run resumes from."""
+    """Directory for results.json, report.html, plots/ and the measurements that a killed run resumes from."""
     base: str | None = None
     """The draft that the others are compared with; the first one when not given."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -49,7 +47,7 @@ class EvalConfig:
     max_new_tokens: int = 64
     """Longest continuation."""
     speed_prompts: int = 8
-    """Prompts a set that are also timed at batch 1; 0 times nothing."""
+    """Prompts per set that are also timed at batch 1; 0 times nothing."""
     batch_size: int = 16
     """Prompts decoded together (not when timing)."""
     bootstrap: int = 2000
@@ -71,125 +69,3 @@ class EvalConfig:
     (WANDB_MODE=offline needs no account)."""
     project: str = "draftsmith"
     """Name of the W&B project; artifacts join within one."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way of decoding: a tree and the rule that verifies it."""
-
-    tree: str
-    verifier: str
-
-    @property
-    def lossless(self) -> bool:
-        """True when the output law is the target's own."""
-        return VERIFIERS[self.verifier].lossless
-
-    @cached_property
-    def shape(self) -> Shape:
-        """The tree itself, read once: a file may change while a run goes on. Raises ValueError as `parse_tree`."""
-        return parse_tree(self.tree, read_tree_file)
-
-
-@dataclass(frozen=True)
-class Request:
-    """An `EvalConfig` taken apart and found sound."""
-
-    drafts: dict[str, str]
-    base: str
-    id_sets: dict[str, str]
-    ood_sets: dict[str, str]
-    samplings: list[Sampling]
-    methods: list[Method]
-
-
-def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
-    """`["a=x", "b=y"]` -> `{"a": "x", "b": "y"}`. InputError, one line, for anything else."""
-    named: dict[str, str] = {}
-    for value in values:
-        name, equals, rest = value.partition("=")
-        if not equals or not rest:
-            raise InputError(
-                f"{option} {value}: expected NAME=VALUE, such as {option} mine={value.strip('=') or 'PATH'}"
-            )
-        if not NAME.fullmatch(name):
-            raise InputError(
-                f"{option} {value}: {name!r} is not a name; use up to 64 letters, digits, '.', '_' or '-', "
-                f"starting with a letter or digit"
-            )
-        if name in named:
-            raise InputError(f"{option} {value}: the name {name!r} is used twice; give each its own")
-        named[name] = rest
-    return named
-
-
-def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
-    methods: list[Method] = []
-    for spec in trees:
-        try:
-            tree = parse_tree(spec, read_tree_file)
-        except InputError as error:
-            raise InputError(f"--tree {spec}: {error}") from None
-        except ValueError as error:
-            raise InputError(f"--tree: {error}") from None
-        for name in verifiers or [default_verifier(tree)]:
-            if name not in VERIFIERS:
-                near = difflib.get_close_matches(name, VERIFIERS, 1) or [", ".join(VERIFIERS)]
-                raise InputError(f"--verifier {name}: unknown; did you mean {near[0]}?")
-            method = Method(spec, name)
-            try:
-                # A draft model and every head can choose siblings of a static tree in any way, so that a rule gets
-                # the way that it prefers; a tree that grows is always made of the most probable tokens.
-                VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
-            except ValueError as error:
-                raise InputError(f"--tree {spec} --verifier {name}: {error}") from None
-            methods.append(method)
-    return methods
-
-
-def check(config: EvalConfig) -> Request:
-    """Everything that can be refused without loading a model. Raises InputError, one line."""
-    if not config.draft:
-        raise InputError("--draft: name at least one draft, such as --draft base=PATH")
-    if not config.id:
-        raise InputError("--id: name at least one prompt set in distribution, such as --id home=prompts.jsonl")
-    if not config.out:
-        raise InputError("--out: name the directory to write to")
-    drafts = parse_named("--draft", config.draft)
-    if "target" in drafts:
-        raise InputError("--draft target=...: the name 'target' is the target's; give the draft another")
-    id_sets = parse_named("--id", config.id)
-    ood_sets = parse_named("--ood", config.ood)
-    for name in ood_sets:
-        if name in id_sets:
-            raise InputError(f"--ood {name}: the name is taken by --id {name}; a set is either ID or OOD")
-    base = config.base if config.base is not None else next(iter(drafts))
-    if base not in drafts:
-        near = difflib.get_close_matches(base, drafts, 1) or [", ".join(drafts)]
-        raise InputError(f"--base {base}: no draft has this name; did you mean {near[0]}?")
-    for option, least in (
-        ("max_prompts", 1),
-        ("prompt_tokens", 1),
-        ("max_new_tokens", 1),
-        ("speed_prompts", 0),
-        ("batch_size", 1),
-        ("bootstrap", 100),
-    ):
-        if getattr(config, option) < least:
-            raise InputError(f"--{option} {getattr(config, option)}: must be at least {least}")
-    for option, values in (
-        ("temperature", config.temperature),
-        ("tree", config.tree),
-        ("verifier", config.verifier),
-    ):
-        if len(set(values)) < len(values):
-            raise InputError(f"--{option}: {' '.join(map(str, values))} names one value twice")
-    if not config.temperature:
-        raise InputError("--temperature: name at least one, such as --temperature 0 1")
-    if not config.tree:
-        raise InputError("--tree: name at least one, such as --tree chain:4")
-    try:
-        samplings = [Sampling(temperature=t, top_k=config.top_k, top_p=config.top_p) for t in config.temperature]
-    except ValueError as error:
-        raise InputError(f"--{error}") from None
-    return Request(drafts, base, id_sets, ood_sets, samplings, _methods(config.tree, config.verifier))

@@ -38,7 +38,7 @@ class Continuation:
     output_ids: Sequence[int]
 
 
-class AlphaCell(TypedDict):
+class AlphaMeasurement(TypedDict):
     """Per prompt: the sum over response positions of sum_x min(p, q), and the number of those positions."""
 
     sum: list[float]
@@ -199,7 +199,7 @@ def alpha_sums(
     batch_size: int,
     max_logits: int = MAX_LOGITS,
     tick: Tick = no_tick,
-) -> AlphaCell:
+) -> AlphaMeasurement:
     """Per row: the sum over response positions of sum_x min(p, q), in fp64, and the number of those
     positions.
 
@@ -215,4 +215,4 @@ def alpha_sums(
     for row, total in zip(rows, sums, strict=True):
         if total != total:
             raise RunError(f"alpha: probabilities are not finite on prompt {row.id}; try --dtype float32")
-    return AlphaCell(sum=sums, count=[len(row.output_ids) for row in rows])
+    return AlphaMeasurement(sum=sums, count=[len(row.output_ids) for row in rows])

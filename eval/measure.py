@@ -15,21 +15,21 @@ from drafts.load import Draft, kind_of
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from eval.config import Method
 from eval.estimate import Continuation
+from eval.request import Method
 from eval.schema import Identical
 
 WARM_UP_TOKENS = 8
 
 
-class BaselineCell(TypedDict):
+class BaselineMeasurement(TypedDict):
     """The target's own continuations, shared by all drafts so that everything is paired by prompt."""
 
     output_ids: list[list[int]]
     finish_reason: list[str]
 
 
-class DecodingCell(TypedDict):
+class DecodingMeasurement(TypedDict):
     """Counts of speculative decoding, per prompt."""
 
     target_calls: list[int]
@@ -53,7 +53,7 @@ class SpeedRun(TypedDict):
     decode_s: list[float]
 
 
-class SpeedCell(TypedDict):
+class SpeedMeasurement(TypedDict):
     """Interleaved runs over the same prompts in one process."""
 
     prompt_ids: list[str]
@@ -85,10 +85,10 @@ def baseline(
     batch_size: int,
     seed: int,
     tick: Tick = no_tick,
-) -> BaselineCell:
+) -> BaselineMeasurement:
     """Continue every prompt with the target alone. `tick(n)` is told of every n prompts done."""
     decoder = SpeculativeDecoder(target, None)
-    cell = BaselineCell(output_ids=[], finish_reason=[])
+    cell = BaselineMeasurement(output_ids=[], finish_reason=[])
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
@@ -104,7 +104,7 @@ def baseline(
     return cell
 
 
-def continuations(prompts: Sequence[Prompt], cell: BaselineCell) -> list[Continuation]:
+def continuations(prompts: Sequence[Prompt], cell: BaselineMeasurement) -> list[Continuation]:
     """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
     return [
         Continuation(prompt.id, prompt.ids, output) for prompt, output in zip(prompts, cell["output_ids"], strict=True)
@@ -141,7 +141,7 @@ def decoding(
     draft: Draft,
     method: Method,
     prompts: Sequence[Prompt],
-    expected: BaselineCell,
+    expected: BaselineMeasurement,
     sampling: Sampling,
     eos: Sequence[int],
     *,
@@ -149,11 +149,11 @@ def decoding(
     batch_size: int,
     seed: int,
     tick: Tick = no_tick,
-) -> DecodingCell:
+) -> DecodingMeasurement:
     """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
     decoder = decoder_of(target, draft, method)
     outputs: list[list[int]] = []
-    cell = DecodingCell(
+    cell = DecodingMeasurement(
         target_calls=[],
         emitted=[],
         proposed=[],
@@ -199,7 +199,7 @@ def speed(
     max_new_tokens: int,
     seed: int,
     tick: Tick = no_tick,
-) -> SpeedCell:
+) -> SpeedMeasurement:
     """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order.
 
     Interleaving spreads a slow minute of the machine over all of them, rotation spreads the warm
@@ -236,4 +236,4 @@ def speed(
             run["prefill_s"].append(batch.prefill_s)
             run["decode_s"].append(batch.decode_s)
             tick(1)
-    return SpeedCell(prompt_ids=[prompt.id for prompt in prompts], runs=runs)
+    return SpeedMeasurement(prompt_ids=[prompt.id for prompt in prompts], runs=runs)

@@ -9,19 +9,19 @@ from draftsmith_core.io import hash_json, remove_leftovers, write_json_atomic
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
-# Part of every key: raise it when a change makes the same request measure something else.
-CELL_VERSION = 2
+# Part of every name: raise it when a code change makes the same request measure something else.
+MEASUREMENT_VERSION = 2
 
 
-class CellStore:
-    """One JSON file a measurement, named by the hash of everything that decides its outcome.
+class MeasurementCache:
+    """One JSON file per measurement, named by the hash of everything that decides its outcome.
 
-    A request that differs in any of it has another name, so results of another configuration are never taken
-    for this one's; they stay and are used again if that configuration comes back.
+    A request that differs in any of it has another name, so that results of another configuration are never taken
+    for this one's; they stay, and are used again when that configuration comes back.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Keep cells in `directory`; it is made with the first cell."""
+        """Keep measurements in `directory`; it is made with the first of them."""
         self.directory = directory
         self.reused = 0
         self.measured = 0
@@ -30,7 +30,7 @@ class CellStore:
 
     def get(self, request: dict[str, Any], measure: Callable[[], T]) -> T:
         """The kept outcome of `request`, or that of `measure()`, which is then kept."""
-        request = {"cell_version": CELL_VERSION, **request}
+        request = {"cell_version": MEASUREMENT_VERSION, **request}
         path = self.directory / f"{hash_json(request)[:32]}.json"
         kept = _read(path)
         if kept is not None and kept.get("request") == json.loads(json.dumps(request)):
@@ -44,7 +44,7 @@ class CellStore:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The cell, or None when there is none that can be read (then it is measured again)."""
+    """What is in the file, or None when it cannot be read (then it is measured again)."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -17,7 +17,7 @@ from benchmarks.objectives_tables import above, figures, tables
 from draftsmith.demo.nano_pair import write_rows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir
-from eval.bootstrap import Sums, resamples
+from eval.bootstrap import PromptSums, resamples
 from eval.report.theme import WIDE, light
 from train import training_run as train_run
 from train.config import TrainConfig
@@ -142,8 +142,8 @@ def test_unknown_cell_and_missing_paths_are_refused(options: Options) -> None:
         Options(out="x", pair="stories")
 
 
-def sums_of(*values: float) -> Sums:
-    return Sums.of(list(values), [1.0] * len(values))
+def sums_of(*values: float) -> PromptSums:
+    return PromptSums.of(list(values), [1.0] * len(values))
 
 
 def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
@@ -162,9 +162,9 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
 
 
 def test_ood_pools_all_but_home_and_seeds_are_averaged() -> None:
-    def draft(*home: float) -> dict[str, dict[str, Sums]]:
-        away = Sums.of([1.0, 3.0], [4.0, 4.0])
-        return {"1": {"home": sums_of(*home), "a": away, "b": Sums.of([2.0, 2.0], [2.0, 2.0])}}
+    def draft(*home: float) -> dict[str, dict[str, PromptSums]]:
+        away = PromptSums.of([1.0, 3.0], [4.0, 4.0])
+        return {"1": {"home": sums_of(*home), "a": away, "b": PromptSums.of([2.0, 2.0], [2.0, 2.0])}}
 
     cells = {"base": [draft(0.1, 0.1)], "fkl": [draft(0.2, 0.4), draft(0.4, 0.6)]}
     at = figures(("home", "a", "b"), cells, 100)["1"]["fkl"]

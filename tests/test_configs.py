@@ -21,7 +21,8 @@ from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.options import parse
 from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig, check
+from eval.config import EvalConfig
+from eval.request import check
 from train.config import TrainConfig
 from train.draft_setup import read_shape
 

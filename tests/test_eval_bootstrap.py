@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eval.bootstrap import (
+    PromptSums,
     Resamples,
-    Sums,
     difference,
     estimate,
     pool_resamples,
@@ -16,12 +16,12 @@ from eval.bootstrap import (
 )
 
 
-def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40) -> Sums:
-    return Sums.of(list(rates * each), [each] * len(rates))
+def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40) -> PromptSums:
+    return PromptSums.of(list(rates * each), [each] * len(rates))
 
 
 def test_pooled_is_a_ratio_of_sums_and_the_mean_of_ratios_stands_beside_it() -> None:
-    sums = Sums.of([1, 9], [2, 10])
+    sums = PromptSums.of([1, 9], [2, 10])
     found = estimate(sums, resamples(2, 200, 0))
     assert found["value"] == pytest.approx(10 / 12)
     assert found["mean_per_prompt"] == pytest.approx((0.5 + 0.9) / 2)
@@ -34,7 +34,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     for trial in range(300):
         lengths = rng.integers(20, 60, size=60)
         hits = rng.binomial(lengths, rng.beta(6, 4, size=60))
-        found = estimate(Sums.of(list(hits), list(lengths)), resamples(60, 400, trial))
+        found = estimate(PromptSums.of(list(hits), list(lengths)), resamples(60, 400, trial))
         assert found["low"] is not None and found["high"] is not None
         covered += found["low"] <= 0.6 <= found["high"]
     assert 0.90 <= covered / 300 <= 0.985
@@ -57,38 +57,38 @@ def test_pairing_narrows_the_interval_of_a_difference() -> None:
 
 def test_zero_denominators_give_none_never_zero() -> None:
     picks = resamples(3, 100, 0)
-    found = estimate(Sums.of([0, 0, 0], [0, 0, 0]), picks)
+    found = estimate(PromptSums.of([0, 0, 0], [0, 0, 0]), picks)
     assert found["value"] is found["low"] is found["high"] is found["mean_per_prompt"] is None
-    assert difference(Sums.of([1, 1, 1], [2, 2, 2]), Sums.of([0] * 3, [0] * 3), picks)["value"] is None
-    assert quotient(Sums.of([1] * 3, [1] * 3), Sums.of([0] * 3, [0] * 3), picks)["value"] is None
+    assert difference(PromptSums.of([1, 1, 1], [2, 2, 2]), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
+    assert quotient(PromptSums.of([1] * 3, [1] * 3), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
 
 
 def test_no_interval_when_many_resamples_have_no_value() -> None:
-    only_one_counts = Sums.of([1, 0, 0, 0], [2, 0, 0, 0])
+    only_one_counts = PromptSums.of([1, 0, 0, 0], [2, 0, 0, 0])
     found = estimate(only_one_counts, resamples(4, 1000, 0))
     assert found["value"] == 0.5 and found["low"] is None and found["high"] is None
 
 
 def test_one_prompt_has_no_interval_alone_or_in_a_pool() -> None:
     one, many = resamples(1, 100, 0), resamples(5, 100, 0)
-    assert estimate(Sums.of([1], [2]), one)["low"] is None
-    assert estimate(Sums.of([1] * 6, [2] * 6), pool_resamples([many, one]))["low"] is None
+    assert estimate(PromptSums.of([1], [2]), one)["low"] is None
+    assert estimate(PromptSums.of([1] * 6, [2] * 6), pool_resamples([many, one]))["low"] is None
 
 
 def test_pooling_suites_resamples_each_on_its_own() -> None:
     pool = pool_resamples([resamples(3, 50, 0), resamples(7, 50, 1)])
     assert (pool.weights_RP[:, :3].sum(1) == 3).all() and (pool.weights_RP[:, 3:].sum(1) == 7).all()
-    both = pool_sums([Sums.of([1, 2], [4, 4]), Sums.of([3], [8])])
+    both = pool_sums([PromptSums.of([1, 2], [4, 4]), PromptSums.of([3], [8])])
     assert both.pooled == 6 / 16
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    sums = Sums.of([1, 5, 2, 8], [9, 9, 9, 9])
+    sums = PromptSums.of([1, 5, 2, 8], [9, 9, 9, 9])
     assert estimate(sums, resamples(4, 300, 7)) == estimate(sums, resamples(4, 300, 7))
     assert (resamples(4, 300, 7).weights_RP != resamples(4, 300, 8).weights_RP).any()
 
 
-def _gain(gain: float, seed: int) -> tuple[Sums, Sums, Resamples]:
+def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
     rng = np.random.default_rng(seed)
     level = rng.uniform(0.3, 0.6, size=60)
     return (
@@ -116,6 +116,6 @@ def test_transfer_is_undefined_without_a_gain_at_home(home: float, reason: str) 
 
 
 def test_transfer_is_undefined_on_one_prompt() -> None:
-    new, base, one = Sums.of([2], [4]), Sums.of([1], [4]), resamples(1, 100, 0)
+    new, base, one = PromptSums.of([2], [4]), PromptSums.of([1], [4]), resamples(1, 100, 0)
     found = transfer(new, base, one, *_gain(0.1, 2))
     assert found["value"] is None and found["undefined"] == "the gain in distribution has no interval"

@@ -10,8 +10,9 @@ from decode import VERIFIERS, Growth, Tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import Prompt
-from eval.config import EvalConfig, Method, check
+from eval.config import EvalConfig
 from eval.evaluate import command
+from eval.request import Method, check
 from eval.suites import Suite, fit
 
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["home=h.jsonl"], ood=["away=a.jsonl"], out="o")

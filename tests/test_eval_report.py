@@ -15,10 +15,10 @@ import pytest
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Prompt
 from eval import assemble as assembling
-from eval.config import Method
 from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.report.tables import memory
+from eval.request import Method
 from eval.results import FRAMES, Results
 from eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
 from eval.suites import Suite

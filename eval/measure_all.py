@@ -1,0 +1,141 @@
+"""All measurements of an evaluation in order, each taken from disk where it is there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from drafts.load import LoadedPair
+from draftsmith_core.models import eos_ids
+from draftsmith_core.progress import Advance, progress
+from draftsmith_core.sampling_options import Sampling
+from eval import measure
+from eval.assemble import Measured
+from eval.config import EvalConfig
+from eval.estimate import alpha_sums
+from eval.measurement_cache import MeasurementCache
+from eval.model_rows import identity, machine
+from eval.request import EvalRequest
+from eval.schema import ModelRow
+from eval.suites import Suite
+
+T = TypeVar("T", bound=Mapping[str, Any])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every measurement of an evaluation has in common."""
+
+    config: EvalConfig
+    request: EvalRequest
+    pair: LoadedPair
+    models: dict[str, ModelRow]
+    cache: MeasurementCache
+    advance: Advance
+
+    def get(self, what: str, asked: dict[str, Any], units: int, note: str, take: Callable[..., T]) -> T:
+        """The outcome of one measurement of `units` steps of progress, from disk or taken now by `take(tick=...)`."""
+
+        def tick(count: int) -> None:
+            self.advance(count, note)
+
+        reused = self.cache.reused
+        outcome = self.cache.get({"what": what, **asked}, lambda: take(tick=tick))
+        if self.cache.reused > reused:
+            tick(units)
+        return outcome
+
+    def common(self, suite: Suite, sampling: Sampling) -> dict[str, Any]:
+        """What decides the outcome of every measurement on a suite at one way of sampling."""
+        return {
+            "suite": suite.digest,
+            "sampling": asdict(sampling),
+            "eos": list(eos_ids(self.pair.target)),
+            "target": identity(self.models["target"]),
+            "max_new_tokens": self.config.max_new_tokens,
+            "seed": self.config.seed,
+        }
+
+
+def measure_all(
+    config: EvalConfig,
+    request: EvalRequest,
+    suites: Sequence[Suite],
+    pair: LoadedPair,
+    models: dict[str, ModelRow],
+    cache: MeasurementCache,
+) -> Measured:
+    """Every measurement that the request asks for. The clock comes last, when everything is warm."""
+    parts = [(suite, sampling) for suite in suites for sampling in request.samplings]
+    counted = 1 + len(pair.drafts) * (1 + len(request.methods))
+    timed = 1 + len(pair.drafts) * len(request.methods)
+    total = sum(
+        len(suite.prompts) * counted + min(config.speed_prompts, len(suite.prompts)) * timed for suite, _ in parts
+    )
+    measured = Measured({}, {}, {}, {})
+    with progress("eval", total) as advance:
+        run = _Run(config, request, pair, models, cache, advance)
+        for suite, sampling in parts:
+            _count(run, suite, sampling, measured)
+        if config.speed_prompts:
+            for suite, sampling in parts:
+                measured.speeds[suite.name, sampling.temperature] = _time(run, suite, sampling)
+    return measured
+
+
+def _count(run: _Run, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+    """The target's continuations, and every draft's alpha and decoding counts on them."""
+    target, prompts, temperature = run.pair.target, suite.prompts, sampling.temperature
+    where, batch_size = f"{suite.name}, T={temperature:g}", run.config.batch_size
+    options: dict[str, Any] = {
+        "max_new_tokens": run.config.max_new_tokens,
+        "batch_size": batch_size,
+        "seed": run.config.seed,
+    }
+    eos = eos_ids(target)
+    common = {**run.common(suite, sampling), "batch_size": batch_size}
+    alone = partial(measure.baseline, target, prompts, sampling, eos, **options)
+    baseline = run.get("baseline", common, len(prompts), f"target alone: {where}", alone)
+    measured.baselines[suite.name, temperature] = baseline
+    rows = measure.continuations(prompts, baseline)
+    for name, draft in run.pair.drafts.items():
+        asked = {**common, "draft": identity(run.models[name])}
+        estimate = partial(alpha_sums, target, draft, rows, sampling, batch_size=batch_size)
+        measured.alphas[suite.name, temperature, name] = run.get(
+            "alpha", asked, len(prompts), f"alpha of {name}: {where}", estimate
+        )
+        for method in run.request.methods:
+            decode = partial(measure.decoding, target, draft, method, prompts, baseline, sampling, eos, **options)
+            measured.decodings[suite.name, temperature, name, method] = run.get(
+                "decoding",
+                {**asked, "tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier},
+                len(prompts),
+                f"{name}, {method.tree}: {where}",
+                decode,
+            )
+
+
+def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasurement:
+    """Clock times of the target alone and of every draft and method, interleaved."""
+    target, drafts, methods = run.pair.target, run.pair.drafts, run.request.methods
+    prompts = suite.prompts[: run.config.speed_prompts]
+    asked = {
+        "prompts": run.config.speed_prompts,
+        "drafts": {name: identity(run.models[name]) for name in drafts},
+        "methods": [[method.tree, asdict(method.shape), method.verifier] for method in methods],
+        "machine": machine(target),
+        **run.common(suite, sampling),
+    }
+    take = partial(
+        measure.speed,
+        target,
+        drafts,
+        methods,
+        prompts,
+        sampling,
+        eos_ids(target),
+        max_new_tokens=run.config.max_new_tokens,
+        seed=run.config.seed,
+    )
+    units = len(prompts) * (1 + len(drafts) * len(methods))
+    return run.get("speed", asked, units, f"timing: {suite.name}, T={sampling.temperature:g}", take)
