@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from draftsmith_core.packages import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -129,6 +132,21 @@ def test_extra_all_is_every_extra_of_the_running_program() -> None:
     ((joined,),) = ([text] for text in extras["all"])
     named = joined.removeprefix("draftsmith[").removesuffix("]").split(",")
     assert sorted(named) == sorted(set(extras) - {"all", "test", "docs"})
+
+
+def test_every_extra_that_users_are_told_to_install_exists() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    named: dict[str, str] = {}
+    for name in tracked(*PACKAGES, "configs", "docs", "README.md", "CONTRIBUTING.md"):
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".yaml"):
+            text = path.read_text(encoding="utf-8")
+            for listed in re.findall(r"draftsmith\[([a-z,]+)\]", text):
+                named |= dict.fromkeys(listed.split(","), name)
+            for package in re.findall(r"require_package\(\s*\"(\w+)\"", text):
+                named[EXTRAS[package]] = name
+    assert {"bnb", "deepspeed"} <= set(named), "the search finds nothing"
+    assert {extra: name for extra, name in named.items() if extra not in extras} == {}
 
 
 # Stands in for python3: makes an environment whose pip notes that it was called and writes the script that pip would.
