@@ -298,7 +298,6 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
         ],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     said = re.search(r'<pre id="said">scroll=(\d+) figures=(\d+) h1=(.+?)</pre>', ran.stdout)
     assert said is not None, ran.stderr[-2000:]
