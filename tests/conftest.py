@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,8 @@ os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
+import hypothesis  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
@@ -45,6 +48,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A test kills processes but never cuts the power, so waiting for the disk (100 times per training run) shows nothing.
 # fstat keeps the check that the descriptor is open.
 os.fsync = os.fstat  # type: ignore[assignment]
+# The same examples in every run, and no limit on the time that one takes: a failure comes with a change of the code.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 SENTENCES = [
@@ -60,6 +68,23 @@ def pytest_collection_finish() -> None:
     """Leave out of every later garbage collection what the imports made: walking it takes 0.3 s each time."""
     gc.collect()
     gc.freeze()
+
+
+def _seed() -> None:
+    """The global generators, for tests that draw from them: what they get does not depend on which tests ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _seed()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
