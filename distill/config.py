@@ -43,6 +43,9 @@ class DistillConfig:
     """The domain of rows that do not name their own."""
     ignore_eos: bool = False
     """Go on to max_new_tokens even when the target ends."""
+    push_to_hub: str | None = None
+    """Upload the finished set to this data set on the hub, owner/name, with the token in HF_TOKEN; made private where
+    it does not exist."""
     device: str = "auto"
     dtype: str = "auto"
     trust_remote_code: bool = False

@@ -14,13 +14,16 @@ import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
 from distill.engines import ENGINES, Engine, Request
+from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import (
     atomic_file,
     canonical_json,
     hash_json,
     sha256_file,
     write_json_atomic,
+    write_text_atomic,
 )
 from draftsmith_core.processes import join_processes, on_main, terminable
 from draftsmith_core.progress import progress
@@ -50,7 +53,7 @@ TEACHER = [
 # `manifest.json` of a finished set, `run.json` of one in the making.
 _RECORDS = ("manifest.json", "run.json")
 # Options that change where the work is done, not what comes of it.
-_NOT_IDENTITY = ("out", "device")
+_NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +72,11 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     command: the command line to record; without one, the one that asks for `config`. Raises InputError, and RunError
     for what fails while running. SIGTERM ends it with Terminated and Ctrl-C with KeyboardInterrupt; whole parts stay.
     """
+    if config.push_to_hub is not None:
+        check_push(config.push_to_hub)
     with terminable(), keeping(lambda: any(Path(config.out).glob("part-*.parquet"))):
-        return _distill(config, command or command_line("distill", config))
+        summary = _distill(config, command or command_line("distill", config))
+    return summary | pushed(Path(config.out), config.push_to_hub, "dataset")
 
 
 def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
@@ -105,6 +111,7 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         manifest = _manifest(out, parts, prompts, identity, command)
         manifest["vocabulary"] = vocabulary_sample(tokenizer)
         if processes.is_main_process:
+            write_text_atomic(out / "README.md", distilled_set_card(manifest))
             write_json_atomic(out / "manifest.json", manifest)
             (out / "run.json").unlink(missing_ok=True)
         processes.wait_for_everyone()

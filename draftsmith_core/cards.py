@@ -38,17 +38,12 @@ output = target.generate(**inputs, assistant_model=draft, max_new_tokens=32, do_
 print(tokenizer.decode(output[0]))
 ```
 
-With vLLM on a GPU (it needs equal `vocab_size` in both configs; not tried by draftsmith):
-
-```bash
-vllm serve {target} \\
-  --speculative-config '{{"method": "draft_model", "model": "{here}", "num_speculative_tokens": 4}}'
-```
-
-With draftsmith, which has trees and more verifiers:
+With draftsmith, or with vLLM on a GPU (which needs equal `vocab_size` in both configs; not tried by draftsmith):
 
 ```bash
 draftsmith decode --target {target} --draft {here} --prompt "Once upon a time"
+vllm serve {target} \\
+  --speculative-config '{{"method": "draft_model", "model": "{here}", "num_speculative_tokens": 4}}'
 ```"""
 _LOADING_HEAD = """It reads the hidden states of `{target}` and works with that model only:
 
@@ -64,9 +59,8 @@ import datasets
 rows = datasets.load_dataset("{here}", split="train")
 ```
 
-With the directory on disk, `draftsmith train --data DIRECTORY`. Columns: `id`, `domain`, `prompt_ids`, `response_ids`
-(end token included), `finish_reason`, `seed`, `sample_index`; where teacher rows were kept, `top_ids`, `top_logprobs`
-and `tail_mass` too."""
+With the directory on disk, `draftsmith train --data DIRECTORY`. `response_ids` include the end token; `top_ids`,
+`top_logprobs` and `tail_mass` are there where teacher rows were kept."""
 
 
 def checkpoint_card(record: Values, results: Values | None = None, draft: str | None = None) -> str:
@@ -91,10 +85,10 @@ def checkpoint_card(record: Values, results: Values | None = None, draft: str | 
         "tags": ["speculative-decoding", "draft-model", "draftsmith", *([] if is_lm else [kind])],
     }
     purpose = _PURPOSE.format(what="small language model" if is_lm else f"{kind} head", target=target)
-    loading = (_LOADING_LM if is_lm else _LOADING_HEAD).format(target=target, here=PLACEHOLDER, kind=kind)
+    loading = _LOADING_LM if is_lm else _LOADING_HEAD
     sections = {
         "Measured": _heldout(record) if results is None else _evaluated(results, draft or ""),
-        "How to load it": loading,
+        "How to load it": loading.format(target=target, here=PLACEHOLDER, kind=kind),
         "How it was made": _made(record, config, sets),
         "Licence": about_licence,
     }
@@ -190,9 +184,7 @@ def _made(record: Values, config: Values, sets: Sequence[str]) -> str:
 
 def _heldout(record: Values) -> str:
     rows = [(what, f"{record[key]:.4f}") for key, what in _MEASURED.items() if key in record]
-    if not rows:
-        return "Nothing has been measured. `draftsmith eval` measures acceptance in distribution and out of it."
-    return _table(("held out while training", "value"), rows)
+    return _table(("held out while training", "value"), rows) if rows else "Nothing yet; `draftsmith eval` does."
 
 
 def _evaluated(results: Values, draft: str) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 from huggingface_hub import constants
 
 from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.processes import on_main
 
 # What a card on disk writes where a published one has the repository's name.
 PLACEHOLDER = "DIRECTORY-OR-HUB-NAME"
@@ -61,3 +62,12 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
             f"push_to_hub {name}: {reason}; {directory} is complete, and the same command uploads it again"
         ) from None
     return str(repository)
+
+
+def pushed(directory: Path, name: str | None, repo_type: Literal["model", "dataset"]) -> dict[str, str]:
+    """`{"pushed": url}` for a run's summary; empty without a name. Every process calls it, the main one uploads."""
+    if name is None:
+        return {}
+    urls: list[str] = []
+    on_main(lambda: urls.append(push(directory, name, repo_type)))
+    return {"pushed": urls[0]} if urls else {}

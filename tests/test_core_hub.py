@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from draftsmith.__main__ import main
 from draftsmith_core import cards, hub
 from draftsmith_core.errors import InputError, RunError
 
@@ -330,6 +331,41 @@ def test_no_hub_is_one_line(server: Hub, checkpoint: Path, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(RunError, match="push_to_hub org/draft: .*uploads it again"):
         hub.push(checkpoint, "org/draft", "model")
+
+
+def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
+    server: Hub, tmp_path: Path, target_dir: str, draft_dir: str, prompts_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, draft = tmp_path / "data", tmp_path / "draft"
+    words = [
+        "--target",
+        target_dir,
+        "--prompts",
+        prompts_file,
+        "--out",
+        str(data),
+        "--max_new_tokens",
+        "6",
+        "--num_samples",
+        "4",
+    ]
+    assert main(["distill", *words, "--push_to_hub", "org/set", "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"] == f"{server.url}/datasets/org/set"
+    assert {"README.md", "manifest.json", "part-00000.parquet"} == set(server.files["org/set"])
+    words = ["--target", target_dir, "--draft", draft_dir, "--data", str(data), "--out", str(draft), "--steps", "2"]
+    assert main(["train", *words, "--max_length", "64"]) == 0
+    assert "org/draft" not in server.files
+    whole = {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()}
+    # Finished already: nothing is trained again, what is there goes up.
+    assert main(["train", *words, "--max_length", "64", "--push_to_hub", "org/draft"]) == 0
+    assert {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()} == whole
+    assert set(server.files["org/draft"]) == {name for name in whole if not name.startswith(".")}
+    header, body = split(server.files["org/draft"]["README.md"].decode())
+    assert header["library_name"] == "transformers" and "| steps | 2 |" in body and "alpha: expected" in body
+    assert str(draft) not in body
+    capsys.readouterr()
+    assert main(["train", *words, "--push_to_hub", "draft"]) == 2
+    assert "write owner/name" in capsys.readouterr().err
 
 
 def test_what_cannot_succeed_is_refused_before_the_run(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,8 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
 def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
     rows = read(whole)
     manifest = json.loads((whole / "manifest.json").read_text())
-    assert {path.name for path in whole.iterdir()} == {"manifest.json", *(f"part-{i:05d}.parquet" for i in range(5))}
+    parts = {f"part-{i:05d}.parquet" for i in range(5)}
+    assert {path.name for path in whole.iterdir()} == {"manifest.json", "README.md", *parts}
     assert [part["rows"] for part in manifest["parts"]] == [5, 5, 5, 5, 4]
     assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in manifest["parts"])
     assert manifest["counts"] == {

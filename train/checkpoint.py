@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import (
     atomic_dir,
@@ -322,6 +323,7 @@ def publish(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         (directory / "draftsmith.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
     tidy(out / "run", keeping)

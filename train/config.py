@@ -164,6 +164,9 @@ class TrainConfig:
     """metrics.jsonl is always written; wandb adds Weights & Biases (WANDB_MODE=offline needs no account)."""
     project: str = "draftsmith"
     """Name of the W&B project."""
+    push_to_hub: str | None = None
+    """Upload the finished checkpoint to this model on the hub, owner/name, with the token in HF_TOKEN; made private
+    where it does not exist."""
     seed: int = 0
     """Of fresh weights, the order of the data, dropout and noise."""
     device: str = "auto"
@@ -183,6 +186,8 @@ class TrainConfig:
         if not self.data:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
         self._check_kind()
+        if self.smoke and self.push_to_hub is not None:
+            raise InputError("push_to_hub: what --smoke makes is a random model; leave one of them out")
         if self.kind == "lm" and self.draft is None and self.draft_config is None:
             raise InputError("draft: give `draft` (weights to start from) or `draft_config` (a config.json)")
         objective = parse_objective(self.objective, self.temperature)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import read_json
 from draftsmith_core.models import (
     check_same_vocabulary,
@@ -43,6 +44,7 @@ _NOT_IDENTITY = (
     "out",
     "tracker",
     "project",
+    "push_to_hub",
     "device",
     "save_every",
     "keep",
@@ -59,8 +61,11 @@ def train(config: TrainConfig, command: str) -> dict[str, Any]:
     SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
+    if config.push_to_hub is not None:
+        check_push(config.push_to_hub)
     with terminable() as stop, keeping(lambda: any(out.glob("run/checkpoints/step_*"))):
-        return _train(config, command, stop)
+        summary = _train(config, command, stop)
+    return summary | pushed(out, config.push_to_hub, "model")
 
 
 def _train(config: TrainConfig, command: str, stop: StopSignal) -> dict[str, Any]:
