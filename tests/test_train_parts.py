@@ -298,7 +298,7 @@ def test_training_sees_what_decoding_does(
         monkeypatch.setattr(drafting, "probs", recording)
         target = load_model(draft_dir, device="cpu")
         decoder = SpeculativeDecoder(target, DraftModelProposer(model), "chain:3", "speculative")
-    answer = decoder.generate([prompt], Sampling(), 12, [generator(3)]).generations[0].output_ids
+    answer = decoder.generate([prompt], Sampling(), 12, [generator(3)], eos_ids=()).generations[0].output_ids
     examples = examples_of(tmp_path, [(prompt, answer)], max_length=64)
     with torch.no_grad():
         trained_NV = valid_logits(model, collate(examples, [0]))
