@@ -110,6 +110,8 @@ TREES = [
     "eagle2:depth=3,beam=2,nodes=5",
     "opt:nodes=4,depth=3,gain=0.3",
 ]
+# With these, every pair of tree and verifier takes 5 to 10 s. The rest of what they share is tried with "draft".
+COSTLY = {"draft, padded", "draft, fewer tokens", "eagle", "eagle3", "hydra"}
 LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 
 
@@ -187,7 +189,7 @@ def test_greedy_is_the_targets_own(way: str) -> None:
     assert accepted > 0, "nothing was ever accepted, so nothing was tried"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in COSTLY else []) for way in WAYS])
 def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
     for tree, verifier in valid(way):
         together = run(decoder(way, tree, verifier), [3, 1, 0, 2], LAW)
@@ -227,8 +229,14 @@ def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) 
     return value / float(chi2.ppf(1 - 1e-5, int(used.sum()) - 1))
 
 
-@pytest.mark.parametrize("verifier", LOSSLESS)
-@pytest.mark.parametrize("way", WAYS)
+# The fast tests hold every verifier and every way of drafting once; the slow ones every pair.
+@pytest.mark.parametrize(
+    ("way", "verifier"),
+    [
+        pytest.param(way, verifier, marks=[] if way == "draft" or verifier == "exact" else [pytest.mark.slow])
+        for way, verifier in itertools.product(WAYS, LOSSLESS)
+    ],
+)
 def test_output_law_is_the_targets(way: str, verifier: str) -> None:
     trees = [tree for tree, name in valid(way) if name == verifier]
     # One plain tree and one that depends on what was drawn: the law of the others follows from the same code.
