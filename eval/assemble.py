@@ -18,6 +18,7 @@ from eval.bootstrap import (
     transfer,
 )
 from eval.estimate import AlphaMeasurement
+from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, SpeedRun
 from eval.request import Method
 from eval.schema import (
@@ -26,6 +27,7 @@ from eval.schema import (
     AlphaRow,
     BaselineRow,
     DecodingRow,
+    Estimate,
     Identical,
     ModelRow,
     ResultsDocument,
@@ -214,6 +216,21 @@ def _at_depth(cells: Sequence[DecodingMeasurement], depth: int) -> PromptSums:
     )
 
 
+def _headroom(
+    measured: Measured, suites: Sequence[Suite], temperature: float, draft: str, method: Method, picks: Resamples
+) -> Estimate | None:
+    """The bound at the root over what the verifier accepts there; None where no bound was taken."""
+    step = RootStep.of(method)
+    alphas = [measured.alphas[suite.name, temperature, draft] for suite in suites]
+    if step is None or not all(step.name in alpha["roots"] for alpha in alphas):
+        return None
+    roots = [alpha["roots"][step.name] for alpha in alphas]
+    bound, reached = (
+        pool_sums([PromptSums.of(root[key], root["count"]) for root in roots]) for key in ("bound", "reached")
+    )
+    return quotient(bound, reached, picks)
+
+
 def _identical(cells: Sequence[DecodingMeasurement]) -> Identical | None:
     parts = [cell["identical"] for cell in cells if cell["identical"] is not None]
     if not parts:
@@ -255,6 +272,7 @@ def decoding_rows(setting: Setting, measured: Measured) -> list[DecodingRow]:
                             tau_gain=None if draft == setting.base else difference(tau, base_tau, picks),
                             alpha_mcsd=estimate(_ratio(own, "accepted", "depth_sum"), picks),
                             accept_at=[estimate(_at_depth(own, depth), picks) for depth in range(1, depths + 1)],
+                            headroom=_headroom(measured, suites, temperature, draft, method, picks),
                             identical_outputs=_identical(own),
                             counts={key: sum(sum(cell[key]) for cell in untyped) for key in COUNTS},
                             per_prompt=(

@@ -7,8 +7,9 @@ decoding (accept@d).
 Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -24,6 +25,7 @@ from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, probs
+from eval.headroom import RootMeasurement, RootStep, RootSums
 
 # Logits held at once, as a number of elements (256 MiB in fp32). A chunk of columns is cut to fit.
 MAX_LOGITS = 2**26
@@ -39,15 +41,18 @@ class Continuation:
 
 
 class AlphaMeasurement(TypedDict):
-    """Per prompt: the sum over response positions of sum_x min(p, q), and the number of those positions."""
+    """Per prompt: the sum over response positions of sum_x min(p, q), and the number of those positions.
+
+    `roots`: by name of a root step, what `eval.headroom` found at some of these positions.
+    """
 
     sum: list[float]
     count: list[int]
+    roots: dict[str, RootMeasurement]
 
 
 def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
-    """Column ranges: everything before `first` (whose logits nobody needs) at once, then `width` at a
-    time."""
+    """Column ranges: everything before `first`, whose logits are not needed, at once; then `width` at a time."""
     edges = [0, first] if first else [0]
     while edges[-1] < columns:
         edges.append(min(columns, edges[-1] + width))
@@ -55,18 +60,18 @@ def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
 
 
 class TargetOutput(Protocol):
-    """What is read off a forward of the target; `hidden_states` only for a head."""
+    """The parts of a target forward that are used; `hidden_states` for heads only."""
 
     logits: Tensor
     hidden_states: tuple[Tensor, ...] | None
 
 
 @dataclass
-class Place:
-    """How far a draft has read a text that comes in chunks; a fresh one stands at the beginning.
+class ReadSoFar:
+    """What a draft carries from one chunk of columns of a text to the next; a new one is for the first chunk.
 
-    `alone_B` says which rows have a prompt of one token. Only there does an EAGLE head begin with the first token,
-    on a state of zeros, as it does when decoding; elsewhere its text begins with the second.
+    `alone_B` says which rows have a prompt of one token. Only in those does an EAGLE head read the first token, with a
+    state of zeros, as in decoding; in the others it begins with the second.
     """
 
     alone_B: Tensor | None = None
@@ -77,16 +82,16 @@ class Place:
 
 @torch.inference_mode()
 def first_logits(
-    draft: Draft, target_output: TargetOutput, ids_BT: Tensor, place: Place | None = None, *, keep: int = 0
+    draft: Draft, target_output: TargetOutput, ids_BT: Tensor, place: ReadSoFar | None = None, *, keep: int = 0
 ) -> Tensor:
-    """The draft's logits of the token after each of `ids_BT`, over the target's vocabulary, `[B, T, V]`: where the
-    target's logits stand. Tokens that the draft does not have are -inf, its padding beyond the vocabulary is cut.
+    """The draft's logits `[B, T, V]` of the token after each of `ids_BT`, over the target's vocabulary: -inf for tokens
+    that the draft does not have, without its padding beyond the vocabulary.
 
     `target_output` is the target's forward of the same tokens, for a head with `output_hidden_states`. A text may
-    come in chunks of columns, led through by one `place`. Rows may be padded on the right. Logits of the last `keep`
-    columns are returned, of all when it is 0.
+    come in chunks of columns, with one `place` for all of them. Rows may be padded on the right. Logits of the last
+    `keep` columns are returned, of all when it is 0.
     """
-    place = Place() if place is None else place
+    place = ReadSoFar() if place is None else place
     vocabulary = target_output.logits.shape[-1]
     if isinstance(draft, PreTrainedModel):
         logits = _model_logits(draft, ids_BT, place, keep)
@@ -94,7 +99,7 @@ def first_logits(
         assert target_output.hidden_states is not None
         states = [target_output.hidden_states[layer] for layer in draft.hidden_layers]
         before = [torch.zeros_like(state[:, :1]) for state in states] if place.last is None else place.last
-        # The token at a position was chosen from the state at the position before it.
+        # A head pairs each token with the state it was predicted from, one position earlier.
         chosen_from = [torch.cat([b, state[:, :-1]], dim=1) for b, state in zip(before, states, strict=True)]
         place.last = [state[:, -1:] for state in states]
         if isinstance(draft, EagleHead | Eagle3Head):
@@ -107,13 +112,13 @@ def first_logits(
     return fit_vocabulary(logits[:, -keep:], vocabulary)
 
 
-def _model_logits(draft: PreTrainedModel, ids_BT: Tensor, place: Place, keep: int) -> Tensor:
+def _model_logits(draft: PreTrainedModel, ids_BT: Tensor, place: ReadSoFar, keep: int) -> Tensor:
     # A token that the draft has no embedding for is read as its last, as in decoding.
     ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
     end = place.columns + ids_BT.shape[1]
     out = draft(
         input_ids=ids_BT,
-        # Padding stands behind all that is wanted, so that causal attention never sees it.
+        # Padding is on the right, where causal attention never sees it, so that nothing need be masked.
         attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
         position_ids=torch.arange(place.columns, end, device=ids_BT.device).expand_as(ids_BT),
         past_key_values=place.cache,
@@ -125,7 +130,7 @@ def _model_logits(draft: PreTrainedModel, ids_BT: Tensor, place: Place, keep: in
     return logits
 
 
-def _eagle_logits(head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, place: Place) -> Tensor:
+def _eagle_logits(head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, place: ReadSoFar) -> Tensor:
     place.cache = DynamicCache() if place.cache is None else place.cache
     features_BTH = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
     rows, columns, past = *ids_BT.shape, place.columns
@@ -133,7 +138,7 @@ def _eagle_logits(head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Te
     key_P = torch.arange(past + columns, device=ids_BT.device)
     alone_B111 = torch.zeros(rows, dtype=torch.bool) if place.alone_B is None else place.alone_B
     alone_B111 = alone_B111.to(ids_BT.device).view(-1, 1, 1, 1)
-    # Cell 0 sees itself, so that its own output is a number; the positions of a row may begin anywhere.
+    # Key 0 stays visible to query 0, because attention over no key at all is NaN.
     sees_B1TP = (key_P <= query_T1) & ((key_P > 0) | (query_T1 == 0) | alone_B111)
     logits, _ = head(ids_BT, features_BTH, sees_B1TP, query_T1.T, place.cache)
     return head.to_target(logits) if isinstance(head, Eagle3Head) else logits
@@ -146,7 +151,10 @@ def _batch_sums(
     rows: Sequence[Continuation],
     sampling: Sampling,
     max_logits: int,
+    look: Callable[[int, Tensor, Tensor], None],
+    names: tuple[str, str],
 ) -> list[float]:
+    """alpha summed over the response positions of each row; `look(first column, p_BCV, q_BCV)` sees every chunk."""
     # The last token predicts nothing that is measured, so it is no input.
     tokens = [[*row.prompt_ids, *row.output_ids][:-1] for row in rows]
     columns = max(map(len, tokens))
@@ -166,7 +174,7 @@ def _batch_sums(
     chunks = _chunks(first if is_model else 0, columns, max(1, max_logits // held))
     sums_B = torch.zeros(len(rows), dtype=torch.float64)
     positions_BT = torch.arange(columns, device=ids_BT.device).expand_as(ids_BT)
-    place = Place(alone_B=torch.tensor([len(row.prompt_ids) == 1 for row in rows]))
+    place = ReadSoFar(alone_B=torch.tensor([len(row.prompt_ids) == 1 for row in rows]))
     cache: Any = None
     for start, stop in chunks:
         keep = 1 if stop <= first else 0
@@ -183,11 +191,26 @@ def _batch_sums(
         draft_BCV = first_logits(draft, out, ids_BT[:, start:stop], place, keep=keep)
         if keep:
             continue
-        accepted_BC = acceptance(probs(out.logits, sampling), probs(draft_BCV.to(out.logits.device), sampling))
-        # A sum of fp32 probabilities may exceed 1 by its rounding; a chance may not.
-        accepted_BC = accepted_BC.double().clamp(max=1.0).cpu()
+        for name, logits in zip(names, (out.logits, draft_BCV), strict=True):
+            _check_finite(name, logits, wanted_BT[:, start:stop], rows)
+        p_BCV, q_BCV = probs(out.logits, sampling), probs(draft_BCV.to(out.logits.device), sampling)
+        look(start, p_BCV, q_BCV)
+        # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
+        accepted_BC = acceptance(p_BCV, q_BCV).double().clamp(max=1.0).cpu()
         sums_B += accepted_BC.masked_fill(~wanted_BT[:, start:stop], 0.0).sum(-1)
     return [float(total) for total in sums_B]
+
+
+def _check_finite(name: str, logits_BCV: Tensor, wanted_BC: Tensor, rows: Sequence[Continuation]) -> None:
+    """RunError that names model and prompt where a logit is NaN or +inf, or all of them are -inf.
+
+    -inf alone is right: a token that the model does not have. At temperature 0 a NaN would pass unseen as the argmax.
+    """
+    # A NaN or +inf comes out of max() as itself; only its [B, C] results are looked at.
+    broken_BC = ~logits_BCV.amax(-1).isfinite().cpu() & wanted_BC
+    if broken_BC.any():
+        row = rows[int(broken_BC.any(1).nonzero()[0])]
+        raise RunError(f"{name}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
 
 
 def alpha_sums(
@@ -198,21 +221,23 @@ def alpha_sums(
     *,
     batch_size: int,
     max_logits: int = MAX_LOGITS,
+    roots: Sequence[RootStep] = (),
+    seed: int = 0,
+    names: tuple[str, str] = ("the target", "the draft"),
     tick: Tick = no_tick,
 ) -> AlphaMeasurement:
-    """Per row: the sum over response positions of sum_x min(p, q), in fp64, and the number of those
-    positions.
+    """Per row: the sum over response positions of sum_x min(p, q), in fp64, and the number of those positions.
 
-    The positions are those that predict a response token, EOS included; `rows` hold target continuations, so
-    the mean over them is over the target's own distribution. Never more than about `max_logits` logits
-    a model are held at once. Raises RunError when a model's probabilities are not finite.
+    The positions are those that predict a response token, EOS included; `rows` hold target continuations, so the mean
+    over them is over the target's own distribution. Never more than about `max_logits` logits per model are held at
+    once. `roots` are simulated at some of the positions (`eval.headroom`), from `seed`. Raises RunError with the
+    model, of `names` (target, draft), and the prompt where logits are not finite.
     """
+    lengths = [(len(row.prompt_ids), len(row.output_ids)) for row in rows]
+    found = RootSums(roots, lengths, [row.id for row in rows], vocabulary_size(target), seed)
     sums: list[float] = []
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        sums += _batch_sums(target, draft, batch, sampling, max_logits)
+        sums += _batch_sums(target, draft, batch, sampling, max_logits, partial(found.add, start), names)
         tick(len(batch))
-    for row, total in zip(rows, sums, strict=True):
-        if total != total:
-            raise RunError(f"alpha: probabilities are not finite on prompt {row.id}; try --dtype float32")
-    return AlphaMeasurement(sum=sums, count=[len(row.output_ids) for row in rows])
+    return AlphaMeasurement(sum=sums, count=[len(row.output_ids) for row in rows], roots=found.sums)

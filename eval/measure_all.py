@@ -13,6 +13,7 @@ from eval import measure
 from eval.assemble import Measured
 from eval.config import EvalConfig
 from eval.estimate import alpha_sums
+from eval.headroom import RootStep
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import identity, machine
 from eval.request import EvalRequest
@@ -98,11 +99,23 @@ def _count(run: _Run, suite: Suite, sampling: Sampling, measured: Measured) -> N
     baseline = run.get("baseline", common, len(prompts), f"target alone: {where}", alone)
     measured.baselines[suite.name, temperature] = baseline
     rows = measure.continuations(prompts, baseline)
+    # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
+    steps = {} if sampling.greedy else {s.name: s for m in run.request.methods if (s := RootStep.of(m)) is not None}
     for name, draft in run.pair.drafts.items():
         asked = {**common, "draft": identity(run.models[name])}
-        estimate = partial(alpha_sums, target, draft, rows, sampling, batch_size=batch_size)
+        estimate = partial(
+            alpha_sums,
+            target,
+            draft,
+            rows,
+            sampling,
+            batch_size=batch_size,
+            roots=list(steps.values()),
+            seed=run.config.seed,
+            names=(f"the target {run.models['target']['name']}", f"draft {name} ({run.models[name]['name']})"),
+        )
         measured.alphas[suite.name, temperature, name] = run.get(
-            "alpha", asked, len(prompts), f"alpha of {name}: {where}", estimate
+            "alpha", {**asked, "roots": list(steps)}, len(prompts), f"alpha of {name}: {where}", estimate
         )
         for method in run.request.methods:
             decode = partial(measure.decoding, target, draft, method, prompts, baseline, sampling, eos, **options)

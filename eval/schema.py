@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypedDict
 
-SCHEMA_VERSION: Literal[2] = 2
+SCHEMA_VERSION: Literal[3] = 3
 
 SuiteKind = Literal["id", "ood"]
 """Whether a prompt set is in distribution (ID, what the drafts were aligned on) or out of it (OOD)."""
@@ -26,6 +26,13 @@ DEFINITIONS: dict[str, str] = {
     "alpha_mcsd": (
         "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance rate. "
         "It falls as trees deepen even with an unchanged draft; compare it only between equal trees."
+    ),
+    "headroom": (
+        "How much more often a candidate at the root of the tree could be accepted: the optimal-transport bound on the "
+        "acceptance of that many candidates, over how often the verifier accepts one, simulated with the same p and q "
+        "at the same positions (up to 16 per prompt, spread evenly over the target's own continuation). 1 is optimal. "
+        "About the root only; not given at temperature 0, where every lossless verifier reaches the bound, for lossy "
+        "verifiers, and for trees whose shape depends on what was drafted."
     ),
     "speedup": (
         "Tokens per second over those of the target alone, on the same engine, in the same process, at batch 1, "
@@ -117,6 +124,7 @@ class DecodingRow(TypedDict):
     tau_gain: Difference | None
     alpha_mcsd: Estimate
     accept_at: list[Estimate]
+    headroom: Estimate | None
     identical_outputs: Identical | None
     counts: dict[str, int]
     per_prompt: dict[str, list[Any]] | None
@@ -225,7 +233,7 @@ class Speed(TypedDict):
 class ResultsDocument(TypedDict):
     """results.json."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     definitions: dict[str, str]
     config: dict[str, Any]
     base: str

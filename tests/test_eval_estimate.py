@@ -7,9 +7,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import RunError
 from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling, acceptance, generator, probs
+from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval import measure
 from eval.estimate import Continuation, alpha_sums
+from eval.headroom import RootStep, positions_per_prompt, root_acceptance, spread
+from eval.request import Method
 
 VOCAB = 17
 LAWS = [
@@ -105,14 +107,82 @@ def test_chunks_of_positions_change_nothing(pair: tuple[LlamaForCausalLM, LlamaF
     assert parts["sum"] == pytest.approx(whole["sum"], abs=1e-4) and parts["count"] == whole["count"]
 
 
-def test_probabilities_that_are_not_finite_stop_the_run(
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], temperature: float, broken: int
+) -> None:
+    models = [pair[0], pair[1]]
+    models[broken] = _near(models[broken], 0.0, 9)
+    with torch.no_grad():
+        # Tokens from 14 on: at temperature 0 a NaN wins the argmax like any other maximum.
+        models[broken].lm_head.weight[14:].fill_(torch.nan)
+    with pytest.raises(RunError, match=f"^{('mine', 'its')[broken]}: not finite logits on prompt p0"):
+        alpha_sums(
+            models[0], models[1], _rows(2, 5), Sampling(temperature=temperature), batch_size=2, names=("mine", "its")
+        )
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier", "optimal"),
+    [
+        ("chain:3", "speculative", True),
+        ("kary:3", "naive", True),
+        ("kary:3", "greedy", True),
+        ("kary:3", "mcsd", False),
+        ("kary:3", "specinfer", False),
+        ("kary:3", "exact", False),
+    ],
+)
+def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
+    tree: str, verifier: str, optimal: bool
+) -> None:
+    step = RootStep.of(Method(tree, verifier))
+    assert step is not None and step.candidates == (1 if tree == "chain:3" else 3)
+    trials = 20_000
+    logits, noise = torch.randn(2, VOCAB, generator=generator(3))
+    p, q = (1.2 * logits).softmax(-1), (logits + noise).softmax(-1)
+    # The bound of one position is enough, 20,000 times the same.
+    bound, _ = root_acceptance(step, p[None], q[None], torch.full((1, 1, step.uniforms), 0.5))
+    u = uniforms([generator(8)], trials * step.uniforms).view(trials, 1, step.uniforms)
+    _, reached = root_acceptance(step, p.expand(trials, -1), q.expand(trials, -1), u)
+    error = 4 * (0.25 / trials) ** 0.5
+    assert 0.2 < float(bound) < 0.99 and set(reached.tolist()) == {0.0, 1.0}
+    if optimal:
+        assert float(reached.mean()) == pytest.approx(float(bound), abs=error)
+    else:
+        assert float(reached.mean()) < float(bound) + error
+    if verifier == "speculative":
+        assert float(bound) == pytest.approx(float(acceptance(p, q)), abs=1e-6)
+
+
+def test_there_is_no_bound_for_lossy_rules_and_grown_trees() -> None:
+    assert RootStep.of(Method("kary:3,2", "typical")) is None
+    assert RootStep.of(Method("eagle2:depth=3,beam=3,nodes=8", "exact")) is None
+
+
+def test_root_steps_are_taken_at_the_same_positions_however_rows_come(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
 ) -> None:
-    broken = _near(pair[0], 0.0, 9)
-    with torch.no_grad():
-        broken.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(RunError, match="not finite on prompt p0"):
-        alpha_sums(pair[0], broken, _rows(2, 5), Sampling(temperature=1.0), batch_size=2)
+    rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
+    roots = [step for spec in ("chain:2", "kary:3") if (step := RootStep.of(Method(spec, "exact"))) is not None]
+    assert [step.name for step in roots] == ["exact/1", "exact/3"]
+    whole = alpha_sums(*pair, rows, sampling, batch_size=6, roots=roots, seed=1)
+    parts = alpha_sums(*pair, rows, sampling, batch_size=2, max_logits=2 * VOCAB, roots=roots, seed=1)
+    for step in roots:
+        ours, theirs = whole["roots"][step.name], parts["roots"][step.name]
+        # Answers of fewer than 16 tokens are looked at as a whole.
+        assert ours["count"] == theirs["count"] == whole["count"]
+        assert ours["reached"] == theirs["reached"] and ours["bound"] == pytest.approx(theirs["bound"], abs=1e-4)
+    assert sum(whole["roots"]["exact/3"]["bound"]) > sum(whole["roots"]["exact/1"]["bound"])
+
+
+def test_positions_are_spread_and_bounded() -> None:
+    assert spread(20, 4) == [2, 7, 12, 17] and spread(3, 16) == [0, 1, 2]
+    slow, fast = RootStep(4, "without_replacement", "mcsd"), RootStep(1, "without_replacement", "speculative")
+    assert positions_per_prompt(fast, 3, 128_000) == [16] * 3
+    assert sum(positions_per_prompt(slow, 64, 512)) == 1024
+    assert sum(positions_per_prompt(slow, 64, 32_000)) == 65 and sum(positions_per_prompt(slow, 64, 10**6)) == 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -127,7 +197,7 @@ def test_alpha_predicts_what_a_chain_measures(
     alpha = sum(cell["sum"]) / sum(cell["count"])
     decoder = SpeculativeDecoder(pair[0], DraftModelProposer(pair[1]), "chain:1", "speculative")
     batch = decoder.generate(
-        [prompt.ids for prompt in prompts], sampling, 16, [generator(i) for i in range(len(prompts))]
+        [prompt.ids for prompt in prompts], sampling, 16, [generator(i) for i in range(len(prompts))], ()
     )
     reached = sum(g.stats.reached_by_depth[0] for g in batch.generations)
     accepted = sum(g.stats.accepted_by_depth[0] for g in batch.generations)

@@ -19,6 +19,7 @@ from draftsmith.cli.eval import run
 from draftsmith_core.errors import InputError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
+from eval.results import Results
 from eval.schema import CLOCK_KEYS
 from eval.summary import summary as summarise
 
@@ -143,6 +144,21 @@ def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
         assert sum(by_depth) == counts["accepted"]
 
 
+def test_headroom_stands_beside_every_sampled_static_tree(world: EvalConfig, summary: dict[str, Any]) -> None:
+    results = Results.load(world.out)
+    for row in [*results.document["decoding"], *results.document["overall_decoding"]]:
+        headroom = row["headroom"]
+        if row["temperature"] == 0:
+            assert headroom is None
+            continue
+        assert headroom is not None and headroom["value"] is not None
+        # The verifier is simulated, so that what it reaches may exceed the bound by chance.
+        assert 0.8 < headroom["value"] < 1.6 and headroom["low"] is not None
+        if row["tree"] == "chain:3" and row["domain"] is not None:
+            # The bound of one candidate is alpha, at the same positions when answers are at most 16 tokens long.
+            assert headroom["numerator"] == pytest.approx(results.alpha(row["draft"], row["domain"])["value"], abs=1e-6)
+
+
 def test_greedy_outputs_are_the_targets_own(world: EvalConfig, summary: dict[str, Any]) -> None:
     for row in _results(world)["decoding"]:
         expected = {"same": 6, "of": 6, "largest_gap": None} if row["temperature"] == 0 else None
@@ -246,6 +262,6 @@ def test_a_report_is_drawn_again_from_its_results(
 def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"results\.json: no such file"):
         render(str(tmp_path))
-    (tmp_path / "results.json").write_text('{"schema_version": 1}')
-    with pytest.raises(InputError, match="not results of schema version 2"):
+    (tmp_path / "results.json").write_text('{"schema_version": 2}')
+    with pytest.raises(InputError, match="not results of schema version 3"):
         render(str(tmp_path))

@@ -23,7 +23,7 @@ from draftsmith_core.models import load_model, memory_bytes
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
-from eval.estimate import Continuation, Place, alpha_sums, first_logits
+from eval.estimate import Continuation, ReadSoFar, alpha_sums, first_logits
 from eval.evaluate import evaluate
 from eval.summary import summary as summarise
 
@@ -86,7 +86,7 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
-        place = Place(alone_B=torch.tensor([len(row.prompt_ids) == 1]))
+        place = ReadSoFar(alone_B=torch.tensor([len(row.prompt_ids) == 1]))
         return probs(out.logits[0], LAW), probs(first_logits(draft, out, ids, place)[0], LAW), out
 
 

@@ -15,6 +15,7 @@ import pytest
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Prompt
 from eval import assemble as assembling
+from eval.headroom import RootMeasurement, RootStep
 from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.report.tables import memory
@@ -85,7 +86,12 @@ def made_up(
             runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, "decode_s": [2.0] * prompts, **emitted}]
             for draft, gain in gains.items():
                 rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
-                measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts}
+                roots = {
+                    step.name: RootMeasurement(bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts)
+                    for method in methods
+                    if temperature and (step := RootStep.of(method)) is not None
+                }
+                measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts, "roots": roots}
                 calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
                 first = [min(20 - c, c) if offered else 0 for c in calls]
                 for method in methods:

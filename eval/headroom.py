@@ -1,0 +1,183 @@
+"""Headroom: how often the candidates at the root of a tree could be accepted at best, and how often the verifier does.
+
+Both are taken at the same positions, from the same rows of p and q as alpha, so that their ratio is about the verifier
+alone: the bound of `decode.transport_bound` (Hu et al., ICLR 2025, arXiv 2502.18779) over one root step of the verifier
+itself, simulated. It is about the root: the candidates below it are not looked at.
+
+Legend: N positions, T trials, K candidates, M = K + 1 nodes with the root, V vocabulary, U uniforms per trial.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from decode import VERIFIERS
+from decode.propose.protocol import Proposal
+from decode.propose.static_tree import draw_children
+from decode.transport_bound import optimal_acceptance
+from decode.tree import Drawing, Tree
+from decode.tree_batch import TreeBatch
+from draftsmith_core.sampling import generator, row_seed, uniforms
+from eval.request import Method
+
+# Positions per prompt at most. The bound costs far more than alpha does.
+PER_PROMPT = 16
+# Positions x vocabulary at most, per set of prompts and draft, where candidates are drawn without replacement: there
+# the bound is an integral of a few seconds per position and 100,000 tokens.
+MAX_INTEGRAL = 2**21
+# Root steps that are simulated per position, so that their chance adds little to that of the prompts.
+TRIALS = 16
+# Elements of [N, V] in double precision worked on at once (32 MiB).
+MAX_ELEMENTS = 2**22
+
+
+class RootMeasurement(TypedDict):
+    """Per prompt, summed over `count` positions: the bound, and the share of trials that accepted a candidate."""
+
+    bound: list[float]
+    reached: list[float]
+    count: list[int]
+
+
+@dataclass(frozen=True)
+class RootStep:
+    """What a decoding method does at the root: K candidates, how they are drawn, and the rule that judges them."""
+
+    candidates: int
+    drawing: Drawing
+    verifier: str
+
+    @staticmethod
+    def of(method: Method) -> "RootStep | None":
+        """None where there is no bound: lossy rules, and trees whose shape depends on what was drafted."""
+        if not method.lossless or not isinstance(method.shape, Tree):
+            return None
+        return RootStep(method.shape.widths[0], VERIFIERS[method.verifier].drawings[0], method.verifier)
+
+    @property
+    def name(self) -> str:
+        """What tells it from other root steps of the same draft."""
+        return f"{self.verifier}/{self.candidates}"
+
+    @property
+    def integral(self) -> bool:
+        """Whether the bound is slow to compute."""
+        return self.candidates > 1 and self.drawing == "without_replacement"
+
+    @property
+    def tree(self) -> Tree:
+        """The root and its candidates."""
+        return Tree((-1,) * self.candidates)
+
+    @property
+    def uniforms(self) -> int:
+        """Random numbers per trial: one per candidate, and what the rule takes."""
+        return self.candidates + VERIFIERS[self.verifier].uniforms(TreeBatch.build(self.tree, torch.device("cpu")))
+
+
+def positions_per_prompt(step: RootStep, prompts: int, vocabulary: int) -> list[int]:
+    """How many positions of each prompt are looked at."""
+    total = min(PER_PROMPT * prompts, max(prompts // 8, MAX_INTEGRAL // vocabulary) if step.integral else 2**62)
+    return [total // prompts + (index < total % prompts) for index in range(prompts)]
+
+
+def spread(length: int, count: int) -> list[int]:
+    """`count` indices below `length`, or all of them, evenly spread; fixed beforehand, so that nothing selects."""
+    count = min(count, length)
+    return [(2 * index + 1) * length // (2 * count) for index in range(count)]
+
+
+def position_uniforms(step: RootStep, prompt_id: str, seed: int, count: int) -> Tensor:
+    """`[count, TRIALS, U]` uniforms of a prompt, the same for every draft."""
+    one = generator(row_seed(seed, f"{prompt_id}/headroom/{step.name}"))
+    return uniforms([one], count * TRIALS * step.uniforms).view(count, TRIALS, step.uniforms)
+
+
+def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> tuple[Tensor, Tensor]:
+    """The bound, and the share of T trials in which the verifier accepted one of K drawn candidates; float64 `[N]`.
+
+    p, q: fp32 distributions of target and draft above temperature 0. u: float64 uniforms.
+    """
+    trials, size = u_NTU.shape[1], max(1, MAX_ELEMENTS // (p_NV.shape[1] * u_NTU.shape[1]))
+    bounds: list[Tensor] = []
+    reached: list[Tensor] = []
+    for p, q, u in zip(p_NV.split(size), q_NV.split(size), u_NTU.split(size), strict=True):
+        bounds.append(optimal_acceptance(p, q, step.candidates, step.drawing))
+        again_p, again_q = p.repeat_interleave(trials, dim=0), q.repeat_interleave(trials, dim=0)
+        reached.append(_one_step(step, again_p, again_q, u.flatten(0, 1).to(p.device)).view(-1, trials).mean(1))
+    return torch.cat(bounds), torch.cat(reached)
+
+
+def _one_step(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NU: Tensor) -> Tensor:
+    count = step.candidates
+    if step.drawing == "deterministic":
+        best = q_NV.topk(min(count, q_NV.shape[1]), dim=-1)
+        tokens_NK = best.indices.masked_fill(best.values <= 0, -1)
+        tokens_NK = torch.nn.functional.pad(tokens_NK, (0, count - tokens_NK.shape[1]), value=-1)
+    else:
+        tokens_NK = draw_children(step.drawing, q_NV.unsqueeze(1), u_NU[:, None, :count], [count], 1)[:, 0]
+    proposal = Proposal(
+        tree=TreeBatch.build(step.tree, p_NV.device),
+        tokens_BM=torch.nn.functional.pad(tokens_NK, (1, 0), value=-1),
+        q_BEV=None if step.drawing == "deterministic" else q_NV.unsqueeze(1),
+        drawing=step.drawing,
+    )
+    # What follows a candidate decides only the token after it, which is not looked at: any distribution will do there.
+    p_NMV = p_NV.unsqueeze(1).expand(-1, count + 1, -1)
+    verdict = VERIFIERS[step.verifier].run(proposal, p_NMV, u_NU[:, count:])
+    return (verdict.accepted_B > 0).double()
+
+
+class RootSums:
+    """Takes root steps at chosen positions of every prompt while p and q pass by in chunks of columns."""
+
+    def __init__(
+        self,
+        steps: Sequence[RootStep],
+        lengths: Sequence[tuple[int, int]],
+        ids: Sequence[str],
+        vocabulary: int,
+        seed: int,
+    ) -> None:
+        """`lengths`: tokens of every prompt and of its continuation; `ids`: of the prompts."""
+        self.steps = {step.name: step for step in steps}
+        self.sums = {
+            name: RootMeasurement(bound=[0.0] * len(ids), reached=[0.0] * len(ids), count=[0] * len(ids))
+            for name in self.steps
+        }
+        # By step and prompt: the columns that predict the chosen tokens, and the uniforms of each.
+        self.columns: dict[str, list[list[int]]] = {}
+        self.uniforms: dict[str, list[Tensor]] = {}
+        for name, step in self.steps.items():
+            counts = positions_per_prompt(step, len(ids), vocabulary)
+            self.columns[name] = [
+                [prompt - 1 + place for place in spread(answer, count)]
+                for (prompt, answer), count in zip(lengths, counts, strict=True)
+            ]
+            self.uniforms[name] = [
+                position_uniforms(step, key, seed, max(1, len(columns)))
+                for key, columns in zip(ids, self.columns[name], strict=True)
+            ]
+
+    def add(self, first_row: int, start: int, p_BCV: Tensor, q_BCV: Tensor) -> None:
+        """Columns from `start` on of the rows from `first_row` on."""
+        rows, stop = p_BCV.shape[0], start + p_BCV.shape[1]
+        for name, step in self.steps.items():
+            here = [
+                (b, column - start, self.uniforms[name][first_row + b][index])
+                for b in range(rows)
+                for index, column in enumerate(self.columns[name][first_row + b])
+                if start <= column < stop
+            ]
+            if not here:
+                continue
+            at_b, at_c = [b for b, _, _ in here], [c for _, c, _ in here]
+            u_NTU = torch.stack([u for _, _, u in here])
+            bound_N, reached_N = root_acceptance(step, p_BCV[at_b, at_c], q_BCV[at_b, at_c], u_NTU)
+            for b, bound, reached in zip(at_b, bound_N.tolist(), reached_N.tolist(), strict=True):
+                self.sums[name]["bound"][first_row + b] += bound
+                self.sums[name]["reached"][first_row + b] += reached
+                self.sums[name]["count"][first_row + b] += 1
