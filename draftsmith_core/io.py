@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary name, fsync, rename. And the hashes that tell two artifacts apart."""
+"""Write files whole or not at all (temporary name, fsync, rename), read JSON, and hash what tells artifacts apart."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from draftsmith_core.errors import InputError
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal bytes."""
+    """JSON with sorted keys and no spaces, so that equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -51,7 +51,7 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it becomes `path` when the block ends well, and vanishes when it does not."""
+    """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -65,14 +65,14 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """A temporary directory to fill; it becomes `path` (replacing an older one) when the block ends well."""
+    """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        # safetensors makes files that their owner alone may read, whatever the umask is.
+        # safetensors creates files with mode 0600 and ignores the umask; give them the mode of other new files.
         mode = temporary.stat().st_mode & 0o666
         for file in sorted(temporary.rglob("*")):
             if file.is_file():
@@ -80,7 +80,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
             _fsync(file)
         _fsync(temporary)
         if path.exists():
-            # A directory cannot be replaced in one step; the old one steps aside for the instant between.
+            # A rename cannot replace a directory that is not empty, so the old one is renamed away first.
             retired = path.with_name(f".{path.name}.old.tmp{os.getpid()}")
             path.rename(retired)
             temporary.rename(path)
@@ -93,7 +93,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def make_dir(path: Path, option: str) -> None:
-    """Make a directory for results; InputError names the option when that cannot be."""
+    """Make a directory for results; InputError, beginning with `option`, when it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,7 @@
-"""The processes a launcher started: who this one is, what was asked of them, waiting for the others, being stopped."""
+"""The processes that a launcher started: which one this is, work for one of them, and SIGTERM and Ctrl-C.
+
+Nothing heavy is imported until processes meet, so that commands can ask who they are before they load torch.
+"""
 
 import os
 import signal
@@ -18,15 +21,15 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 TIMEOUT = timedelta(hours=12)
-# What a shell says of a program that SIGTERM ended.
+# The exit code that a shell reports for a program that SIGTERM ended: 128 + 15.
 TERMINATED = 143
 
 
 @dataclass(frozen=True)
 class LauncherRequest:
-    """What a launcher asked for: how the processes share the weights, and how many there are.
+    """What a launcher asked for: how processes share the weights, and how many processes there are.
 
-    kind: `single`, `ddp` (a copy each), `zero` (DeepSpeed, its stage in its config), `fsdp`.
+    kind: `single`, `ddp` (every process has a whole copy), `zero` (DeepSpeed; its config names the stage), `fsdp`.
     """
 
     kind: Literal["single", "ddp", "zero", "fsdp"]
@@ -34,7 +37,7 @@ class LauncherRequest:
 
 
 class Terminated(SystemExit):
-    """SIGTERM came, and what had been done is kept. The exit code is 143."""
+    """SIGTERM arrived; the command has kept what it could and exits with code 143."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -42,10 +45,10 @@ class Terminated(SystemExit):
 
 @dataclass
 class StopSignal:
-    """Whether SIGTERM or Ctrl-C came. While `held` it only sets `asked`, else the program ends there and then.
+    """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the program ends at once.
 
-    asked: the signal that came to this process. agreed: whether all processes know by now that one was asked. A second
-    Ctrl-C is not held.
+    asked: number of the signal that this process received, 0 for none. agreed: whether all processes have learned that
+    one of them received a signal. A second Ctrl-C ends the program at once even while `held`.
     """
 
     held: bool = False
@@ -53,34 +56,34 @@ class StopSignal:
     agreed: bool = False
 
     def leaving(self) -> BaseException:
-        """What to raise when the time has come."""
+        """The exception to raise once the work that was held for has been saved."""
         return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated()
 
 
 def launched() -> int:
-    """How many processes the launcher says there are."""
+    """How many processes the launcher started, by its environment variable WORLD_SIZE."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
-    """Whether this process speaks for all."""
+    """Whether this is the process of rank 0, which writes files and messages for all."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def require_single_process(command: str) -> None:
-    """InputError when a command that works in one process was launched in several."""
+    """InputError when a command that runs in one process was launched in several."""
     if launched() > 1:
         raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
 
 
 def launcher_request() -> LauncherRequest:
-    """What the launcher's environment asks for; RunError for what nothing here can do."""
+    """What the environment variables of accelerate ask for; RunError for what draftsmith does not support."""
     for variable, what, instead in (
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", "use FSDP or DeepSpeed"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config", "use FSDP or DeepSpeed without it"),
     ):
         if _true(variable):
-            raise RunError(f"the launcher asks for {what}, which nothing here does; {instead}")
+            raise RunError(f"the launcher asks for {what}, which draftsmith does not support; {instead}")
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
         raise RunError(f"the launcher asks for dynamo_backend {dynamo}; leave it out and set `compile` instead")
@@ -96,10 +99,10 @@ def _true(variable: str) -> bool:
 
 
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
-    """What accelerate must be told about the processes a launcher started; empty for one.
+    """Arguments for accelerate's process group; empty for one process.
 
-    Without a named backend launched CPU processes can each come up believing that they are alone. The time limit is
-    long because one process may generate or tokenise while the others wait.
+    backend: without it, CPU processes that were launched together can each start as a group of one. timeout: long,
+    because one process may generate or tokenise for hours while the others wait at a barrier.
     """
     if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
         return {}
@@ -107,7 +110,7 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
 
 
 def join_processes(device: str) -> "PartialState":
-    """Meet the other processes; RunError when not all of them came."""
+    """Join the process group and return its state; RunError when not all processes that were launched are in it."""
     from accelerate import PartialState
 
     from draftsmith_core.models import resolve_device
@@ -119,9 +122,9 @@ def join_processes(device: str) -> "PartialState":
 
 
 def on_main(work: Callable[[], None]) -> None:
-    """Run `work` on the main process while the others wait; what it fails with, they all fail with, in one line.
+    """Run `work` on the main process while the others wait. If it fails, every process raises the same one-line error.
 
-    InputError stays one; RunError, an operating system's refusal and a file that cannot be read become RunError.
+    InputError stays InputError; RunError, OSError and SafetensorError (a file that cannot be read) become RunError.
     """
     failure: list[tuple[bool, str] | None] = [None]
     if is_main():
@@ -145,9 +148,9 @@ def on_main(work: Callable[[], None]) -> None:
 
 def check_process_count(found: int) -> None:
     """RunError unless as many processes found each other as were launched."""
-    # For several processes on CPUs `accelerate launch` sets their address, and then starts one process alone.
     from draftsmith_core.models import resolve_device
 
+    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
     several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if several and resolve_device("auto").type == "cpu":
         raise RunError(
@@ -165,7 +168,7 @@ def terminable() -> Iterator[StopSignal]:
     """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them to the block."""
     stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals are the main thread's
+        yield stop  # Python lets only the main thread handle signals
         return
 
     def arrived(number: int, frame: FrameType | None) -> None:
@@ -174,10 +177,10 @@ def terminable() -> Iterator[StopSignal]:
         if again or not stop.held:
             raise stop.leaving()
         if number == signal.SIGINT and is_main():
-            # Not print: the signal may have come in the middle of one.
+            # os.write, because the signal may have interrupted a print, which is not reentrant.
             os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
 
-    # What started this program may have set Ctrl-C aside (`nohup`, `&` in a script), and then it stays so.
+    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
     numbers = [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
     before = {number: signal.signal(number, arrived) for number in numbers}
     try:

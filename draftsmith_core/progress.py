@@ -1,4 +1,4 @@
-"""What a long step is doing, how far it is and how long it will take yet: a bar on a terminal, lines elsewhere."""
+"""Progress of a long step, with the time that is left: a bar on a terminal, now and then a line elsewhere."""
 
 import sys
 import time
@@ -26,12 +26,13 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`. Everything goes to standard error, which keeps standard output for results.
+    """Yield `advance(count, note)`, which reports `count` more finished units; `done` of `total` were finished before.
 
-    Of several processes the main one alone shows anything, and that is its own share.
+    Writes to standard error, so that standard output holds results only. Of several processes only the main one
+    writes, about its own share of the work.
     """
     if not is_main():
-        yield _unseen
+        yield lambda count, note: None
         return
     console = Console(stderr=True)
     if console.is_terminal:
@@ -72,12 +73,8 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
     yield advance
 
 
-def _unseen(count: int, note: str = "") -> None:
-    pass
-
-
 def no_tick(count: int) -> None:
-    """For work whose progress nobody watches."""
+    """A `Tick` that does nothing, for work without a progress bar."""
 
 
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
