@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.sampling_options import check_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,14 @@ class DistillConfig:
     num_samples: int = 1
     """Answers per prompt; several samples of one prompt are worth more than one."""
     max_new_tokens: int = 256
-    temperature: float = 1.0
-    """Sample as you will serve; 0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    temperature: float | None = None
+    """Sample as you will serve; 0 is greedy. Default: of the target's generation_config.json, else 1."""
+    top_p: float | None = None
+    """Default: of the target's generation_config.json, else 1, which keeps all tokens."""
+    top_k: int | None = None
+    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    min_p: float | None = None
+    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
     seed: int = 0
     batch_size: int = 32
     """Rows that are generated together."""
@@ -58,11 +61,4 @@ class DistillConfig:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
         if self.max_prompts is not None and self.max_prompts < 1:
             raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
-        try:
-            self.sampling()
-        except ValueError as error:
-            raise InputError(str(error)) from None
-
-    def sampling(self) -> Sampling:
-        """The distribution that answers are drawn from."""
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)

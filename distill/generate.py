@@ -1,7 +1,7 @@
 """A distilled set from prompts: rows in a fixed order, cut into parts, each part written whole or not at all.
 
-The order of rows, the parts and the batches depend on the options alone, never on how many processes work or how often
-they were killed; so the files come out byte for byte the same.
+The order of rows, the parts and the batches depend on the options alone, not on the number of processes or on how often
+they were killed, so the files come out byte for byte the same.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
-from distill.engines import ENGINES, Engine, Request
+from distill.engines import ENGINES, AnswerRequest, Engine
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
@@ -24,10 +24,11 @@ from draftsmith_core.io import (
     sha256_file,
     write_json_atomic,
     write_text_atomic,
+    writing,
 )
 from draftsmith_core.processes import join_processes, on_main, terminable
 from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, skip_reasons
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
@@ -52,13 +53,13 @@ TEACHER = [
 ]
 # `manifest.json` of a finished set, `run.json` of one in the making.
 _RECORDS = ("manifest.json", "run.json")
-# Options that change where the work is done, not what comes of it.
+# Options that change where the work is done and written, not the rows.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One answer to make: which prompt, which sample of it, and the seed that follows from both."""
+    """One row of the set to make. `seed` follows from the seed of the run, the prompt and the sample."""
 
     id: str
     prompt: Prompt
@@ -98,8 +99,13 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     )
     rows = plan_rows(prompts, config)
     parts = [rows[i : i + config.part_rows] for i in range(0, len(rows), config.part_rows)]
+    sampling = dataclasses.asdict(engine.sampling.sampling)
+    if not sampling["min_p"]:
+        del sampling["min_p"]  # sets that were made before there was the option have no such key
+    options = dataclasses.asdict(config)
+    del options["min_p"]
     identity = {
-        "config": {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_IDENTITY},
+        "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
         "target_fingerprint": engine.fingerprint,
         "target_dtype": engine.dtype,
         "prompts_digest": prompts.digest,
@@ -111,11 +117,19 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         manifest = _manifest(out, parts, prompts, identity, command)
         manifest["vocabulary"] = vocabulary_sample(tokenizer)
         if processes.is_main_process:
-            write_text_atomic(out / "README.md", distilled_set_card(manifest))
-            write_json_atomic(out / "manifest.json", manifest)
-            (out / "run.json").unlink(missing_ok=True)
+            with writing(out / "manifest.json"):
+                write_text_atomic(out / "README.md", distilled_set_card(manifest))
+                write_json_atomic(out / "manifest.json", manifest)
+                (out / "run.json").unlink(missing_ok=True)
         processes.wait_for_everyone()
-    return {"out": str(out), **manifest["counts"], "response_tokens": manifest["response_tokens"]}
+    return {
+        "out": str(out),
+        **manifest["counts"],
+        "response_tokens": manifest["response_tokens"],
+        "skipped_because": skip_reasons(prompts.skipped),
+        "sampling": dataclasses.asdict(engine.sampling.sampling),
+        "sampling_from_target": list(engine.sampling.from_target),
+    }
 
 
 def plan_rows(prompts: PromptSet, config: DistillConfig) -> list[Row]:
@@ -156,7 +170,7 @@ def _write_parts(
             columns: dict[str, list[Any]] = {name: [] for name in schema.names}
             for start in range(0, len(parts[index]), config.batch_size):
                 rows = parts[index][start : start + config.batch_size]
-                requests = [Request(row.prompt.ids, row.seed) for row in rows]
+                requests = [AnswerRequest(row.prompt.ids, row.seed) for row in rows]
                 responses = engine.generate(requests)
                 for row, request, response in zip(rows, requests, responses, strict=True):
                     columns["id"].append(row.id)
@@ -170,7 +184,7 @@ def _write_parts(
                         for name, values in vars(engine.score(request, response, k)).items():
                             columns[name].append(values)
                 advance(len(rows), "")
-            with atomic_file(path) as temporary:
+            with writing(path), atomic_file(path) as temporary:
                 pq.write_table(pa.table(columns, schema=schema), temporary)
 
 

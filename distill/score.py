@@ -1,4 +1,4 @@
-"""Teacher rows: what the target thought at every token of an answer, its likeliest tokens and the mass of the rest.
+"""Teacher rows: the target's distribution at every token of an answer, as its top tokens and the mass of the rest.
 
 Legend: P prompt tokens, R response tokens, V vocabulary, K kept tokens.
 """
@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """By response token: the K likeliest token ids, likeliest first, their log-probabilities, and the rest's mass.
+    """Per response token: the K likeliest token ids, likeliest first `[R, K]`, their natural log-probabilities `[R, K]`
+    and the probability of all other tokens `[R]`.
 
-    Of the target's law at temperature 1 over the whole vocabulary, whatever law the answer was drawn from.
+    All at temperature 1 over the whole vocabulary, whatever temperature the answer was drawn at.
     """
 
     top_ids: list[list[int]]
@@ -24,9 +25,9 @@ class TeacherRows:
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TeacherRows:
-    """One forward over prompt and answer, without padding, so a row does not depend on what it is generated with."""
+    """One forward over prompt and answer, alone and without padding, so that rows do not depend on their batch."""
     ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
-    # The last logits are of the token after the answer; some models give those of the prompt too.
+    # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and give all positions.
     logits_TV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(response_ids) + 1).logits[0]
     logprobs_RV = logits_TV[-len(response_ids) - 1 : -1].double().log_softmax(-1)
     top = logprobs_RV.topk(min(k, logprobs_RV.shape[-1]), dim=-1)

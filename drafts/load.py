@@ -9,6 +9,7 @@ from drafts.heads import Head, head_kind, load_head
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
+    check_finite,
     check_tokenizer,
     dtype_name,
     fingerprint,
@@ -87,9 +88,7 @@ def _named(drafts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
 
 
 def draft_kind(name: str) -> str:
-    """ "draft" for a language model, else the kind of head, which is also the name of the proposer that drafts with
-    it.
-    """
+    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer that uses it."""
     return head_kind(name) or "draft"
 
 
@@ -107,19 +106,19 @@ def load_draft(
     A head takes the target's device and dtype and is never quantised: it is small.
     """
     if head_kind(name) is not None:
-        return load_head(name, target)
+        head = load_head(name, target)
+        check_finite(name, head)
+        return head
     return load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
 
 
 def kind_of(draft: Draft) -> str:
-    """`draft_kind` of a draft that is loaded."""
+    """`draft_kind` of a loaded draft."""
     return "draft" if isinstance(draft, PreTrainedModel) else draft.kind
 
 
 def draft_fingerprint(draft: Draft) -> str:
-    """16 hex digits that change with the architecture or the weights. What a head borrows is its target's and is not
-    in it.
-    """
+    """16 hex digits of architecture and weights; of a head, without what it borrows from the target."""
     if isinstance(draft, PreTrainedModel):
         return fingerprint(draft)
     return hash_tensors({"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items()))
@@ -157,8 +156,8 @@ def check_draft_vocabulary(
 def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
     """The first id below `size` that two tokenizers read as different tokens, None when there is none.
 
-    An added token (padding, chat markers) may stand where the other has an added token or none: fine-tuned members
-    of a family rename those.
+    A token that either of them has added to its vocabulary (padding, chat markers) may differ: fine-tuned models of
+    one family rename those.
     """
     tokens_a, tokens_b = ({i: token for token, i in each.get_vocab().items() if i < size} for each in (a, b))
     added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())

@@ -138,7 +138,7 @@ def licence_of(name: str) -> str | None:
     if not directory.is_dir():
         from huggingface_hub import hf_hub_download
 
-        from draftsmith_core.tokenization import hub_has_address
+        from draftsmith_core.sources import hub_has_address
 
         try:
             card = Path(hf_hub_download(name, "README.md", local_files_only=not hub_has_address()))

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith_core.errors import InputError
+from safetensors import SafetensorError
+
+from draftsmith_core.errors import InputError, RunError
 
 
 def canonical_json(value: Any) -> str:
@@ -92,6 +94,18 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def writing(path: Path, advice: str = "make room, and the same command continues") -> Iterator[None]:
+    """RunError of one line that names `path` for what cannot be written in the block (a full disk, no permission)."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None)
+        # pyarrow sets the number and a sentence of its own; safetensors has the sentence alone.
+        reason = os.strerror(number) if number else " ".join(str(error).split())
+        raise RunError(f"{path}: cannot be written ({reason}); {advice}") from None
+
+
 def make_dir(path: Path, option: str) -> None:
     """Make a directory for results; InputError, beginning with `option`, when it cannot be made."""
     try:
@@ -126,6 +140,8 @@ def read_json_value(path: Path, what: str) -> Any:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected {what}") from None
     except json.JSONDecodeError as error:
+        if "BOM" in error.msg:
+            raise InputError(f"{path}: begins with a byte order mark (BOM); save it as UTF-8 without one") from None
         raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None

@@ -1,7 +1,8 @@
-"""Causal language models: load them, tell them apart, and check that a draft fits its target."""
+"""Causal language models: load them, tell them apart by their weights, and check that a draft fits its target."""
 
 import hashlib
 import importlib
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,10 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
 from draftsmith_core.model_options import Quantize as Quantize
 from draftsmith_core.packages import require_package
-from draftsmith_core.tokenization import Tokenizer, check_source, quiet
+from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
+from draftsmith_core.tokenization import Tokenizer
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
@@ -25,7 +29,7 @@ _NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is this process's CUDA device where there is one, unless the launcher was told to use the CPU."""
+    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if the launcher asks."""
     if device == "auto":
         if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             return torch.device("cpu")
@@ -51,13 +55,14 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local directory or the hub, safetensors only.
+    """A causal LM in eval mode from a local directory or the hub, safetensors only, tried on a few tokens.
 
     dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
     accelerator. `quantize="nf4"` keeps the linear layers but the output projection in 4 bits with doubly quantised
     scales (QLoRA, arXiv 2305.14314, section 3) through bitsandbytes; everything else, and all arithmetic, is in
     `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on the device that it was loaded on.
-    Raises InputError, one line, for a name that is not a loadable model or a device that cannot do it.
+    Raises InputError, one line, for a name that is not a loadable model, a device that cannot do it, a checkpoint that
+    does not fit its config, and logits that are not finite.
     """
     place = resolve_device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -71,32 +76,84 @@ def load_model(
         options = {"device_map": {"": place}, "quantization_config": _nf4(place, wanted)}
     quiet()
     check_source(name)
+    if trust_remote_code:
+        announce_remote_code(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=wanted,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            # Weights of another shape are then listed in `told`, and refused below by name.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
             **options,
         )
         model, told = loaded
     except Exception as error:
-        # from_pretrained raises a dozen kinds of error for a missing, torn or foreign checkpoint.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         how = " in nf4" if options else ""
-        raise InputError(f"{name}: no causal language model could be loaded from it{how} ({reason})") from None
-    # transformers draws at random what a checkpoint lacks, and says so where nobody looks.
-    if missing := sorted(told["missing_keys"]):
-        raise InputError(
-            f"{name}: lacks {len(missing)} weights of a {type(model).__name__} (such as {missing[0]}); "
-            f"it is another kind of model (a head?) or an incomplete copy"
-        )
+        reason = why_not(name, error, "model")
+        raise InputError(f"{name}: no causal language model could be loaded from it{how}: {reason}") from None
+    _check_weights(name, type(model).__name__, told)
     if getattr(model, "is_quantized", False):
         _exact_on_cpu(model)
     else:
         model.to(place)
-    return cast(PreTrainedModel, model.eval())
+    model.eval()
+    check_finite(name, model)
+    check_logits(name, model)
+    return cast(PreTrainedModel, model)
+
+
+def _check_weights(name: str, kind: str, told: dict[str, Any]) -> None:
+    """InputError for weights that are missing or have the wrong shape, which transformers draws at random instead;
+    a warning for weights that the model does not use. told: what `from_pretrained` says of the loading.
+    """
+    if missing := sorted(told["missing_keys"]):
+        raise InputError(
+            f"{name}: lacks {len(missing)} weights of a {kind} (such as {missing[0]}); "
+            f"it is another kind of model (a head?) or an incomplete copy"
+        )
+    if mismatched := sorted(told["mismatched_keys"], key=str):
+        key, there, wanted = mismatched[0]
+        raise InputError(
+            f"{name}: {len(mismatched)} weights have another shape than its config.json gives them (such as {key}: "
+            f"{list(there)} in the file, {list(wanted)} by the config); take both from one checkpoint"
+        )
+    if unused := sorted(told["unexpected_keys"]):
+        log.warning("%s: %d of its weights have no place in a %s (such as %s)", name, len(unused), kind, unused[0])
+
+
+@torch.inference_mode()
+def check_finite(name: str, model: nn.Module) -> None:
+    """InputError, naming the first, for weights that hold NaN or inf.
+
+    A forward alone would not show them all: attention kernels can turn a NaN into a finite number.
+    """
+    for key, weight in model.named_parameters():
+        # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can also overflow.
+        if weight.is_floating_point() and not (weight.sum(dtype=torch.float32).isfinite() or weight.isfinite().all()):
+            raise InputError(f"{name}: its weight {key} holds NaN or inf; the checkpoint is damaged, copy it again")
+
+
+@torch.inference_mode()
+def check_logits(name: str, model: PreTrainedModel) -> None:
+    """InputError, naming the model, unless a forward of a few tokens runs and gives finite logits."""
+    size = vocabulary_size(model)
+    # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.
+    ids = torch.tensor([[size // 7, size // 5, size // 3, size // 2]], device=model.device)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{name}: fails on a forward of four tokens ({type(error).__name__}: {reason})") from None
+    if not logits.isfinite().all():
+        raise InputError(
+            f"{name}: its logits are not finite although its weights are; {dtype_name(model)} may be too narrow for "
+            f"it, try --dtype bfloat16 or float32"
+        )
 
 
 def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
@@ -117,10 +174,10 @@ def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _exact_on_cpu(model: PreTrainedModel) -> None:
-    """Turn off the fast path of 4-bit layers on AVX-512 CPUs.
+    """Turn off the fast path that bitsandbytes has for 4-bit layers on AVX-512 CPUs.
 
-    It rounds to bf16 whatever the dtype, rewrites the weights in place at the first call, and fails on widths that
-    are no multiple of 32; what decoding is compared with would not be what was loaded.
+    It rounds to bf16 whatever the dtype is, rewrites the weights at the first call and fails on widths that are no
+    multiple of 32, so decoding and what it is compared with would use different weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

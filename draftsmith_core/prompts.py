@@ -1,9 +1,10 @@
-"""Prompts as every command reads them: JSONL, Parquet or a dataset on the hub, tokenised, each row accounted for."""
+"""Prompts as every command reads them: JSONL, Parquet or a dataset on the hub, tokenised; every row is counted."""
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
-from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text, hub_has_address
+from draftsmith_core.sources import hub_has_address
+from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 
@@ -36,7 +38,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What a prompt source held: `len(prompts) + len(skipped) == rows`. `digest` is a hash of the prompts."""
+    """What a prompt source held. `len(prompts) + len(skipped) == rows`; no row is dropped in silence."""
 
     source: str
     prompts: tuple[Prompt, ...]
@@ -48,6 +50,20 @@ class PromptSet:
         """sha256 over ids, domains and tokens: equal for equal prompts, however they were stored."""
         text = canonical_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def skip_reasons(skipped: Sequence[Skipped]) -> list[str]:
+    """One line per reason for which rows were skipped: how many rows, and the first of them with its own figures."""
+    first: dict[str, Skipped] = {}
+    counts: Counter[str] = Counter()
+    for skip in skipped:
+        reason = re.sub(r"\d+", "N", skip.reason)
+        first.setdefault(reason, skip)
+        counts[reason] += 1
+    return [
+        f"{counts[reason]} skipped: {skip.reason} (row {skip.row}{', the first' if counts[reason] > 1 else ''})"
+        for reason, skip in first.items()
+    ]
 
 
 def read_prompts(
@@ -112,16 +128,16 @@ def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row with `messages` where it has another key for a chat, else as it is."""
+    """The row with `messages` in place of the keys of ShareGPT or Alpaca; any other row as it is."""
     if row.get("messages") is not None or row.get("prompt") is not None:
         return row
     if row.get("conversations") is not None:
-        # Its ids name what a row was cut out of, and come again.
+        # ShareGPT's ids name the chat that a row was cut out of, and repeat.
         kept = {key: value for key, value in row.items() if key not in ("conversations", "id")}
         turns = _sharegpt(row["conversations"], where)
         return kept | ({"messages": turns} if turns else {"prompt": ""})
     if isinstance(row.get("instruction"), str):
-        # `text`, where there is one, is all three under one heading that every row shares.
+        # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
         kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
         asked = "\n\n".join(part for key in ("instruction", "input") if (part := _string(row, key, where).strip()))
         output = _string(row, "output", where)
@@ -130,12 +146,12 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
     return row
 
 
-# ShareGPT's names of who speaks; files that were put together from several sources have them all.
+# The names of speakers in ShareGPT files; some files mix them.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
 def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
-    """Turns as chat templates want them: the user first, one turn at a time; empty where nobody asks."""
+    """Turns as chat templates want them: the user first, no two of one speaker in a row; empty without a question."""
     if not isinstance(value, list):
         raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects")
     turns: list[dict[str, str]] = []
@@ -145,7 +161,7 @@ def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
         speaker: str = turn["from"]
         role = _SPEAKERS.get(speaker, speaker)
         if role == "assistant" and not any(each["role"] == "user" for each in turns):
-            # The rest of an answer whose question is in another row.
+            # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer.
             continue
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += f"\n\n{turn['value']}"
@@ -173,7 +189,7 @@ def _rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # as editors on Windows save it, with a byte order mark
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -219,7 +235,7 @@ def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         yield from enumerate(rows, 1)
     except Exception as error:
-        # The hub client raises many kinds of error; all of them mean the same to the user.
+        # The hub's client raises many kinds of error; for the user all mean that there is no such data set.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
@@ -237,7 +253,7 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def whole(text: str, key: str, where: str) -> str:
-    """`text`, or InputError where JSON smuggled in half a character (a lone surrogate such as \\ud83d)."""
+    """`text`, or InputError for half a character: JSON allows a lone surrogate such as \\ud83d and UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -264,7 +280,7 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens
         return [], f"key {key!r} is empty"
     if key == "prompt":
         return encode_text(tokenizer, value), ""
-    # Tokenising a whole book for its first tokens is waste; a token is rarely longer than 16 characters.
+    # Enough characters for `prompt_tokens` tokens in nearly all cases, so that a book is not tokenised for its start.
     start = value[: 64 + 16 * prompt_tokens]
     ids = encode_text(tokenizer, start)[:prompt_tokens]
     if len(ids) < prompt_tokens and len(start) < len(value):

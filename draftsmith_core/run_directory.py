@@ -47,7 +47,10 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     def take() -> None:
         nonlocal descriptor
         make_dir(path.parent, option)
-        descriptor = _lock(path, f"{option} {out}")
+        try:
+            descriptor = _lock(path, f"{option} {out}")
+        except OSError as error:
+            raise InputError(f"{option} {out}: cannot be written ({error.strerror})") from None
 
     on_main(take)
     done = threading.Event()

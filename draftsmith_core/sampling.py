@@ -2,8 +2,8 @@
 
 Legend: B rows, N nodes, K draws, V vocabulary; `...` any leading shape.
 
-Every random decision of the project is one float64 uniform from a CPU `torch.Generator` that belongs to a row
-(law 4). Drawing by inverse CDF from such uniforms makes a row independent of its batch mates and of the device.
+Every random decision of the project is one float64 uniform from the CPU `torch.Generator` of its row (law 4). Drawing
+by inverse CDF from such uniforms makes a row independent of the other rows of its batch and of the device.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass reaches
     `top_p` (the token that crosses it included); ties are broken by token id, so that the support is a function
-    of the logits alone.
+    of the logits alone. min-p keeps the tokens of at least `min_p` times the greatest probability (Nguyen et al.,
+    ICLR 2025).
     """
     logits = logits.float()
     if sampling.greedy:
@@ -44,7 +45,8 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     vocab = logits.shape[-1]
     top_k = sampling.top_k if 0 < sampling.top_k < vocab else 0
     if not top_k and sampling.top_p == 1:
-        return logits.softmax(-1)
+        p = logits.softmax(-1)
+        return _drop_below(p, p.amax(-1, keepdim=True) * sampling.min_p) if sampling.min_p else p
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     if top_k:
         ordered[..., top_k:] = -torch.inf
@@ -53,7 +55,15 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
         before = p_ordered.double().cumsum(-1) - p_ordered
         p_ordered = p_ordered.masked_fill(before >= sampling.top_p, 0.0)
         p_ordered = p_ordered / p_ordered.sum(-1, keepdim=True)
+    if sampling.min_p:
+        p_ordered = _drop_below(p_ordered, p_ordered[..., :1] * sampling.min_p)
     return torch.zeros_like(p_ordered).scatter_(-1, index, p_ordered)
+
+
+def _drop_below(p: Tensor, least: Tensor) -> Tensor:
+    """`p` without the tokens of less probability than `least` `[..., 1]`, renormalised."""
+    p = p.masked_fill(p < least, 0.0)
+    return p / p.sum(-1, keepdim=True)
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
@@ -65,7 +75,7 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def row_seed(seed: int, key: str) -> int:
-    """A 63-bit seed for one row: a hash of the run's seed and the row's own key, never of its place in a batch."""
+    """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its place in a batch."""
     digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -104,7 +114,8 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
     Each draw is from `p` with the tokens drawn before it removed and the rest renormalised. When the support is
     smaller than K the missing draws are -1.
     """
-    # Summed anew for each draw: only so do tokens of mass 1e-30 keep their shares once what dwarfed them is drawn.
+    # Summed anew for each draw. Subtracting from one running sum would round a mass of 1e-30 to nothing, and tokens
+    # that small must keep their shares once the large ones are drawn.
     left, cdf = p, p.cumsum(-1, dtype=torch.double)
     picks = []
     for k in range(u.shape[-1]):
@@ -132,7 +143,7 @@ def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
 def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
     """The token at height `u` of running sums `cdf`: `[..., V]`, `[..., K]` -> int64 `[..., K]`."""
     total = cdf[..., -1:]
-    # u * total can round up to total, and no token lies above that: the point just below it is the last with mass.
+    # u * total can round up to total, above which there is no token; the largest float below it has one.
     point = torch.minimum(u.to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Where there is no mass at all the answer means nothing, but is still an index.
+    # Without any mass the search gives V; callers mask these, but the index must be valid until then.
     return torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[-1] - 1)

@@ -120,7 +120,7 @@ def test_devices() -> None:
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no tokenizer could be loaded"):
+    with pytest.raises(InputError, match="holds no config.json"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="no such directory"):
         load_tokenizer(str(tmp_path / "none"))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import PromptSet, read_prompts
+from draftsmith_core.prompts import PromptSet, Skipped, read_prompts, skip_reasons
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -241,3 +241,27 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch
     assert len(read_prompts("owner/name:validation", tokenizer).prompts) == 2
     assert len(read_prompts("owner/name", tokenizer, limit=1).prompts) == 1
     assert asked == [("owner/name", "validation", True), ("owner/name", "train", True)]
+
+
+def test_what_was_skipped_is_one_line_per_reason() -> None:
+    skipped = [
+        Skipped(2, "key 'prompt' is empty"),
+        Skipped(4, "700 tokens, more than the 512 that fit"),
+        Skipped(7, "key 'prompt' is empty"),
+        Skipped(9, "900 tokens, more than the 512 that fit"),
+        Skipped(11, "text has only 5 of 32 tokens"),
+    ]
+    assert skip_reasons(skipped) == [
+        "2 skipped: key 'prompt' is empty (row 2, the first)",
+        "2 skipped: 700 tokens, more than the 512 that fit (row 4, the first)",
+        "1 skipped: text has only 5 of 32 tokens (row 11)",
+    ]
+    assert skip_reasons([]) == []
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "The quick"}\r\n{"prompt": "dog"}\r\n')
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"prompt": "The quick"}\n{"prompt": "dog"}\n')
+    assert read_prompts(str(path), tokenizer).digest == read_prompts(str(plain), tokenizer).digest

@@ -10,6 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftsmith_core.sampling import (
     Sampling,
@@ -32,6 +38,9 @@ SETTINGS = [
     Sampling(top_p=0.5),
     Sampling(top_p=1e-6),
     Sampling(temperature=0.7, top_k=4, top_p=0.8),
+    Sampling(min_p=0.3),
+    Sampling(min_p=1.0),
+    Sampling(temperature=0.6, top_k=5, top_p=0.9, min_p=0.2),
     Sampling(temperature=0.0, top_k=2, top_p=0.1),
 ]
 
@@ -50,6 +59,8 @@ def slow_law(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]
     total, mass = sum(weights.values()), 0.0
     for token in ranked:
         if sampling.top_p < 1 and mass >= sampling.top_p:
+            break
+        if weights[token] < sampling.min_p * weights[ranked[0]]:
             break
         law[token] = weights[token] / total
         mass += law[token]
@@ -193,3 +204,25 @@ def test_a_seed_is_of_the_row_and_not_of_its_place() -> None:
     reversed_order = uniforms([generator(seed) for seed in seeds[:3][::-1]], 5)
     assert torch.equal(together, reversed_order.flip(0))
     assert torch.equal(together[1], uniforms([generator(seeds[1])], 5)[0])
+
+
+@pytest.mark.parametrize("sampling", [each for each in SETTINGS if each.temperature], ids=str)
+def test_the_distribution_is_that_of_the_warpers_of_transformers(sampling: Sampling) -> None:
+    """In the order in which `generate` applies them. Random logits have no ties, where the two may differ."""
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(3)) * 2
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)  # type: ignore[arg-type]
+    ours = probs(logits, sampling)
+    torch.testing.assert_close(ours, scores.softmax(-1), atol=1e-6, rtol=1e-5)
+    assert torch.equal(ours > 0, scores.isfinite())
+
+
+def test_min_p_must_be_a_fraction() -> None:
+    for wrong in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"^min_p: .* is not in \[0, 1\]; use 0 to keep everything$"):
+            Sampling(min_p=wrong)

@@ -38,3 +38,15 @@ def test_what_does_not_belong_together_is_refused_by_name(
         load_pair(target_dir, {"other": str(bare)}, device="cpu")
     with pytest.raises(InputError, match="no such directory"):
         load_pair(target_dir, [str(tmp_path / "absent")], device="cpu")
+
+
+def test_a_head_with_nan_is_named(target_dir: str, tmp_path: Path) -> None:
+    target = load_pair(target_dir, device="cpu").target
+    head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, "config", target), target)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
+        next(head.parameters()).view(-1)[0] = torch.nan
+    save_head(head, tmp_path / "head")
+    with pytest.raises(InputError, match=rf"^{tmp_path / 'head'}: its weight \S+ holds NaN or inf"):
+        load_pair(target_dir, [str(tmp_path / "head")], device="cpu")

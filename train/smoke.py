@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json, sha256_file, write_json_atomic
-from draftsmith_core.tokenization import quiet
+from draftsmith_core.sources import quiet
 from train.config import TrainConfig
 
 _SHIPPED = Path(__file__).parents[1] / "configs" / "models"

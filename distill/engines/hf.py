@@ -1,19 +1,20 @@
-"""The target in this process, on the decoder's own preallocated cache: ragged batches, one generator a row."""
+"""The target in this process, decoded on a preallocated cache: batches of unequal lengths, one generator per row."""
 
 from collections.abc import Sequence
 
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
-from distill.engines.protocol import Request, Response
+from distill.engines.protocol import Answer, AnswerRequest
 from distill.score import TeacherRows, score
 from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
 from draftsmith_core.sampling import generator
 from draftsmith_core.tokenization import Tokenizer
 
 
 class HFEngine:
-    """A transformers model and the law its answers are drawn from."""
+    """A transformers model in this process, and the distribution that its answers are drawn from."""
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         model = load_model(
@@ -32,21 +33,29 @@ class HFEngine:
             self._decoder = SpeculativeDecoder(model)
         except ValueError as error:
             raise InputError(f"{config.target}: {error}") from None
-        self._sampling = config.sampling()
+        self.sampling = resolve_sampling(
+            config.target,
+            model,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            default_temperature=1.0,
+        )
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
-    def generate(self, requests: Sequence[Request]) -> list[Response]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         """Answers in the order of the requests."""
         batch = self._decoder.generate(
             [request.prompt_ids for request in requests],
-            self._sampling,
+            self.sampling.sampling,
             self._max_new_tokens,
             [generator(request.seed) for request in requests],
             self._eos_ids,
         )
-        return [Response(tuple(g.output_ids), g.finish_reason) for g in batch.generations]
+        return [Answer(tuple(g.output_ids), g.finish_reason) for g in batch.generations]
 
-    def score(self, request: Request, response: Response, k: int) -> TeacherRows:
-        """The target's law at every token of an answer."""
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+        """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
         return score(self._model, request.prompt_ids, response.response_ids, k)

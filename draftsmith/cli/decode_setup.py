@@ -34,7 +34,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.models import Quantize, check_tokenizer, dtype_name, fingerprint, load_model
 from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import Tokenizer, check_source, load_tokenizer
+from draftsmith_core.sources import check_source
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,11 @@ def run(argv: list[str]) -> None:
     lines = [
         f"{summary['out']}: {summary['rows']} rows, {summary['response_tokens']} response tokens; "
         f"of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
-        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
+        *summary["skipped_because"],
     ]
+    if summary["sampling_from_target"]:
+        values = ", ".join(f"{key} {summary['sampling'][key]:g}" for key in summary["sampling_from_target"])
+        lines.append(f"sampling: {values} from the target's generation_config.json")
     if is_main():
         finish(summary, lines, as_json)

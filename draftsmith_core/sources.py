@@ -1,0 +1,181 @@
+"""What `--target` and `--draft` may name: a model's directory or a name on the hub; and code that comes with it.
+
+What can be refused from the name and small files is refused here, before transformers answers with something longer.
+"""
+
+import logging
+import socket
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import getproxies
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import read_json, sha256_file
+
+log = logging.getLogger(__name__)
+_CONFIGS = ("config.json", "tokenizer_config.json")
+
+
+def quiet() -> None:
+    """Keep transformers and the hub's client from drawing bars and printing advice; their errors still show."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+
+
+def check_source(name: str) -> None:
+    """InputError unless `name` is a local directory or can be a name on the hub (`owner/name` or `name`)."""
+    if not name.strip():
+        raise InputError(f"{name!r}: is empty; name a directory or a model on the hub, as owner/name")
+    if "://" in name:
+        parts = [part for part in urlparse(name).path.split("/") if part]
+        hint = f"write {'/'.join(parts[:2])}" if len(parts) >= 2 else "write its name on the hub, as owner/name"
+        raise InputError(f"{name}: is a URL; {hint}, or download it and name the directory")
+    if not name.isprintable():
+        raise InputError(f"{name!r}: holds a character that cannot be in a name")
+    path = Path(name)
+    if path.suffix == ".gguf":
+        raise InputError(f"{name}: GGUF files cannot be read; name the safetensors checkpoint that it was made from")
+    if path.is_file():
+        raise InputError(f"{name}: is a file; name the directory that it lies in")
+    if path.is_dir():
+        _check_directory(path, name)
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: no such directory (a hub name is written owner/name)")
+    try:
+        cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer.json"))
+    except HFValidationError:
+        raise InputError(f"{name}: no such directory, and not a name that the hub can have") from None
+    if not cached and HF_HUB_OFFLINE:
+        raise InputError(
+            f"{name}: no such directory, and not in the hub's cache; HF_HUB_OFFLINE is set, so nothing is downloaded"
+        )
+    if not cached and not hub_has_address():
+        raise InputError(
+            f"{name}: no such directory, not in the hub's cache, and {urlparse(ENDPOINT).hostname} cannot be reached; "
+            f"check the path, or the network"
+        )
+
+
+def _check_directory(path: Path, name: str) -> None:
+    """InputError that says what a directory holds instead of a model, and which of its small files is broken."""
+    if (path / "adapter_config.json").exists():
+        base = read_json(path / "adapter_config.json", "the config of an adapter").get("base_model_name_or_path")
+        raise InputError(
+            f"{name}: holds a LoRA adapter, not a whole model; merge it into {base or 'its base model'} with peft "
+            f"(merge_and_unload, save_pretrained) and name the result"
+        )
+    if (path / "config.json").exists():
+        read_json(path / "config.json", "a model's config")
+        # transformers ignores one that it cannot read, and with it the tokens that end an answer.
+        if (path / "generation_config.json").exists():
+            read_json(path / "generation_config.json", "how the model generates")
+        return
+    if (path / "run" / "run.json").exists():
+        raise InputError(f"{name}: holds a training run that has not ended; the same train command continues it")
+    if (path / "manifest.json").exists() and any(path.glob("part-*.parquet")):
+        raise InputError(f"{name}: holds a distilled set; that is data for train, not a model")
+    if any(path.glob("*.gguf")):
+        raise InputError(f"{name}: holds GGUF files only; name the safetensors checkpoint that they were made from")
+    # A tokenizer alone is enough for some options.
+    if not any(path.glob("tokenizer*")):
+        inside = sorted(path.glob("*/config.json")) or sorted(path.glob("snapshots/*/config.json"))
+        hint = f"did you mean {inside[0].parent}?" if inside else "a model's directory has one"
+        raise InputError(f"{name}: holds no config.json; {hint}")
+
+
+def hub_has_address() -> bool:
+    """Whether the hub can be asked at all. Its client would retry for a minute before saying that it cannot."""
+    if HF_HUB_OFFLINE or getproxies():
+        return not HF_HUB_OFFLINE
+    try:
+        socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def why_not(name: str, error: Exception, what: str) -> str:
+    """One line for what transformers or the hub's client raised: they use a dozen classes for a missing checkpoint."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in text or "custom code" in text:
+        files = ", ".join(remote_files(name)) or "Python files in it"
+        return f"its {what} needs code that comes with it ({files}); read that, and add --trust_remote_code to run it"
+    if "Error while deserializing" in text:
+        return f"a safetensors file of it is cut short or damaged ({_first_line(error)}); copy it again"
+    if "no file named model.safetensors" in text:
+        pickles = sorted(each.name for ending in ("*.bin", "*.pt", "*.pth") for each in Path(name).glob(ending))
+        if pickles:
+            return (
+                f"{pickles[0]} is a pickle, which can run code when it is read; convert it to model.safetensors where "
+                f"you trust it"
+            )
+        return "it has no weights (model.safetensors)"
+    if "gated repo" in text:
+        return f"the hub gives it to accounts that were granted access; ask on https://hf.co/{name} and set HF_TOKEN"
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(". ")
+
+
+def remote_files(name: str) -> dict[str, str]:
+    """Python files that `auto_map` in the configs of a model names, and where each is from: a commit, or a hash here.
+
+    Asks the hub for files that are not in its cache; files that it does not have are left out.
+    """
+    found: dict[str, str] = {}
+    for config in _CONFIGS:
+        path = _file(name, config)
+        for reference in _strings(read_json(path, "a model's config").get("auto_map") if path else None):
+            source, _, module = reference.rpartition("--")
+            file = f"{module.rpartition('.')[0]}.py"
+            place = _file(source or name, file)
+            if place is not None:
+                found[f"{source}: {file}" if source else file] = _version(place)
+    return found
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for each in value for text in _strings(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def _file(name: str, file: str) -> Path | None:
+    if Path(name).is_dir():
+        return Path(name) / file if (Path(name) / file).is_file() else None
+    try:
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except Exception:  # the same refusal follows, with its reason, when the model itself is loaded
+        return None
+    return None if path is None else Path(path)
+
+
+def _version(path: Path) -> str:
+    """The commit of a file in the hub's cache (`snapshots/COMMIT/FILE`), the sha256 of any other."""
+    if path.parent.parent.name == "snapshots":
+        return f"commit {path.parent.name}"
+    return f"sha256 {sha256_file(path)[:16]}"
+
+
+@cache
+def announce_remote_code(name: str) -> None:
+    """Say on standard error, once, which code `--trust_remote_code` will run, and of which commit."""
+    for file, version in remote_files(name).items():
+        sys.stderr.write(f"{name}: running {file} ({version}), as --trust_remote_code allows\n")

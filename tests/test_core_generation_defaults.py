@@ -1,0 +1,103 @@
+"""Where the user says nothing, the target's generation_config.json decides; what is not followed in it is named."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import ignored_keys, resolve_sampling
+from draftsmith_core.sampling_options import Sampling
+
+
+def target(**keys: Any) -> PreTrainedModel:
+    return cast(PreTrainedModel, SimpleNamespace(generation_config=GenerationConfig(**keys)))
+
+
+LLAMA = target(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[1, 2], max_length=4096)
+QUIET = target(temperature=0.8, top_k=20, min_p=0.1)
+
+
+@pytest.mark.parametrize(
+    "model, default, given, sampling, taken",
+    [
+        (target(), 0.0, {}, Sampling(temperature=0.0), {}),
+        (target(), 1.0, {}, Sampling(temperature=1.0), {}),
+        (LLAMA, 0.0, {}, Sampling(temperature=0.6, top_p=0.9), {"temperature": 0.6, "top_p": 0.9}),
+        (LLAMA, 1.0, {}, Sampling(temperature=0.6, top_p=0.9), {"temperature": 0.6, "top_p": 0.9}),
+        (LLAMA, 0.0, {"temperature": 0.0}, Sampling(temperature=0.0), {}),
+        (LLAMA, 0.0, {"temperature": 1.3}, Sampling(temperature=1.3, top_p=0.9), {"top_p": 0.9}),
+        (LLAMA, 0.0, {"top_p": 1.0, "top_k": 5}, Sampling(temperature=0.6, top_k=5), {"temperature": 0.6}),
+        # Without `do_sample` generate is greedy, and samples with these when it is told to.
+        (QUIET, 0.0, {}, Sampling(temperature=0.0), {}),
+        (QUIET, 0.0, {"temperature": 0.5}, Sampling(temperature=0.5, top_k=20, min_p=0.1), {"top_k": 20, "min_p": 0.1}),
+        (
+            QUIET,
+            1.0,
+            {"min_p": 0.0},
+            Sampling(temperature=0.8, top_k=20),
+            {"temperature": 0.8, "top_k": 20},
+        ),
+        (cast(PreTrainedModel, SimpleNamespace(generation_config=None)), 0.0, {}, Sampling(temperature=0.0), {}),
+    ],
+)
+def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(
+    model: PreTrainedModel, default: float, given: dict[str, Any], sampling: Sampling, taken: dict[str, float]
+) -> None:
+    found = resolve_sampling("t", model, default_temperature=default, **given)
+    assert found.sampling == sampling
+    assert found.from_target == taken
+
+
+def test_what_is_taken_is_said() -> None:
+    assert resolve_sampling("t", LLAMA).note == "temperature 0.6, top_p 0.9 from the target's generation_config.json"
+    assert resolve_sampling("t", target()).note == ""
+
+
+def test_a_value_that_cannot_be_names_where_it_stands() -> None:
+    with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: 1.5 is not in"):
+        resolve_sampling("t", target(do_sample=True, top_p=1.5))
+    with pytest.raises(InputError, match=r"^top_p: 1.5 is not in"):
+        resolve_sampling("t", LLAMA, top_p=1.5)
+    with pytest.raises(InputError, match=r"^t/generation_config.json: "):
+        resolve_sampling("t", target(do_sample=True, temperature="hot"))
+
+
+IGNORED = {
+    "repetition_penalty": 1.05,
+    "no_repeat_ngram_size": 3,
+    "suppress_tokens": [5, 6],
+    "begin_suppress_tokens": [7],
+    "bad_words_ids": [[1], [2]],
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "min_new_tokens": 4,
+    "typical_p": 0.9,
+    "num_beams": 4,
+    "guidance_scale": 1.5,
+    "sequence_bias": [[[1], 2.0]],
+    "stop_strings": ["END"],
+    "exponential_decay_length_penalty": [5, 1.1],
+    "renormalize_logits": True,
+}
+
+
+@pytest.mark.parametrize("key", IGNORED)
+def test_every_key_that_is_not_followed_is_named_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = target(**{key: IGNORED[key]})
+    assert ignored_keys(model) == {key: IGNORED[key]}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            resolve_sampling(f"some/{key}", model)
+    assert [each.getMessage() for each in caplog.records if each.name.startswith("draftsmith")] == [
+        f"some/{key}: its generation_config.json sets {key}={IGNORED[key]}; "
+        "this is ignored here, and `generate` follows it"
+    ]
+
+
+def test_what_changes_nothing_is_not_named() -> None:
+    off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": [], "min_length": 0}
+    assert ignored_keys(target(**off, use_cache=True, max_new_tokens=20, pad_token_id=0)) == {}
+    assert ignored_keys(LLAMA) == {}

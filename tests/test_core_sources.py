@@ -1,0 +1,261 @@
+"""What cannot be a model is refused in one line that says what it is instead and what to do."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith_core import sources
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import sha256_file
+from draftsmith_core.models import load_model
+from draftsmith_core.tokenization import load_tokenizer
+
+Tensors = dict[str, torch.Tensor]
+CONFIG, MODELING = "configuration_mine.py", "modeling_mine.py"
+
+
+def set_keys(file: Path, **keys: Any) -> int:
+    return file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def change_weights(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def spoil(key: str, value: float) -> Callable[[Path], None]:
+    return lambda d: change_weights(d, lambda weights: weights[key].view(-1)[3:5].fill_(value))
+
+
+def only(directory: Path, *kept: str) -> None:
+    for file in directory.iterdir():
+        if file.name not in kept:
+            file.unlink()
+
+
+def with_remote_code(directory: Path) -> None:
+    set_keys(
+        directory / "config.json",
+        model_type="mine",
+        auto_map={"AutoConfig": "configuration_mine.Config", "AutoModelForCausalLM": "modeling_mine.Model"},
+    )
+    (directory / CONFIG).write_text(
+        "from transformers import LlamaConfig\nclass Config(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (directory / MODELING).write_text(
+        "from transformers import LlamaForCausalLM\n"
+        "from .configuration_mine import Config\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+
+
+def as_pickle(directory: Path) -> None:
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def cut(name: str, size: int) -> Callable[[Path], Any]:
+    return lambda d: (d / name).write_bytes((d / name).read_bytes()[:size])
+
+
+def adapter(d: Path) -> None:
+    (d / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+
+
+def bare_adapter(d: Path) -> None:
+    only(d)
+    adapter(d)
+
+
+def gguf(d: Path) -> None:
+    only(d)
+    (d / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+def nested(d: Path) -> None:
+    shutil.copytree(d, d.parent / "inner")
+    only(d)
+    shutil.move(d.parent / "inner", d / "checkpoint-7")
+
+
+def distilled(d: Path) -> None:
+    only(d)
+    (d / "manifest.json").write_text("{}")
+    (d / "part-00000.parquet").write_bytes(b"PAR1")
+
+
+# What is done to a good directory, and what load_model says of it.
+MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "NaN": (spoil("model.layers.1.mlp.up_proj.weight", float("nan")), r": its weight model\.layers\.1\.mlp\.up_proj"),
+    "inf": (spoil("lm_head.weight", float("inf")), r": its weight lm_head\.weight holds NaN or inf; .* copy it again$"),
+    "shape": (
+        lambda d: set_keys(d / "config.json", vocab_size=300),
+        r": 2 weights .*\(such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by the config\); take both",
+    ),
+    "lacks": (
+        lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
+        r": lacks 1 weights of a LlamaForCausalLM \(such as lm_head\.weight\)",
+    ),
+    "torn": (cut("model.safetensors", 1000), r": a safetensors file of it is cut short or damaged"),
+    "empty": (cut("model.safetensors", 0), r": a safetensors file of it is cut short or damaged"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r": it has no weights \(model\.safetensors\)$"),
+    "pickle": (as_pickle, r": pytorch_model\.bin is a pickle, which can run code when it is read; convert it"),
+    "heads": (lambda d: set_keys(d / "config.json", num_attention_heads=3), "hidden size .16. is not a multiple"),
+    "type": (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
+    "encoder": (lambda d: set_keys(d / "config.json", model_type="t5"), "T5Config"),
+    "code": (with_remote_code, rf"\({CONFIG}, {MODELING}\); read that, and add --trust_remote_code to run it$"),
+}
+# As above, said by load_model and load_tokenizer alike.
+BOTH: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda d: only(d, "model.safetensors"), r": holds no config\.json; a model's directory has one$"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
+    "BOM": (
+        lambda d: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
+        r"/config\.json: begins with a byte order mark \(BOM\); save it as UTF-8 without one$",
+    ),
+    "generation": (lambda d: (d / "generation_config.json").write_text("{"), r"/generation_config\.json:1: not valid"),
+    "adapter": (bare_adapter, r": holds a LoRA adapter, not a whole model; merge it into owner/base with peft"),
+    "adapter beside": (adapter, r": holds a LoRA adapter, not a whole model; merge it into owner/base with peft"),
+    "GGUF": (gguf, r": holds GGUF files only; name the safetensors checkpoint that they were made from$"),
+    "nested": (nested, r": holds no config\.json; did you mean .*/checkpoint-7\?$"),
+    "distilled": (distilled, r": holds a distilled set; that is data for train, not a model$"),
+}
+TOKENIZERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "none": (
+        lambda d: only(d, "config.json", "model.safetensors"),
+        r": holds no tokenizer \(tokenizer\.json, tokenizer_config\.json\); copy the files of the tokenizer",
+    ),
+    "torn": (cut("tokenizer.json", 500), r": no tokenizer could be loaded from it: Unterminated string"),
+    "code": (
+        lambda d: (
+            set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]}),
+            (d / "mine.py").write_text("raise SystemExit('ran')"),
+        ),
+        r"its tokenizer needs code that comes with it \(mine\.py\); read that, and add --trust_remote_code to run it$",
+    ),
+}
+
+
+@pytest.fixture
+def copy(tmp_path: Path, target_dir: str) -> Path:
+    return shutil.copytree(target_dir, tmp_path / "copy")
+
+
+def refusal(load: Callable[[str], Any], name: str) -> str:
+    with pytest.raises(InputError) as refused:
+        load(name)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith(name)
+    return str(refused.value)
+
+
+def load_on_cpu(name: str) -> Any:
+    return load_model(name, device="cpu")
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_directory_that_is_no_model(copy: Path, case: str) -> None:
+    change, message = MODELS[case]
+    change(copy)
+    with pytest.raises(InputError, match=message):
+        load_on_cpu(str(copy))
+    refusal(load_on_cpu, str(copy))
+
+
+@pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
+@pytest.mark.parametrize("case", BOTH)
+def test_a_directory_that_is_something_else(copy: Path, case: str, load: Callable[[str], Any]) -> None:
+    change, message = BOTH[case]
+    change(copy)
+    with pytest.raises(InputError, match=f"^{copy}{message}"):
+        load(str(copy))
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_directory_that_is_no_tokenizer(copy: Path, case: str) -> None:
+    change, message = TOKENIZERS[case]
+    change(copy)
+    refusal(load_tokenizer, str(copy))
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(str(copy))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("https://huggingface.co/owner/name/tree/main", "is a URL; write owner/name, or download it"),
+        ("https://example.com", "is a URL; write its name on the hub, as owner/name"),
+        ("model.Q4_K_M.gguf", "GGUF files cannot be read; name the safetensors checkpoint"),
+        ("/no/such/place", "no such directory (a hub name is written owner/name)"),
+        ("~/model", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("owner/never-made", "not in the hub's cache; HF_HUB_OFFLINE is set, so nothing is downloaded"),
+        ("owner/name@main", "not a name that the hub can have"),
+        ("x" * 200, "not a name that the hub can have"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
+def test_a_name_that_is_no_model(name: str, message: str, load: Callable[[str], Any]) -> None:
+    assert message in refusal(load, name)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\0b", "a\nb"])
+def test_a_name_that_is_none(name: str) -> None:
+    with pytest.raises(InputError, match=r"is empty; name a directory|holds a character that cannot be in a name"):
+        load_tokenizer(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "hub_has_address", lambda: False)
+    assert "and huggingface.co cannot be reached; check the path, or the network" in refusal(load_tokenizer, "o/never")
+
+
+def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_weights(copy, lambda weights: weights.update({"vision.weight": torch.ones(2)}))
+    with caplog.at_level(logging.WARNING):
+        load_on_cpu(str(copy))
+    said = [each.getMessage() for each in caplog.records if each.name == "draftsmith_core.models"]
+    assert said == [f"{copy}: 1 of its weights have no place in a LlamaForCausalLM (such as vision.weight)"]
+
+
+def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:
+    change_weights(copy, lambda weights: weights["lm_head.weight"].sign_().mul_(6e4))
+    load_on_cpu(str(copy))
+    with pytest.raises(InputError, match=r"logits are not finite although its weights are; float16 may be too"):
+        load_model(str(copy), device="cpu", dtype="float16")
+
+
+def test_code_that_will_run_is_named_with_its_hash(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_remote_code(copy)
+    model = load_model(str(copy), device="cpu", trust_remote_code=True)
+    load_tokenizer(str(copy), trust_remote_code=True)
+    assert type(model).__name__ == "Model"
+    lines = [line for line in capsys.readouterr().err.splitlines() if "--trust_remote_code" in line]
+    hashes = {file: sha256_file(copy / file)[:16] for file in (CONFIG, MODELING)}
+    assert lines == [
+        f"{copy}: running {file} (sha256 {hashes[file]}), as --trust_remote_code allows" for file in (CONFIG, MODELING)
+    ]
+
+
+def test_code_from_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "other/code--modeling_theirs.Model"}}')
+    (snapshot / "modeling_theirs.py").write_text("")
+
+    def cached_file(name: str, file: str, **_: object) -> str | None:
+        assert name == ("other/code" if file.endswith(".py") else "owner/name")
+        return str(snapshot / file) if (snapshot / file).exists() else None
+
+    monkeypatch.setattr(sources, "cached_file", cached_file)
+    assert sources.remote_files("owner/name") == {"other/code: modeling_theirs.py": f"commit {commit}"}
