@@ -4,7 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from drafts.heads import save_head
+from drafts.heads.medusa import MedusaConfig, MedusaHeads
 from drafts.load import load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
