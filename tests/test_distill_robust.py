@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,15 +106,17 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     assert door(*words)[0] == 0
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists() or sys.platform != "linux", reason="needs Linux")
-def test_pyarrow_says_a_full_disk_with_its_number(tmp_path: Path) -> None:
-    """What the test above puts in its place."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with pytest.raises(OSError) as raised:
-        pq.write_table(pa.table({"a": list(range(100_000))}), "/dev/full")
-    assert raised.value.errno == 28
+@pytest.mark.slow
+def test_what_pyarrow_cannot_write_is_said_alike(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+    """A limit on the size of files stands for a full disk: pyarrow meets a real error of the system."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))\n"
+    code, out, err = spawn(*words, cwd=tmp_path, patch=limit).wait()
+    assert (code, out) == (1, "")
+    assert last_line(err) == (
+        "draftsmith distill: set/part-00000.parquet: cannot be written (File too large); "
+        "make room, and the same command continues"
+    )
+    assert os.listdir(tmp_path / "set") == ["run.json"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
