@@ -36,10 +36,12 @@ class EvalConfig:
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt."""
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with; when empty, speculative on chains, mcsd on trees, exact on trees that grow."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens with this mass; 1 keeps all."""
+    top_k: int | None = None
+    """Keep the k most probable tokens; 0 keeps all. Default: of the target's generation_config.json, else 0."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: of that file, else 1."""
+    min_p: float | None = None
+    """Keep tokens of at least this share of the greatest probability; 0 keeps all. Default: of that file, else 0."""
     max_prompts: int = 64
     """Prompts read from each set."""
     prompt_tokens: int = 32

@@ -1,18 +1,19 @@
 """One evaluation from its configuration to results.json, report.html and plots/."""
 
-import shlex
+import sys
 import time
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from drafts.load import LoadedPair, load_pair
 from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.models import context_length, resolve_device
-from draftsmith_core.provenance import provenance
+from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
 from eval import assemble, measure
@@ -42,6 +43,8 @@ def evaluate(config: EvalConfig) -> Results:
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
         suites, pair = _load(config, request)
+        asked, config = config, _with_sampling_of(pair.target, config)
+        request = check(config)
         cache = MeasurementCache(out / "cells")
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
@@ -58,7 +61,7 @@ def evaluate(config: EvalConfig) -> Results:
             measure_all(config, request, suites, pair, models, cache),
             config=asdict(config),
             models=models,
-            provenance=provenance(command(config), asdict(config)),
+            provenance=provenance(command_line("eval", asked), asdict(config)),
             clock=clock(started, cache, pair.target),
         )
         write_json_atomic(out / "results.json", document)
@@ -108,14 +111,17 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     return fit(suites, config.max_new_tokens, contexts), pair
 
 
-def command(config: EvalConfig) -> str:
-    """The command line that asks for this evaluation; options left at their defaults are left out."""
-    words = ["draftsmith", "eval"]
-    for field in fields(config):
-        value = getattr(config, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value == default:
-            continue
-        words.append(f"--{field.name}")
-        words += [str(item) for item in (value if isinstance(value, list) else [value])]
-    return shlex.join(words)
+def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:
+    """The options with top_k, top_p and min_p as the target's generation config has them where they were left open."""
+    found = resolve_sampling(
+        config.target,
+        target,
+        temperature=max(config.temperature),
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+    )
+    if found.note:
+        sys.stderr.write(f"eval: {found.note}\n")
+    sampling = found.sampling
+    return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)

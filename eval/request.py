@@ -131,7 +131,9 @@ def check(config: EvalConfig) -> EvalRequest:
     if not config.tree:
         raise InputError("--tree: name at least one, such as --tree chain:4")
     try:
-        samplings = [Sampling(temperature=t, top_k=config.top_k, top_p=config.top_p) for t in config.temperature]
+        # What is left open, the target decides once it is loaded; until then it is off.
+        top_k, top_p, min_p = config.top_k or 0, 1.0 if config.top_p is None else config.top_p, config.min_p or 0.0
+        samplings = [Sampling(temperature=t, top_k=top_k, top_p=top_p, min_p=min_p) for t in config.temperature]
     except ValueError as error:
         raise InputError(f"--{error}") from None
     return EvalRequest(drafts, base, id_sets, ood_sets, samplings, _methods(config.tree, config.verifier))

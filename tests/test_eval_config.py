@@ -10,8 +10,8 @@ from decode import VERIFIERS, Growth, Tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import Prompt
+from draftsmith_core.provenance import command_line
 from eval.config import EvalConfig
-from eval.evaluate import command
 from eval.request import Method, check
 from eval.suites import Suite, fit
 
@@ -93,7 +93,7 @@ def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) 
 
 
 def test_the_command_line_repeats_what_was_asked() -> None:
-    assert command(replace(GOOD, temperature=[1.0])) == (
+    assert command_line("eval", replace(GOOD, temperature=[1.0])) == (
         "draftsmith eval --target t --draft base=b mine=m --id home=h.jsonl --ood away=a.jsonl --out o "
         "--temperature 1.0"
     )

@@ -216,6 +216,32 @@ def test_killed_and_started_again_equals_never_killed(world: EvalConfig, tmp_pat
 
 
 @pytest.mark.usefixtures("no_report")
+def test_sampling_that_is_left_open_is_the_targets(
+    world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(world.target, tmp_path / "target")
+    file = target / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.3, "top_k": 5}))
+    asked = replace(
+        world, target=str(target), out=str(tmp_path / "open"), speed_prompts=0, temperature=[1.0], tree=["chain:3"]
+    )
+    evaluate(asked)
+    assert "eval: top_k 5 from the target's generation_config.json" in capsys.readouterr().err
+    found = _results(asked)
+    assert {key: found["config"][key] for key in ("temperature", "top_k", "top_p", "min_p")} == {
+        "temperature": [1.0],
+        "top_k": 5,
+        "top_p": 1.0,
+        "min_p": 0.0,
+    }
+    # By name it is the same evaluation; another value is another one.
+    evaluate(replace(asked, top_k=5))
+    assert _results(asked)["clock"]["cells_measured"] == 0
+    evaluate(replace(asked, top_k=0))
+    assert _results(asked)["clock"]["cells_reused"] == 0
+
+
+@pytest.mark.usefixtures("no_report")
 def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalConfig, tmp_path: Path) -> None:
     first = replace(world, out=str(tmp_path), speed_prompts=0, temperature=[0.0], tree=["chain:3"], ood=[])
     evaluate(first)
