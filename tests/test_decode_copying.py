@@ -437,7 +437,7 @@ def test_trees_that_need_confidences_are_refused(name: str) -> None:
 
 def test_what_cannot_work_is_refused_with_the_fix() -> None:
     target = tiny_llama(0)
-    with pytest.raises(ValueError, match=r"up to 55 nodes 9 deep.*LookaheadProposer.shape\(\)"):
+    with pytest.raises(ValueError, match=r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"):
         LookaheadProposer().check(target, parse_tree("chain:60"))
     with pytest.raises(ValueError, match=r"token 17.*ends at 16.*target's tokenizer"):
         RetrievalProposer(SuffixIndex.build([[3, 17]])).check(target, parse_tree("chain:4"))

@@ -166,7 +166,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, targe
     proposer = Listening(PROPOSERS[name].make([draft] if kind == "lm" else draft))
     decoder = SpeculativeDecoder(target, proposer, f"chain:{DEPTH}", "speculative")
     prompt = [0, 40, 7, 33, 90, 12]
-    decoded = decoder.generate([prompt], Sampling(temperature=1.0), 40, [generator(3)])
+    decoded = decoder.generate([prompt], Sampling(temperature=1.0), 40, [generator(3)], eos_ids=())
     assert sum(row.stats.accepted for row in decoded.generations) > 0
     # Evaluation of EAGLE-1 goes on its own features, as decoding does.
     trainee: Any = TRAINEES[kind](draft, parse_objective("fkl"), target)
