@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 # Dies in the middle of writing its fourth cell: the temporary file is there, the cell is not.
 KILLED = """
-import json, os, signal, sys
+import json, os, signal
 import eval.measurement_cache
 from draftsmith_core import io
 from eval.config import EvalConfig
@@ -43,7 +42,7 @@ def write(path, value):
             os.kill(os.getpid(), signal.SIGKILL)
     io.write_json_atomic(path, value)
 eval.measurement_cache.write_json_atomic = write
-evaluate(EvalConfig(**json.loads(sys.argv[1])))
+evaluate(EvalConfig(**{options!r}))
 """
 
 
@@ -199,12 +198,14 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_report")
-def test_killed_and_started_again_equals_never_killed(world: EvalConfig, tmp_path: Path) -> None:
+def test_killed_and_started_again_equals_never_killed(
+    world: EvalConfig, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
     whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
     killed = replace(whole, out=str(tmp_path / "killed"))
     options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
-    ran = subprocess.run([sys.executable, "-c", KILLED, json.dumps(options)], cwd=ROOT, capture_output=True)
-    assert ran.returncode == -9, ran.stderr.decode()[-2000:]
+    code, _, err = spawn(cwd=ROOT, patch=KILLED.format(options=options)).wait()
+    assert code == -9, err[-2000:]
     cells = tmp_path / "killed" / "cells"
     assert len(list(cells.glob("*.json"))) == 3 and len(list(cells.glob(".*tmp*"))) == 1
     assert not (tmp_path / "killed" / "results.json").exists()
