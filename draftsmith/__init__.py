@@ -1,5 +1,92 @@
-"""The front door: the command line, the demo and, lazily, everything that Python can call."""
+"""Speculative decoding from Python: load a pair, decode with it, distil, train, evaluate, align.
+
+    import draftsmith as ds
+    pair = ds.load_pair("TARGET", draft="DRAFT")
+    out = pair.generate("Return the", tree="kary:3,2", temperature=0.7, max_new_tokens=64, seed=0)
+    out.text, out.output_ids, out.finish_reason, out.stats.tau
+
+Importing this package imports neither torch nor transformers: a name is resolved when it is first used (PEP 562).
+Everything raised on purpose is a `DraftsmithError`: `InputError` for what the caller can mend (the commands exit with
+2), `RunError` for a run that could not finish although its input was good (exit 1).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from draftsmith_core import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from decode import SpeculativeDecoder as SpeculativeDecoder
+    from distill.config import DistillConfig as DistillConfig
+    from distill.generate import distill as distill
+    from draftsmith.alignment.config import AlignConfig as AlignConfig
+    from draftsmith.alignment.stages import align as align
+    from draftsmith.pair import Output as Output
+    from draftsmith.pair import Pair as Pair
+    from draftsmith.pair import load_pair as load_pair
+    from draftsmith_core.errors import DraftsmithError as DraftsmithError
+    from draftsmith_core.errors import InputError as InputError
+    from draftsmith_core.errors import RunError as RunError
+    from eval.config import EvalConfig as EvalConfig
+    from eval.evaluate import evaluate as evaluate
+    from eval.results import Results as Results
+    from train.config import TrainConfig as TrainConfig
+    from train.losses import LOSSES as losses  # noqa: N811
+    from train.training_run import train as train
+
+# Public name: (module, its name there). One line per name; the block above tells type checkers the same.
+_PUBLIC = {
+    "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
+    "DistillConfig": ("distill.config", "DistillConfig"),
+    "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
+    "EvalConfig": ("eval.config", "EvalConfig"),
+    "InputError": ("draftsmith_core.errors", "InputError"),
+    "Output": ("draftsmith.pair", "Output"),
+    "Pair": ("draftsmith.pair", "Pair"),
+    "Results": ("eval.results", "Results"),
+    "RunError": ("draftsmith_core.errors", "RunError"),
+    "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
+    "TrainConfig": ("train.config", "TrainConfig"),
+    "align": ("draftsmith.alignment.stages", "align"),
+    "distill": ("distill.generate", "distill"),
+    "evaluate": ("eval.evaluate", "evaluate"),
+    "load_pair": ("draftsmith.pair", "load_pair"),
+    "losses": ("train.losses", "LOSSES"),
+    "train": ("train.training_run", "train"),
+}
+
+__all__ = [
+    "AlignConfig",
+    "DistillConfig",
+    "DraftsmithError",
+    "EvalConfig",
+    "InputError",
+    "Output",
+    "Pair",
+    "Results",
+    "RunError",
+    "SpeculativeDecoder",
+    "TrainConfig",
+    "__version__",
+    "align",
+    "distill",
+    "evaluate",
+    "load_pair",
+    "losses",
+    "train",
+]
+
+
+if not TYPE_CHECKING:  # a type checker that saw this function would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, attribute = _PUBLIC[name]
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,10 +1,10 @@
-"""The door: `draftsmith COMMAND`, `python -m draftsmith COMMAND`, `accelerate launch -m draftsmith COMMAND`."""
+"""The command line: `draftsmith COMMAND`, `python -m draftsmith COMMAND`, `accelerate launch -m draftsmith COMMAND`."""
 
 import sys
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-# `python -m` puts the current directory first, where a stranger's train.py would hide our package `train`.
+# `python -m` puts the current directory first on the path, where a file such as train.py would hide our package.
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
@@ -19,9 +19,10 @@ from draftsmith import __version__  # noqa: E402
 from draftsmith_core.errors import InputError, RunError  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
 
-# command: (module with `run(argv)`, what it does). Modules are imported when their command is called.
+# command: (module with `run(argv)`, what it does). A module is imported when its command is called.
 COMMANDS = {
-    "demo": ("draftsmith.cli.demo", "the whole road on the shipped nano pair, offline, in minutes"),
+    "demo": ("draftsmith.cli.demo", "align the shipped nano pair, offline, in minutes"),
+    "align": ("draftsmith.cli.align", "distil, train, evaluate and report for a pair of your own"),
     "distill": ("draftsmith.cli.distill", "the target's own outputs for a set of prompts"),
     "train": ("draftsmith.cli.train", "fit a draft to a distilled set"),
     "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
@@ -30,11 +31,12 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """The help of the door itself."""
+    """The help of `draftsmith` itself."""
     lines = [f"  {name:<9}{what}" for name, (_, what) in COMMANDS.items()]
     return (
         f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
-        "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n\n"
+        "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
+        "       draftsmith --version | --print_shtab bash|zsh|tcsh    # the version; shell completion\n\n"
         + "\n".join(lines)
         + "\n\n`draftsmith COMMAND --help` lists a command's options."
     )
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     name = words[0]
-    if name not in COMMANDS:
+    if name not in COMMANDS and name != "--print_shtab":
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
@@ -61,50 +63,53 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    module = "draftsmith.cli.completion" if name == "--print_shtab" else COMMANDS[name][0]
     try:
-        importlib.import_module(COMMANDS[name][0]).run(words[1:])
+        importlib.import_module(module).run(words[1:])
         return 0
-    except InputError as error:
-        if _first():  # every process found the same
-            print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"draftsmith {name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     except Terminated as stop:
-        if _first():
-            print(f"\ndraftsmith {name}: stopped by SIGTERM{_notes(stop)}", file=sys.stderr)
+        _say(f"\ndraftsmith {name}: stopped by SIGTERM{_notes(stop)}", stop)
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if (interrupt := _interrupt(error)) is not None:
-            if _first():
-                print(f"\ndraftsmith {name}: interrupted{_notes(interrupt)}", file=sys.stderr)
-            return 130
-        if isinstance(error, BrokenPipeError):
-            # The reader (`| head`) has seen enough. What Python still holds back for it goes nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if isinstance(error, OSError):
-            place = f"{error.filename}: " if error.filename else ""
-            print(f"draftsmith {name}: {place}{error.strerror or error}", file=sys.stderr)
-            return 1
-        raise
+        return _failed(name, error)
 
 
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _failed(name: str, error: Exception | KeyboardInterrupt) -> int:
+    """Say in one line why a command ended, and return its exit code; raises again what nobody foresaw."""
+    if (interrupt := _interrupt(error)) is not None:
+        _say(f"\ndraftsmith {name}: interrupted{_notes(interrupt)}", interrupt)
+        return 130
+    if isinstance(error, InputError | RunError):
+        _say(f"draftsmith {name}: {' '.join(str(error).split())}", error)
+        return 2 if isinstance(error, InputError) else 1
+    if isinstance(error, BrokenPipeError):
+        # The reader (`| head`) has seen enough. What Python still buffers for it has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        _say(f"draftsmith {name}: {place}{error.strerror or error}", error)
+        return 1
+    raise error
 
 
 def _notes(stop: BaseException) -> str:
-    """What a command that was stopped said about what it kept."""
-    return "".join(f"; {note}" for note in getattr(stop, "__notes__", []))
+    """What the outermost command that was stopped said about what it kept."""
+    notes = getattr(stop, "__notes__", [])
+    return f"; {notes[-1]}" if notes else ""
 
 
 def _interrupt(error: BaseException | None) -> BaseException | None:
-    """The Ctrl-C at the bottom of an error, if any: cleaning up after one can raise an error of its own."""
+    """The Ctrl-C that an error goes back to, if any: cleaning up after one can raise an error of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _say(line: str, error: BaseException) -> None:
+    """To standard error; of several processes one speaks where all of them know the same."""
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, InputError | KeyboardInterrupt | Terminated):
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -101,9 +101,7 @@ def read_prompts(
         if key:
             named[key] = number
         else:
-            content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
-            repeats[content] += 1
-            key = content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+            key = content_id(ids, repeats)
         if short or not ids:
             skipped.append(Skipped(number, short or "empty prompt"))
         elif max_tokens is not None and len(ids) > max_tokens:
@@ -115,6 +113,13 @@ def read_prompts(
     if not prompts:
         raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
     return PromptSet(source, tuple(prompts), tuple(skipped), rows)
+
+
+def content_id(ids: list[int], repeats: Counter[str]) -> str:
+    """The id of a prompt that has none: a hash of its tokens, with its count where it came before (in `repeats`)."""
+    content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
+    repeats[content] += 1
+    return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from decode import PROPOSERS, TREES, VERIFIERS
 from drafts.heads import HEADS, save_head
-from draftsmith.cli.decode_setup import DecodeConfig, set_up
-from draftsmith.cli.method_table import terminal, ways
+from draftsmith.cli.decode_options import DecodeConfig
+from draftsmith.cli.decode_run import _load
+from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
+from draftsmith.pair import Output
 from draftsmith_core.io import canonical_json
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.options import parse
@@ -28,7 +30,7 @@ TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes
 
 KILL_AT_ROW = """
 import os, signal
-import draftsmith.cli.decode as command
+import draftsmith.pair as command
 make, made = command._output, []
 def dying(*words):
     made.append(1)
@@ -143,8 +145,8 @@ def test_a_killed_run_continues_where_it_was(
     code, unbroken, _ = spawn(*words, cwd=whole).wait()
     assert code == 0
     assert spawn(*words, cwd=killed, patch=KILL_AT_ROW).wait()[0] == -9
-    assert [p.name for p in killed.iterdir()] == [".rows.jsonl.partial"]
-    before = [kept["row"] for kept in read(killed / ".rows.jsonl.partial")[1:]]
+    assert sorted(p.name for p in killed.iterdir()) == [".rows.jsonl.lock", ".rows.jsonl.partial"]
+    before = [Output.from_json(kept).row() for kept in read(killed / ".rows.jsonl.partial")[1:]]
     assert len(before) == 5
     # What another command left is not continued, and not an error.
     assert spawn(*words, "--seed", "9", "--out", "other.jsonl", cwd=killed).wait()[0] == 0
@@ -331,7 +333,7 @@ def files(
 
 
 @pytest.mark.parametrize(("options", "proposer", "tree", "verifier"), FAMILIES)
-def test_every_way_of_drafting_gives_the_targets_own_text(
+def test_every_method_of_drafting_gives_the_targets_own_text(
     door: Door,
     files: dict[str, str],
     greedy_ids: list[list[int]],
@@ -499,7 +501,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
         def load(*words: object, **more: object) -> None:
             raise AssertionError("a model was loaded first")
 
-        monkeypatch.setattr("draftsmith.cli.decode_setup.load_model", load)
+        monkeypatch.setattr("drafts.load.load_model", load)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
     assert (code, out) == (2, ""), (out, err)
@@ -513,7 +515,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
 def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path: Path, files: dict[str, str]) -> None:
     def identity(*words: str) -> list[Any]:
         config, _ = parse(DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words])
-        return set_up(config).identity()
+        return _load(config)[1].identity()
 
     tree, store = tmp_path / "tree.json", tmp_path / "store.txt"
     tree.write_text("[[0], [1]]")
@@ -546,7 +548,7 @@ def test_help_ends_with_the_table(door: Door, monkeypatch: pytest.MonkeyPatch) -
 def test_the_table_loses_no_word_at_any_width(columns: int) -> None:
     table = terminal(columns)
     assert max(map(len, table.splitlines())) <= min(max(columns, 80), 100)
-    for part in ways().values():
-        for way in part:
-            for word in f"{way.what} {way.trees}".replace(",", " ").split():
+    for part in method_rows().values():
+        for row in part:
+            for word in f"{row.what} {row.trees}".replace(",", " ").split():
                 assert word in table

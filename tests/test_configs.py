@@ -18,6 +18,7 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
+from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.options import parse
 from draftsmith_core.tokenization import load_tokenizer
@@ -49,15 +50,10 @@ RECIPES = [
     Recipe("draftsmith/demo/recipes/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe("draftsmith/demo/recipes/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
     Recipe(
-        "draftsmith/demo/recipes/seqkd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
-    ),
-    Recipe(
         "draftsmith/demo/recipes/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
     ),
-    Recipe("draftsmith/demo/recipes/distill.yaml", "distill", DistillConfig, ("--out=o", "--target=t", "--prompts=p")),
-    Recipe(
-        "draftsmith/demo/recipes/eval.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")
-    ),
+    Recipe("draftsmith/demo/recipes/demo.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
+    Recipe("draftsmith/demo/recipes/demo_short.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
     Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
 ]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from draftsmith.__main__ import COMMANDS
-from draftsmith.cli.decode_setup import DecodeConfig
+from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import option_types, parse
 from draftsmith_core.provenance import difference

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import benchmarks.methods
-import draftsmith.cli.decode_setup
-import eval.config
+import draftsmith.drafting
+import eval.request
 from decode import (
     PROPOSERS,
     TREES,
@@ -100,7 +100,7 @@ def test_the_verifier_that_suits_a_tree(spec: str, drawn: str, several: str) -> 
 
 
 def test_there_is_one_answer_for_all_callers() -> None:
-    for caller in (eval.config, draftsmith.cli.decode_setup):
+    for caller in (eval.request, draftsmith.drafting):
         assert vars(caller)["default_verifier"] is default_verifier
     assert not [name for name in vars(benchmarks.methods) if "verifier" in name]
 

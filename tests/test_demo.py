@@ -1,45 +1,60 @@
-"""The demo's own steps, cut down to seconds: the real commands on the shipped pair, from prompts to report."""
+"""The demo in its short form: `align` on the shipped pair, from prompts to report, in any directory."""
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from draftsmith.cli import demo
-
-SMALL = {
-    "distill": ["--max_prompts", "24", "--max_new_tokens", "24", "--batch_size", "24"],
-    "train": ["--steps", "6", "--eval_every", "3"],
-    "eval": ["--max_prompts", "4", "--max_new_tokens", "16", "--speed_prompts", "1", "--bootstrap", "200"],
-}
+from draftsmith.demo import demo_run
+from eval.results import Results
 
 
 @pytest.mark.slow
-def test_demo_from_prompts_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    demo._write_prompts(tmp_path / "prompts")
-    ran = []
-    for name, words in demo.steps(tmp_path):
-        importlib.import_module(f"draftsmith.cli.{name}").run([*words, *SMALL[name]])
-        ran.append(name)
-    assert ran == ["distill", "train", "train", "eval"]
-    results = json.loads((tmp_path / "eval" / "results.json").read_text())
-    rows = [row for row in results["alpha"] if row["domain"] is not None]
-    assert {row["draft"] for row in rows} == {"base", "seqkd", "jsd"}
-    assert {(row["domain"], row["kind"]) for row in rows} == {("prose", "id"), ("code", "ood"), ("unicode", "ood")}
-    assert {row["temperature"] for row in rows} == {0.0, 1.0}
-    assert all(0 < row["alpha"]["value"] < 1 for row in rows)
-    assert {row["tree"] for row in results["decoding"]} == {"chain:2", "kary:3,2"}
-    for row in results["decoding"]:
+def test_demo_from_prompts_to_report(
+    tmp_path: Path, door: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = door("demo", "--short", "--json")
+    assert code == 0, err
+    demo = tmp_path / "out" / "demo"
+    results = Results.load(demo / "eval")
+    assert results.drafts == ["base", "ce", "jsd"]
+    assert {(name, results.kind(name)) for name in results.domains()} == {
+        ("prose", "id"),
+        ("code", "ood"),
+        ("unicode", "ood"),
+    }
+    assert results.temperatures == [0.0, 1.0]
+    assert all(0 < row["alpha"]["value"] < 1 for row in results.document["alpha"] if row["alpha"]["value"] is not None)
+    assert all(row["alpha"]["value"] is not None for row in results.document["alpha"])
+    assert {row["tree"] for row in results.document["decoding"]} == {"chain:2", "kary:3,2"}
+    for row in results.document["decoding"]:
         if row["temperature"] == 0:
-            assert row["identical_outputs"]["same"] == row["identical_outputs"]["of"], row
-    capsys.readouterr()
-    demo._print_table(results)
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("base", "seqkd", "jsd", "prose", "code", "unicode"))
-    # Held-out prompts come from documents that no alignment prompt comes from.
+            identical = row["identical_outputs"]
+            assert identical is not None and identical["same"] == identical["of"], row
+    assert all(name in out for name in ("base", "ce", "jsd", "prose", "code", "unicode"))
+    # Both objectives are compared at equal optimizer steps.
+    records = [json.loads((demo / name / "draftsmith.json").read_text()) for name in ("ce", "jsd")]
+    assert [record["steps"] for record in records] == [4, 4]
+    assert [record["objective"] for record in records] == ["ce", "jsd:beta=0.5"]
+    # Evaluation prompts come from documents that no alignment prompt comes from.
     names = {
-        file: {json.loads(line)["id"].split(" #")[0] for line in (tmp_path / "prompts" / file).open()}
+        file: {json.loads(line)["id"].split(" #")[0] for line in (demo / "prompts" / file).open()}
         for file in ("prose.train.jsonl", "prose.jsonl")
     }
     assert names["prose.jsonl"] and not names["prose.jsonl"] & names["prose.train.jsonl"]
+    # Nothing points into the installed package: the last lines can be typed from this directory.
+    summary = json.loads(out.splitlines()[-1])
+    assert str(demo_run.PAIR) not in (demo / "eval" / "results.json").read_text()
+    assert (tmp_path / summary["checkpoint"] / "model.safetensors").is_file()
+    words = summary["decode"].split()[1:]
+    code, out, err = door(*words, "--max_new_tokens", "4")
+    assert code == 0, err
+
+
+def test_the_recipes_leave_nothing_open() -> None:
+    for short in (False, True):
+        values = demo_run.recipe(short)
+        for key in ("distill", "train", "eval"):
+            assert not [name for name, value in vars(values[key]).items() if value is None or value == []], key

@@ -18,21 +18,6 @@ from draftsmith_core.packages import EXTRAS
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
-# Small enough for seconds; the steps are those of `draftsmith demo`.
-SHORT_DEMO = """
-import importlib
-from pathlib import Path
-from draftsmith.cli import demo
-small = {
-    "distill": ["--max_prompts", "12", "--max_new_tokens", "12", "--batch_size", "12"],
-    "train": ["--steps", "4", "--eval_every", "2"],
-    "eval": ["--max_prompts", "2", "--max_new_tokens", "6", "--speed_prompts", "1", "--bootstrap", "100"],
-}
-out = Path("out")
-demo._write_prompts(out / "prompts")
-for name, words in demo.steps(out):
-    importlib.import_module(f"draftsmith.cli.{name}").run([*words, *small[name]])
-"""
 
 
 def run(*words: object, cwd: Path, **env: str) -> str:
@@ -120,7 +105,8 @@ def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: P
 def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    run(installed / "python", "-P", "-c", SHORT_DEMO, cwd=empty, HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path))
+    short = [installed / "draftsmith", "demo", "--short", "--out", "out"]
+    run(*short, cwd=empty, HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path))
     report = (empty / "out" / "eval" / "report.html").read_text()
     assert len(report) > 10_000
     assert sorted(path.name for path in empty.iterdir()) == ["out"]

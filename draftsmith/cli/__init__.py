@@ -1,1 +1,1 @@
-"""The thin edge: one module a command. Parse, call, print."""
+"""The command line: one module per command, which parses, calls what Python can call too, and prints."""

@@ -1,15 +1,17 @@
 """`draftsmith distill`."""
 
 from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith.cli.output import command_line, finish
 from draftsmith_core.options import parse
-from draftsmith_core.processes import is_main
 
 
 def run(argv: list[str]) -> None:
     """Make a distilled set."""
     config, as_json = parse(DistillConfig, "distill", argv)
+    # Only now: these import torch, which takes seconds, and a mistyped option need not wait for it.
+    from distill.generate import distill
+    from draftsmith_core.processes import is_main
+
     summary = distill(config, command_line("distill", argv))
     lines = [
         f"{summary['out']}: {summary['rows']} rows, {summary['response_tokens']} response tokens; "

@@ -1,6 +1,5 @@
 """The corpus as files, and the tokenizer of the nano pair that ships with the project."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,15 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.demo import corpus
-from draftsmith_core.io import write_text_atomic
+from draftsmith.jsonl import write_rows
 
 VOCABULARY = 4096
 BOS, EOS = "<s>", "</s>"
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Write rows as JSONL, whole or not at all."""
-    write_text_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_corpus(directory: Path) -> None:

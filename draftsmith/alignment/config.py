@@ -1,0 +1,182 @@
+"""The options of `draftsmith align`. What is left open is chosen from what the command is given; needs no torch."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith_core.errors import InputError
+from eval.request import parse_named
+from train.objective import parse_objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillChoices:
+    """The target's answers. null: chosen."""
+
+    num_samples: int | None = None
+    """Answers per prompt."""
+    max_new_tokens: int | None = None
+    """The longest answer."""
+    temperature: float = 1.0
+    """Sample as you will serve; 0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_prompts: int | None = None
+    """Prompts to answer, from the first on."""
+    batch_size: int | None = None
+    """Answers that are generated together."""
+    part_rows: int = 512
+    """Answers per file; a killed run loses at most the files in the making."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainChoices:
+    """Fitting the draft. null or empty: chosen. Every objective gets the same number of optimizer steps."""
+
+    steps: int | None = None
+    """Optimizer steps."""
+    lr: list[float] = field(default_factory=list)
+    """Peak learning rate: one for all objectives, or one for each in their order."""
+    warmup_steps: int | None = None
+    """Steps in which the rate rises from 0."""
+    rows_per_step: int = 32
+    """Sequences per optimizer step, over all processes."""
+    batch_size: int | None = None
+    """Sequences per process and forward; divides `rows_per_step`."""
+    max_length: int | None = None
+    """Tokens of prompt and answer; what is longer is cut."""
+    heldout_fraction: float = 0.06
+    """Share of the prompts by which the best weights are chosen."""
+    eval_every: int | None = None
+    """Steps between held-out evaluations."""
+    save_every: int = 50
+    """Steps between checkpoints that a killed run continues from."""
+    gradient_checkpointing: bool | None = None
+    """Less memory, more time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalChoices:
+    """The measurement. null or empty: chosen."""
+
+    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures to measure at; the report leads with the highest."""
+    tree: list[str] = field(default_factory=list)
+    """Draft trees to decode with."""
+    max_prompts: int | None = None
+    """Prompts per set."""
+    max_new_tokens: int | None = None
+    """The longest continuation."""
+    speed_prompts: int | None = None
+    """Prompts per set that are also timed, one at a time; 0 times nothing."""
+    batch_size: int | None = None
+    """Prompts decoded together."""
+    bootstrap: int = 2000
+    """Resamples behind every 95 % interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignConfig:
+    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    prompts: str
+    """What you will serve: a .jsonl or .parquet file, or hub dataset as owner/name[:split]."""
+    out: str
+    """Directory for everything: align.yaml, prompts/, distilled/, one checkpoint per objective, eval/report.html."""
+    draft: str | None = None
+    """The draft to start from: a language model, or a head. Without one a fresh EAGLE head is trained."""
+    objective: list[str] = field(default_factory=lambda: ["jsd:beta=0.5"])
+    """What the draft is trained to do, as `train --objective` takes it; several are compared at equal steps."""
+    id: list[str] = field(default_factory=list)
+    """Prompt sets in distribution, NAME=PROMPTS. Without one, part of --prompts is held out of training for it."""
+    ood: list[str] = field(default_factory=list)
+    """Prompt sets out of distribution, NAME=PROMPTS: where the draft was not aligned."""
+    heldout_prompts: int | None = None
+    """How many of --prompts to hold out where --id is empty."""
+    prompt_tokens: int = 32
+    """For rows with `text`: how many of its first tokens make the prompt."""
+    distill: DistillChoices = field(default_factory=DistillChoices)
+    train: TrainChoices = field(default_factory=TrainChoices)
+    eval: EvalChoices = field(default_factory=EvalChoices)
+    seed: int = 0
+    """Of every draw; each stage has its own from it."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: str = "auto"
+    """Of the target: auto, float32, bfloat16 or float16."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not self.objective:
+            raise InputError("objective: is empty; name at least one, such as jsd:beta=0.5")
+        for spec in self.objective:
+            if parse_objective(spec).needs_reference:
+                raise InputError(f"objective: {spec}: @adaspec needs a reference draft; use `draftsmith train` for it")
+        if len(set(self.objective)) < len(self.objective):
+            raise InputError(f"objective: {' '.join(self.objective)} names one twice")
+        for key, value, least in _bounds(self):
+            if value is not None and not least <= value < math.inf:
+                raise InputError(f"{key}: {value} must be at least {least}")
+        if len(self.train.lr) not in (0, 1, len(self.objective)):
+            raise InputError(
+                f"train.lr: {len(self.train.lr)} rates for {len(self.objective)} objectives; give one, or one for each"
+            )
+        if any(not 0 < rate < math.inf for rate in self.train.lr):
+            raise InputError(f"train.lr: {' '.join(map(str, self.train.lr))}: every rate must be above 0")
+        batch = self.train.batch_size
+        if batch is not None and self.train.rows_per_step % batch:
+            raise InputError(
+                f"train.batch_size: {batch} does not divide train.rows_per_step, {self.train.rows_per_step}"
+            )
+        taken = parse_named("id", self.id)
+        for name in parse_named("ood", self.ood):
+            if name in taken:
+                raise InputError(f"ood: the name {name!r} is taken by --id; a set is either ID or OOD")
+        if self.id and self.heldout_prompts is not None:
+            raise InputError("heldout_prompts: --id names the evaluation prompts, so none are held out; leave it out")
+
+    def drafts(self) -> dict[str, str]:
+        """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` where one name is enough."""
+        short = [re.split(r"[^a-z_]", spec)[0] for spec in self.objective]
+        named = {}
+        for name, spec in zip(short, self.objective, strict=True):
+            clear = name and short.count(name) == 1 and name not in ("base", "target", "eval", "distilled", "prompts")
+            named[name if clear else re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]] = spec
+        return named
+
+
+def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
+    """Option, value and the least that it may be."""
+    distill, train, measure = config.distill, config.train, config.eval
+    return [
+        ("heldout_prompts", config.heldout_prompts, 1),
+        ("prompt_tokens", config.prompt_tokens, 1),
+        ("distill.num_samples", distill.num_samples, 1),
+        ("distill.max_new_tokens", distill.max_new_tokens, 1),
+        ("distill.max_prompts", distill.max_prompts, 1),
+        ("distill.batch_size", distill.batch_size, 1),
+        ("distill.part_rows", distill.part_rows, 1),
+        ("train.steps", train.steps, 1),
+        ("train.warmup_steps", train.warmup_steps, 0),
+        ("train.rows_per_step", train.rows_per_step, 1),
+        ("train.batch_size", train.batch_size, 1),
+        ("train.max_length", train.max_length, 1),
+        ("train.eval_every", train.eval_every, 1),
+        ("train.save_every", train.save_every, 1),
+        ("eval.max_prompts", measure.max_prompts, 1),
+        ("eval.max_new_tokens", measure.max_new_tokens, 1),
+        ("eval.speed_prompts", measure.speed_prompts, 0),
+        ("eval.batch_size", measure.batch_size, 1),
+        ("eval.bootstrap", measure.bootstrap, 100),
+    ]
+
+
+def plain(config: AlignConfig) -> dict[str, Any]:
+    """The options as they stand in align.yaml."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,114 @@
+"""What an alignment bought: a table, a few lines, and the object of `--json`."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from draftsmith.alignment.config import AlignConfig
+from eval.results import KINDS, Results
+from eval.schema import SuiteKind
+
+
+def table(results: Results) -> Table:
+    """alpha of every draft on every prompt set at the highest temperature, each with its 95 % interval."""
+    shown = Table(title=f"alpha at temperature {results.top_temperature:g}, 95 % interval")
+    for heading in ("draft", *(f"{name} ({results.kind(name).upper()})" for name in results.domains())):
+        shown.add_column(heading)
+    for draft in results.drafts:
+        shown.add_row(draft, *(_figure(results.alpha(draft, domain)) for domain in results.domains()))
+    return shown
+
+
+def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
+    """The object of `--json`: where everything is, and the figures of the best draft with their intervals."""
+    best = _best(config, results)
+    tree = _best_tree(results, best)
+    found: dict[str, Any] = {
+        "out": config.out,
+        "config": str(Path(config.out) / "align.yaml"),
+        "results": str(results.directory / "results.json"),
+        "report": str(results.directory / "report.html"),
+        "best": best,
+        "objective": config.drafts()[best],
+        "checkpoint": str(Path(config.out) / best),
+        "decode": shlex.join(_decode(config, results, best)),
+        "temperature": results.top_temperature,
+        "tree": tree,
+    }
+    for kind in _kinds(results):
+        decoding, speed = results.decoding(best, kind, tree=tree), results.speed(best, kind, tree=tree)
+        found[kind] = {
+            "alpha": _interval(results.alpha(best, kind)),
+            "gain": _interval(results.gain(best, kind)),
+            "tau": _interval(decoding["tau"]),
+            "tau_gain": _interval(decoding["tau_gain"]),
+            "speedup": _interval(speed["speedup"]) if speed else None,
+        }
+    return found
+
+
+def lines(config: AlignConfig, results: Results) -> list[str]:
+    """What was bought, where the checkpoint is, and which command decodes with it."""
+    best = _best(config, results)
+    tree = _best_tree(results, best)
+    said = [f"{best} ({config.drafts()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
+    for kind in _kinds(results):
+        gain, decoding, speed = results.gain(best, kind), results.decoding(best, kind, tree=tree), None
+        parts = [f"alpha {_figure(results.alpha(best, kind))}"]
+        if gain is not None:
+            parts.append(f"{_figure(gain, signed=True)} over the draft it started from")
+        parts.append(f"{_figure(decoding['tau'], 2)} tokens per target call")
+        speed = results.speed(best, kind, tree=tree)
+        if speed is not None and speed["speedup"] is not None:
+            parts.append(f"{_figure(speed['speedup'], 2)} times the target alone")
+        said.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
+    return [
+        *said,
+        f"checkpoint: {Path(config.out) / best}",
+        f"decode with it: {shlex.join(_decode(config, results, best))}",
+        f"report: {(results.directory / 'report.html').resolve()}",
+    ]
+
+
+def _kinds(results: Results) -> list[SuiteKind]:
+    return [kind for kind in KINDS if results.has(kind)]
+
+
+def _best(config: AlignConfig, results: Results) -> str:
+    """The aligned draft with the highest alpha in distribution at the highest temperature."""
+    return max(config.drafts(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
+
+
+def _best_tree(results: Results, draft: str) -> str:
+    """The tree that was fastest in distribution, or gave the most tokens per target call where nothing was timed."""
+
+    def merit(tree: str) -> float:
+        speed = results.speed(draft, "id", tree=tree)
+        found = speed["speedup"] if speed else results.decoding(draft, "id", tree=tree)["tau"]
+        return found["value"] or 0.0 if found else 0.0
+
+    trees: list[str] = [method["tree"] for method in results.document["methods"]]
+    return max(trees, key=merit)
+
+
+def _decode(config: AlignConfig, results: Results, draft: str) -> list[str]:
+    words = ["draftsmith", "decode", "--target", config.target, "--draft", str(Path(config.out) / draft)]
+    words += ["--tree", _best_tree(results, draft), "--temperature", f"{results.top_temperature:g}"]
+    words += ["--trust_remote_code"] if config.trust_remote_code else []
+    return [*words, "--prompt", "TEXT"]
+
+
+def _interval(found: Any) -> dict[str, float | None] | None:
+    return None if found is None else {key: found[key] for key in ("value", "low", "high")}
+
+
+def _figure(found: Any, digits: int = 3, signed: bool = False) -> str:
+    """A figure and its interval; "-" for what is not defined."""
+    if found["value"] is None:
+        return "-"
+    form = f"{'+' if signed else ''}.{digits}f"
+    if found["low"] is None or found["high"] is None:
+        return format(found["value"], form)
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"

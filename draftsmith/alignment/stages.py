@@ -1,0 +1,278 @@
+"""The road from prompts to a report, stage by stage, through the functions that the commands call."""
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.utils import broadcast_object_list
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from drafts.load import draft_kind, load_pair
+from draftsmith.alignment.choices import Facts, complete, most_prompts
+from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.prompts import hold_out
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import make_dir, write_text_atomic
+from draftsmith_core.models import context_length, parameter_count, resolve_device
+from draftsmith_core.processes import is_main, join_processes, launched, on_main
+from draftsmith_core.prompts import PromptSet, iterate_rows, read_prompts
+from draftsmith_core.provenance import command_line, difference
+from draftsmith_core.run_directory import hold
+from eval.config import EvalConfig
+from eval.evaluate import evaluate
+from eval.request import NAME
+from eval.results import Results
+from train.config import Kind, Optim, TrainConfig
+from train.training_run import train
+
+# Where the work is done is no part of what is done.
+_NOT_IDENTITY = ("out", "device")
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """To standard error, once however many processes there are."""
+    if is_main():
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def align(config: AlignConfig) -> Results:
+    """Distil, train, evaluate and report; returns the results. What `config` leaves open is chosen, and printed.
+
+    Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
+    checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate
+    and train, and the main one evaluates. Raises InputError for what cannot be done, RunError for what failed.
+    """
+    out = Path(config.out)
+    join_processes(config.device)
+    on_main(lambda: make_dir(out, "--out"))
+    with hold(out):
+        config = _settle(config, out)
+        prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
+        say(f"\n1/3 distil: {config.target} answers {prompts}")
+        distill(_distill_config(config, prompts))
+        for index, name in enumerate(config.drafts()):
+            say(f"\n2/3 train: {name} ({config.drafts()[name]})")
+            options = _train_config(config, index)
+            train(options, command_line("train", options))
+            _free()
+        say("\n3/3 evaluate")
+        measured: list[Results] = []
+        on_main(lambda: measured.append(evaluate(_eval_config(config))))
+    # Only the main process has measured; the others read what it wrote.
+    return measured[0] if measured else Results.load(out / "eval")
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _settle(config: AlignConfig, out: Path) -> AlignConfig:
+    """The options with nothing left open: from OUT/align.yaml where a run has begun here, else chosen and written."""
+    file = out / "align.yaml"
+    settled: list[AlignConfig | None] = [None]
+
+    def decide() -> None:
+        if file.exists():
+            settled[0] = _continued(config, file)
+            say(f"{file}: continuing what was begun here")
+            return
+        facts, read = _look(config)
+        whole, choices = complete(config, facts)
+        for line in choices:
+            say(f"chosen: {line}")
+        if not config.id:
+            assert whole.heldout_prompts is not None
+            hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
+        write_text_atomic(file, _to_yaml(whole, choices))
+        say(f"{file}: all of it, to be edited and run again with --config")
+        settled[0] = whole
+
+    on_main(decide)
+    if launched() > 1:
+        broadcast_object_list(settled)
+    assert settled[0] is not None
+    return replace(settled[0], out=config.out, device=config.device)
+
+
+def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
+    """Load everything once, so that what does not go together is refused before hours of work; measure it."""
+    on_gpu = resolve_device(config.device).type == "cuda"
+    pair = load_pair(
+        config.target,
+        [config.draft] if config.draft else [],
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    heldout = 0 if config.id else (config.heldout_prompts or 64)
+    read = read_prompts(
+        config.prompts,
+        pair.tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        limit=most_prompts(config, on_gpu) + heldout,
+    )
+    for named in (*config.id, *config.ood):
+        read_prompts(named.partition("=")[2], pair.tokenizer, prompt_tokens=config.prompt_tokens, limit=1000)
+    _, first = next(iterate_rows(config.prompts))
+    rows = "chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text"
+    limits = [limit for model in pair.models if (limit := context_length(model)) is not None]
+    draft = next(iter(pair.drafts.values()), None)
+    hidden = pair.target.config.get_text_config().hidden_size
+    facts = Facts(
+        rows,
+        len(read.prompts),
+        max(len(prompt.ids) for prompt in read.prompts),
+        min(limits, default=None),
+        on_gpu,
+        launched(),
+        parameter_count(pair.target),
+        # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the hidden size.
+        14 * hidden**2 if draft is None else parameter_count(draft),
+    )
+    if read.skipped:
+        skip = read.skipped[0]
+        say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {skip.row}: {skip.reason})")
+    del pair, draft
+    _free()
+    return facts, read
+
+
+def _continued(config: AlignConfig, file: Path) -> AlignConfig:
+    """The options of the run that was begun here; InputError where this command asks for something else."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        parts: tuple[tuple[str, type], ...] = (
+            ("distill", DistillChoices),
+            ("train", TrainChoices),
+            ("eval", EvalChoices),
+        )
+        there = AlignConfig(**{**values, **{key: part(**values[key]) for key, part in parts}})
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, InputError) as error:
+        raise InputError(
+            f"{file}: cannot be read as the options of a run ({error}); delete it, or name another --out"
+        ) from None
+    wanted, begun = dataclasses.asdict(config), dataclasses.asdict(there)
+    _fill(wanted, begun)
+    for key in _NOT_IDENTITY:
+        del wanted[key], begun[key]
+    differs = difference(json.loads(json.dumps(begun)), json.loads(json.dumps(wanted)))
+    if differs is not None:
+        raise InputError(
+            f"--out {file.parent}: another run was begun there: its {differs}; name another --out, or edit {file} "
+            f"and run it with --config"
+        )
+    return there
+
+
+def _fill(wanted: dict[str, Any], begun: dict[str, Any]) -> None:
+    """Take what `wanted` leaves open from `begun`."""
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            _fill(value, begun[key])
+        elif value is None or value == []:
+            wanted[key] = begun[key]
+
+
+def _to_yaml(config: AlignConfig, choices: list[str]) -> str:
+    """The options as a file for --config, with the reason behind every chosen one."""
+    reasons = {line.partition(" ")[0]: line.rpartition("(")[2].rstrip(")") for line in choices}
+
+    def line(key: str, value: Any, section: str = "") -> str:
+        shown = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+        why = reasons.get(f"{section}.{key}" if section else key)
+        return f"{'  ' * bool(section)}{key}: {shown}" + (f"  # {why}" if why else "")
+
+    lines = ["# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again."]
+    # Sections last: YAML reads what follows one as part of it only by its indentation, which is easy to get wrong.
+    for key, value in sorted(dataclasses.asdict(config).items(), key=lambda item: isinstance(item[1], dict)):
+        if isinstance(value, dict):
+            lines += ["", f"{key}:", *(line(name, inner, key) for name, inner in value.items())]
+        else:
+            lines.append(line(key, value))
+    return "\n".join(lines) + "\n"
+
+
+def _common(config: AlignConfig) -> dict[str, Any]:
+    return {
+        "target": config.target,
+        "device": config.device,
+        "dtype": config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def _distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
+    chosen: dict[str, Any] = dataclasses.asdict(config.distill)
+    return DistillConfig(
+        prompts=prompts,
+        out=str(Path(config.out) / "distilled"),
+        prompt_tokens=config.prompt_tokens,
+        seed=config.seed,
+        **chosen,
+        **_common(config),
+    )
+
+
+def _train_config(config: AlignConfig, index: int) -> TrainConfig:
+    """The training run of the objective at `index`."""
+    chosen: dict[str, Any] = dataclasses.asdict(config.train)
+    rates, rows = chosen.pop("lr"), chosen.pop("rows_per_step")
+    optim = Optim(lr=rates[index % len(rates)], warmup_steps=chosen.pop("warmup_steps"))
+    batch = chosen["batch_size"] * launched()
+    if rows % batch:
+        raise InputError(
+            f"train.batch_size: {chosen['batch_size']} on {launched()} processes does not divide "
+            f"train.rows_per_step, {rows}; change one of them"
+        )
+    name, objective = list(config.drafts().items())[index]
+    kind: Kind = "eagle"
+    if config.draft is not None:
+        found = draft_kind(config.draft)
+        kind = "lm" if found == "draft" else found  # type: ignore[assignment]
+    return TrainConfig(
+        out=str(Path(config.out) / name),
+        data=[str(Path(config.out) / "distilled")],
+        kind=kind,
+        draft=config.draft,
+        objective=objective,
+        accumulation=rows // batch,
+        optim=optim,
+        seed=config.seed + 1 + index,
+        **chosen,
+        **_common(config),
+    )
+
+
+def _eval_config(config: AlignConfig) -> EvalConfig:
+    chosen: dict[str, Any] = dataclasses.asdict(config.eval)
+    drafts = {"base": config.draft} if config.draft else {}
+    drafts |= {name: str(Path(config.out) / name) for name in config.drafts()}
+    return EvalConfig(
+        draft=[f"{name}={source}" for name, source in drafts.items()],
+        id=config.id or [f"{_set_name(config)}={Path(config.out) / 'prompts' / 'heldout.jsonl'}"],
+        ood=config.ood,
+        out=str(Path(config.out) / "eval"),
+        prompt_tokens=config.prompt_tokens,
+        seed=config.seed + 1 + len(config.objective),
+        **chosen,
+        **_common(config),
+    )
+
+
+def _set_name(config: AlignConfig) -> str:
+    """What the held-out prompts are called: as their file, where that can be a name and no other set has it."""
+    name = Path(config.prompts.partition(":")[0]).stem
+    taken = {each.partition("=")[0] for each in config.ood} | {"id", "ood"}
+    return name if NAME.fullmatch(name) and name not in taken else "heldout"

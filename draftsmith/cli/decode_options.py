@@ -1,0 +1,94 @@
+"""The options of `draftsmith decode`. Needs no torch, so that help texts and option checks are quick."""
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode import PROPOSERS, VERIFIERS
+from draftsmith_core.errors import InputError
+from draftsmith_core.model_options import Quantize
+from draftsmith_core.sampling_options import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Generate with a target and a method of drafting; with a lossless verifier the output follows the target alone."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    draft: list[str] = field(default_factory=list)
+    """A draft model (local directory or hub name), several of them, or a head (local directory)."""
+    proposer: str | None = None
+    """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
+    tree: str | None = None
+    """What is drafted per step; see below. Default: chain:4 (fewer for fewer heads), for lookahead its own."""
+    verifier: str | None = None
+    """What is kept of it; see below. Default: speculative on a chain, mcsd on a tree, specinfer for several drafts,
+    exact where nothing is drawn."""
+    datastore: str | None = None
+    """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft from."""
+    prompt: str | None = None
+    """A text to continue."""
+    prompts: str | None = None
+    """Or a .jsonl/.parquet file or hub dataset of prompts."""
+    out: str | None = None
+    """Write one JSON object per output to this .jsonl file; a killed run then continues."""
+    num_samples: int = 1
+    """Outputs per prompt."""
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an output: it is cut behind the token that completes one."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int = 0
+    batch_size: int = 1
+    """Rows that are decoded together."""
+    prompt_tokens: int = 32
+    """For rows with `text`: how many of its first tokens make the prompt."""
+    max_prompts: int | None = None
+    """Use only the first rows of the prompts."""
+    ignore_eos: bool = False
+    """Go on to max_new_tokens even when the target ends."""
+    fast: bool = True
+    """false: the models' own forward, without packed weights and the lean Llama code; outputs differ by rounding."""
+    quantize: Quantize = "none"
+    """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded model."""
+    quantize_draft: Quantize | None = None
+    """The same for draft models. Default: as --quantize."""
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("num_samples", "max_new_tokens", "batch_size", "prompt_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
+        if (self.prompt is None) == (self.prompts is None):
+            raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
+        _check_name("proposer", self.proposer, [*PROPOSERS, "none"])
+        _check_name("verifier", self.verifier, VERIFIERS)
+        if any(not text for text in self.stop):
+            raise InputError("stop: an empty text would end every output at once; give at least one character")
+        if self.out is not None and Path(self.out).is_dir():
+            raise InputError(f"out: {self.out} is a directory; name a .jsonl file")
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def sampling(self) -> Sampling:
+        """The distribution that outputs are drawn from."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+def _check_name(key: str, name: str | None, known: Collection[str]) -> None:
+    if name is not None and name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+        raise InputError(f"{key}: {name!r} is unknown; {fix}")

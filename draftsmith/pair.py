@@ -1,0 +1,444 @@
+"""A target and its drafts, loaded, checked and ready to decode: `ds.load_pair(...).generate(...)`."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack, overload
+
+from transformers import PreTrainedModel
+
+from decode import (
+    PROPOSERS,
+    Batch,
+    DecodeStats,
+    DraftModelProposer,
+    Generation,
+    Proposer,
+    Shape,
+    SpeculativeDecoder,
+    Stop,
+    Verifier,
+    stop_at,
+)
+from decode.engine import OnTokens
+from decode.suffix_index import SuffixIndex, read_documents
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of
+from drafts.load import load_pair as load_models
+from draftsmith.drafting import DraftingMethod, choose_method
+from draftsmith_core.errors import InputError
+from draftsmith_core.model_options import Quantize
+from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint, vocabulary_size
+from draftsmith_core.prompts import Prompt, check_messages, content_id
+from draftsmith_core.sampling import generator, row_seed
+from draftsmith_core.sampling_options import Sampling, check_seed
+from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
+
+# A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of `Pair.generate`, for type checkers."""
+
+    draft: str | Sequence[str] | None
+    proposer: str | Proposer | None
+    tree: str | Shape | None
+    verifier: str | Verifier | None
+    datastore: str | SuffixIndex | None
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    batch_size: int
+    on_tokens: OnTokens | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One continuation of one prompt.
+
+    output_ids: new tokens only, EOS included where the model ended. finish_reason: "stop" (EOS or a stop text) or
+    "length". from_draft[i]: whether token i was drafted and accepted, rather than added by the target. stats: counts
+    of this output alone; `stats.tau` is tokens per target call. prefill_s and decode_s: this output's share of its
+    batch's wall clock; waited_s: from the end of prefill to its own last token.
+    """
+
+    id: str
+    sample_index: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    finish_reason: str
+    from_draft: list[bool]
+    stats: DecodeStats
+    prefill_s: float
+    decode_s: float
+    waited_s: float
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Output":
+        """What `dataclasses.asdict` gave, after a round trip through JSON."""
+        counts: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values["stats"].items()
+        }
+        return Output(**{**values, "stats": DecodeStats(**counts)})
+
+    def row(self) -> dict[str, Any]:
+        """The row of `draftsmith decode --out`."""
+        return {
+            "id": self.id,
+            "sample_index": self.sample_index,
+            "prompt_ids": self.prompt_ids,
+            "output_ids": self.output_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": {
+                "target_calls": self.stats.target_calls,
+                "proposed": self.stats.proposed,
+                "accepted": self.stats.accepted,
+                "accepted_by_depth": list(self.stats.accepted_by_depth),
+                "seconds": self.prefill_s + self.decode_s,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class OutputRequest:
+    """One output to make. Its randomness follows from the seed, the prompt's id and `sample_index`."""
+
+    prompt: Prompt
+    sample_index: int = 0
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A decoder, and how it drafts: `method` is None for the target alone; `index` is what retrieval drafts from."""
+
+    decoder: SpeculativeDecoder
+    method: DraftingMethod | None
+    drafts: dict[str, Draft]
+    index: SuffixIndex | None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the outputs follow the target's own distribution."""
+        return self.method is None or self.decoder.verifier.lossless
+
+    def identity(self) -> list[Any]:
+        """What tells apart decodings that may give other outputs; reads all weights."""
+        method, target = self.method, self.decoder.target
+        return [
+            None if method is None else [method.proposer, dataclasses.asdict(method.shape), method.verifier.name],
+            fingerprint(target),
+            dtype_name(target),
+            [draft_fingerprint(draft) for draft in self.drafts.values()],
+            None if self.index is None else self.index.digest,
+        ]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How outputs are drawn and where they end."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    eos: tuple[int, ...]
+    stop: Stop | None
+
+
+def load_pair(
+    target: str,
+    draft: str | Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: Quantize = "none",
+    quantize_draft: Quantize | None = None,
+    trust_remote_code: bool = False,
+    tokenizer: Tokenizer | None = None,
+    fast: bool = True,
+) -> "Pair":
+    """Load a target and any number of drafts, and check that they belong together.
+
+    target, draft: local directories or hub names; a draft is a language model or a head. Several language models
+    draft together; `{name: source}` gives them names. device: auto, cpu, cuda or cuda:N. dtype: auto (float32 on a
+    CPU, else the checkpoint's own), float32, bfloat16 or float16. quantize: "nf4" for four-bit weights. tokenizer: the
+    target's, where it is loaded already. fast: packed
+    weights and the lean Llama forward on a CPU, which change outputs by rounding only.
+    Raises InputError, one line, for what cannot be loaded or does not fit the target.
+    """
+    sources = {} if draft is None else ([draft] if isinstance(draft, str) else draft)
+    return Pair(
+        load_models(
+            target,
+            sources,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            quantize_draft=quantize_draft,
+            trust_remote_code=trust_remote_code,
+            tokenizer=tokenizer,
+        ),
+        fast=fast,
+    )
+
+
+class Pair:
+    """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
+
+    def __init__(self, loaded: LoadedPair, *, fast: bool = True) -> None:
+        self.target: PreTrainedModel = loaded.target
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.drafts: dict[str, Draft] = loaded.drafts
+        self.models: list[PreTrainedModel] = loaded.models
+        self._fast = fast
+        # The decoder of the last call: it may hold packed copies of the weights, so only one is kept.
+        self._last: tuple[object, Decoding] | None = None
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
+        self, prompts: OnePrompt, **options: Unpack[GenerateOptions]
+    ) -> Output: ...
+    @overload
+    def generate(self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]) -> list[Output]: ...
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        draft: str | Sequence[str] | None = None,
+        proposer: str | Proposer | None = None,
+        tree: str | Shape | None = None,
+        verifier: str | Verifier | None = None,
+        datastore: str | SuffixIndex | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch_size: int = 8,
+        on_tokens: OnTokens | None = None,
+    ) -> Output | list[Output]:
+        """Continue one prompt, or each of a list: an `Output`, or a list of them in the same order.
+
+        prompts: texts, token ids or chats. One prompt draws what `draftsmith decode --prompt` draws with this seed,
+        a list what the command draws for a file of these prompts; an output does not depend on its batch mates.
+        draft: which of the pair's drafts, by name; all unless given. proposer, tree, verifier: names as the command
+        takes them (`draftsmith decode --help` lists them), or objects of your own; what is left out is chosen to
+        suit. datastore: a file to retrieve from. temperature 0 is greedy; top_k 0 keeps every token.
+        stop: texts that end an output behind the token that completes one. batch_size: prompts decoded together.
+        on_tokens(row of its batch, ids, from_draft): called after each step with the tokens just added.
+        Raises InputError, one line, for what is not possible.
+        """
+        decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
+        if batch_size < 1:
+            raise InputError(f"batch_size: {batch_size} must be at least 1")
+        check_seed(seed)
+        try:
+            settings = self.settings(
+                Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                stop=[stop] if isinstance(stop, str) else stop,
+                ignore_eos=ignore_eos,
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        one = _is_one(prompts)
+        if one:
+            named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
+        else:
+            repeats: Counter[str] = Counter()
+            encoded = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+            named = [Prompt(content_id(ids, repeats), "default", tuple(ids)) for ids in encoded]
+        room = self.room(max_new_tokens)
+        for number, prompt in enumerate(named):
+            where = "prompt" if one else f"prompts[{number}]"
+            if not prompt.ids:
+                raise InputError(f"{where}: is empty and the tokenizer adds no BOS; write some text")
+            if room is not None and len(prompt.ids) > room:
+                raise InputError(f"{where}: has {len(prompt.ids)} tokens, more than the {room} that fit")
+        outputs: list[Output] = []
+        for start in range(0, len(named), batch_size):
+            requests = [OutputRequest(prompt) for prompt in named[start : start + batch_size]]
+            outputs += self.decode_batch(decoding.decoder, requests, settings, on_tokens)
+        return outputs[0] if one else outputs
+
+    def encode(self, prompt: OnePrompt) -> list[int]:
+        """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
+        if isinstance(prompt, str):
+            return encode_text(self.tokenizer, prompt)
+        items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # an array or tensor of ids
+        if items and isinstance(items[0], Mapping):
+            return encode_messages(self.tokenizer, check_messages(items, "prompt"), "prompt")
+        if any(not isinstance(item, int) or not 0 <= item < vocabulary_size(self.target) for item in items):
+            raise InputError(
+                f"prompt: expected a text, a chat or token ids from 0 to {vocabulary_size(self.target) - 1}"
+            )
+        return items
+
+    def room(self, max_new_tokens: int) -> int | None:
+        """The longest prompt, in tokens, that leaves room for `max_new_tokens` in every model; None without a limit."""
+        limits = [limit for model in self.models if (limit := context_length(model)) is not None]
+        if not limits:
+            return None
+        if min(limits) <= max_new_tokens:
+            raise InputError(f"max_new_tokens: {max_new_tokens} leaves no room in a context of {min(limits)}")
+        return min(limits) - max_new_tokens
+
+    def settings(
+        self, sampling: Sampling, *, max_new_tokens: int, seed: int, stop: Sequence[str], ignore_eos: bool
+    ) -> Settings:
+        """Settings with the target's own EOS ids, unless they are to be ignored."""
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: {max_new_tokens} must be at least 1")
+        eos = () if ignore_eos else eos_ids(self.target)
+        return Settings(sampling, max_new_tokens, seed, eos, stop_at(self.tokenizer, stop) if stop else None)
+
+    def decoding(
+        self,
+        *,
+        draft: str | Sequence[str] | None = None,
+        proposer: str | Proposer | None = None,
+        tree: str | Shape | None = None,
+        verifier: str | Verifier | None = None,
+        datastore: str | SuffixIndex | None = None,
+    ) -> Decoding:
+        """A decoder for this way of drafting, chosen as `generate` says; that of the last call where it is the same."""
+        key = (draft if isinstance(draft, str | None) else tuple(draft), proposer, tree, verifier, datastore)
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = (key, self._decoding(self._chosen(draft), proposer, tree, verifier, datastore))
+        return self._last[1]
+
+    def _chosen(self, draft: str | Sequence[str] | None) -> dict[str, Draft]:
+        if draft is None:
+            return self.drafts
+        names = [draft] if isinstance(draft, str) else list(draft)
+        for name in names:
+            if name not in self.drafts:
+                raise InputError(
+                    f"draft: {name!r} is not a draft of this pair; it has {', '.join(self.drafts) or 'none'}"
+                )
+        return {name: self.drafts[name] for name in names}
+
+    def _decoding(
+        self,
+        drafts: dict[str, Draft],
+        proposer: str | Proposer | None,
+        tree: str | Shape | None,
+        verifier: str | Verifier | None,
+        datastore: str | SuffixIndex | None,
+    ) -> Decoding:
+        try:
+            if proposer is None or isinstance(proposer, str):
+                kinds = {name: kind_of(each) for name, each in drafts.items()}
+                heads = min((count for each in drafts.values() if (count := _heads(each))), default=None)
+                method = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
+                if method is None:
+                    return Decoding(SpeculativeDecoder(self.target, fast=self._fast), None, {}, None)
+                index = self._index(datastore)
+                made = _make_proposer(method.proposer, list(drafts.values()), index, self._fast)
+                decoder = SpeculativeDecoder(self.target, made, method.shape, method.verifier, fast=self._fast)
+            else:
+                index = None
+                decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, fast=self._fast)
+                spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
+                method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        return Decoding(decoder, method, drafts, index)
+
+    def _index(self, datastore: str | SuffixIndex | None) -> SuffixIndex | None:
+        if isinstance(datastore, str):
+            return SuffixIndex.build(read_documents(datastore, self.tokenizer))
+        return datastore
+
+    def decode_batch(
+        self,
+        decoder: SpeculativeDecoder,
+        requests: Sequence[OutputRequest],
+        settings: Settings,
+        on_tokens: OnTokens | None = None,
+    ) -> Iterator[Output]:
+        """Outputs of requests that are decoded together, in their order."""
+        ends = [0.0] * len(requests)
+
+        def note(row: int, ids: list[int], from_draft: list[bool]) -> None:
+            ends[row] = time.perf_counter()
+            if on_tokens is not None:
+                on_tokens(row, ids, from_draft)
+
+        seeds = [row_seed(settings.seed, f"{each.prompt.id}/{each.sample_index}") for each in requests]
+        began = time.perf_counter()
+        batch = decoder.generate(
+            [each.prompt.ids for each in requests],
+            settings.sampling,
+            settings.max_new_tokens,
+            [generator(seed) for seed in seeds],
+            settings.eos,
+            note,
+            settings.stop,
+        )
+        for request, generation, end in zip(requests, batch.generations, ends, strict=True):
+            yield _output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
+
+
+def _output(
+    request: OutputRequest, generation: Generation, batch: Batch, waited_s: float, tokenizer: Tokenizer
+) -> Output:
+    rows = len(batch.generations)
+    return Output(
+        request.prompt.id,
+        request.sample_index,
+        list(request.prompt.ids),
+        generation.output_ids,
+        decode_text(tokenizer, generation.output_ids),
+        generation.finish_reason,
+        generation.from_draft,
+        generation.stats,
+        batch.prefill_s / rows,
+        batch.decode_s / rows,
+        waited_s,
+    )
+
+
+def _is_one(prompts: object) -> bool:
+    if isinstance(prompts, str):
+        return True
+    shape = getattr(prompts, "shape", None)
+    if shape is not None:
+        return len(shape) == 1
+    if not isinstance(prompts, Sequence):
+        raise InputError(
+            f"prompts: expected a text, a chat, token ids or a list of those, found {type(prompts).__name__}"
+        )
+    first = prompts[0] if prompts else None
+    return isinstance(first, int | Mapping)
+
+
+def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fast: bool) -> Proposer:
+    kind = PROPOSERS[name]
+    match kind.needs:
+        case "models":
+            return DraftModelProposer([draft for draft in drafts if isinstance(draft, PreTrainedModel)], fast=fast)
+        case "head":
+            return kind.make(drafts[0])
+        case "index":
+            return kind.make(index)
+        case "nothing":
+            return kind.make(None)
+
+
+def _heads(draft: Draft) -> int | None:
+    """How many tokens ahead a set of heads drafts; None for drafts that go on as long as they are asked to."""
+    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None

@@ -1,0 +1,213 @@
+"""The Python door: the same cases as the command line, typed names that resolve lazily, parts of one's own."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, assert_type
+
+import pytest
+
+import draftsmith as ds
+from decode import PROPOSERS, VERIFIERS, DraftModelProposer, Tree
+from draftsmith.pair import Pair
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.tokenization import load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def pair(target_dir: str, draft_dir: str) -> Pair:
+    return ds.load_pair(target_dir, draft=draft_dir, device="cpu")
+
+
+def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
+    """The outputs of `draftsmith decode` with these words."""
+    code, out, err = door("decode", *words, "--json")
+    assert code == 0, err
+    outputs: list[dict[str, Any]] = json.loads(out.splitlines()[-1])["outputs"]
+    return outputs
+
+
+def test_every_public_name_resolves_to_what_type_checkers_are_told() -> None:
+    assert set(ds._PUBLIC) == set(ds.__all__) - {"__version__"}
+    assert dir(ds) == sorted(ds.__all__)
+    source = Path(ds.__file__).read_text()
+    for name, (module, attribute) in ds._PUBLIC.items():
+        assert getattr(ds, name) is getattr(sys.modules[module], attribute)
+        assert f"from {module} import {attribute} as {name}" in source
+    assert (Path(ds.__file__).parent / "py.typed").is_file()
+
+
+def test_type_checkers_see_names_and_types(pair: Pair) -> None:
+    """mypy reads this test too (`make check`): a wrong type or an ignore that is not needed fails there."""
+    assert_type(pair, ds.Pair)
+    assert_type(pair.generate("a", max_new_tokens=2), ds.Output)
+    assert_type(pair.generate(["a", "b"], max_new_tokens=2, tree="kary:3,2"), list[ds.Output])
+    assert_type(ds.TrainConfig(out="o", data=["d"], draft="d").optim.lr, float)
+    with pytest.raises(AttributeError):
+        ds.load_pear  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError):
+        pair.generate("a", temprature=1.0)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", [None, "kary:2,2", "eagle2:depth=3,beam=2,nodes=6"])
+def test_both_doors_give_the_same_output(
+    door: Door, pair: Pair, target_dir: str, draft_dir: str, tree: str | None, temperature: float
+) -> None:
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "The quick", "--max_new_tokens", 12]
+    words += ["--temperature", temperature, "--seed", 7, *(["--tree", tree] if tree else [])]
+    (row,) = decoded(door, *words)
+    out = pair.generate("The quick", tree=tree, temperature=temperature, max_new_tokens=12, seed=7)
+    mine = out.row()
+    for found in (row, mine):
+        del found["stats"]["seconds"]
+    assert mine == row
+    assert (out.text, out.output_ids, out.finish_reason) == (row["text"], row["output_ids"], row["finish_reason"])
+    assert out.stats.tau == out.stats.emitted / out.stats.target_calls
+    assert sum(out.from_draft) == out.stats.accepted == row["stats"]["accepted"]
+
+
+def test_a_list_draws_what_a_file_of_these_prompts_draws(
+    door: Door, pair: Pair, target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    texts = ["The quick", "dog", "The quick", "A draft model proposes"]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
+    rows = decoded(door, *words, "--temperature", 1)
+    for batch_size in (1, 3):
+        outputs = pair.generate(texts, temperature=1, max_new_tokens=9, batch_size=batch_size)
+        assert [out.output_ids for out in outputs] == [row["output_ids"] for row in rows]
+        assert [out.id for out in outputs] == [row["id"] for row in rows]
+    # Token ids in place of texts are the same prompts; a prompt that comes again draws anew.
+    ids = [load_tokenizer(target_dir)(text)["input_ids"] for text in texts]
+    again = pair.generate(ids, temperature=1, max_new_tokens=9)
+    assert [out.output_ids for out in again] == [row["output_ids"] for row in rows]
+    assert outputs[0].output_ids != outputs[2].output_ids
+
+
+def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Who jumps?"}]
+    file = tmp_path / "c.jsonl"
+    file.write_text(json.dumps({"messages": chat}) + "\n")
+    (prompt,) = read_prompts(str(file), pair.tokenizer).prompts
+    one, listed = pair.generate(chat, max_new_tokens=6), pair.generate([chat], max_new_tokens=6)
+    assert one.prompt_ids == listed[0].prompt_ids == list(prompt.ids)
+    assert one.output_ids == listed[0].output_ids
+
+
+def test_the_targets_own_end_is_the_default(pair: Pair, target_dir: str) -> None:
+    ends = set(eos_ids(load_model(target_dir, device="cpu")))
+    outputs = pair.generate(["The quick", "dog", "A", "é λ"] * 3, temperature=1, max_new_tokens=24)
+    assert {out.finish_reason for out in outputs} == {"stop", "length"}
+    for out in outputs:
+        assert (out.finish_reason == "stop") == (out.output_ids[-1] in ends)
+    on = pair.generate("The quick", max_new_tokens=24, ignore_eos=True)
+    assert len(on.output_ids) == 24
+    stop = on.text[4:7]
+    cut = pair.generate("The quick", max_new_tokens=24, ignore_eos=True, stop=stop)
+    assert stop in cut.text and len(cut.output_ids) < 24 and cut.finish_reason == "stop"
+
+
+def test_parts_of_ones_own_are_passed_as_objects(pair: Pair, draft_dir: str) -> None:
+    greedy = pair.generate("The quick", proposer="none", max_new_tokens=12).output_ids
+    draft = load_model(draft_dir, device="cpu")
+    mine = dataclasses.replace(VERIFIERS["exact"], name="mine", title="a rule of my own")
+    for options in (
+        {"proposer": DraftModelProposer([draft])},
+        {"proposer": DraftModelProposer([draft]), "tree": Tree((-1, 0, 0)), "verifier": mine},
+        {"tree": Tree((-1, -1, 0)), "verifier": mine},
+        {"proposer": "prompt_lookup", "verifier": "exact"},
+    ):
+        assert pair.generate("The quick", max_new_tokens=12, **options).output_ids == greedy
+
+
+def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabulary_dir: str) -> None:
+    several = ds.load_pair(target_dir, draft={"a": draft_dir, "b": other_vocabulary_dir}, device="cpu")
+    greedy = several.generate("dog", proposer="none", max_new_tokens=8)
+    assert greedy.stats.proposed == 0
+    together = several.decoding()
+    assert together.method is not None and together.method.verifier.name == "specinfer"
+    alone = several.decoding(draft="a")
+    assert alone.method is not None and alone.method.verifier.name == "speculative"
+    assert several.decoding(draft="a") is alone
+    for chosen in (None, "a", ["b"]):
+        assert several.generate("dog", draft=chosen, max_new_tokens=8).output_ids == greedy.output_ids
+    with pytest.raises(ds.InputError, match="draft: 'c' is not a draft of this pair; it has a, b"):
+        several.generate("dog", draft="c")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompts": "a", "tree": "chian:3"}, "unknown kind 'chian'"),
+    ({"prompts": "a", "verifier": "specinfr"}, "verifier: 'specinfr' is unknown"),
+    ({"prompts": "a", "proposer": "eagel"}, "proposer: 'eagel' is unknown"),
+    ({"prompts": "a", "proposer": "eagle"}, "needs a head of kind eagle"),
+    ({"prompts": "a", "proposer": "retrieval"}, "add --datastore"),
+    ({"prompts": "a", "datastore": "x.txt"}, "only --proposer retrieval"),
+    ({"prompts": "a", "temperature": -1}, "temperature: -1"),
+    ({"prompts": "a", "top_p": 0}, "top_p"),
+    ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens: 0"),
+    ({"prompts": "a", "max_new_tokens": 500}, "leaves no room in a context of 96"),
+    ({"prompts": "dog " * 200, "max_new_tokens": 5}, "more than the 91 that fit"),
+    ({"prompts": ["a", "dog " * 200], "max_new_tokens": 5}, r"prompts\[1\]: has"),
+    ({"prompts": [1, 2, 999]}, "token ids from 0 to 289"),
+    ({"prompts": [[1, -2]]}, "token ids from 0 to 289"),
+    ({"prompts": "a", "batch_size": 0}, "batch_size: 0"),
+    ({"prompts": "a", "stop": [""]}, "stop: an empty"),
+    ({"prompts": "a", "seed": -1}, "seed: -1"),
+    ({"prompts": 7}, "expected a text"),
+    ({"prompts": [{"role": "user"}]}, "content"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), WRONG, ids=[told[:24] for _, told in WRONG])
+def test_what_is_wrong_is_one_line(pair: Pair, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ds.InputError, match=told) as caught:
+        pair.generate(**options)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ds.DraftsmithError) and isinstance(caught.value, ValueError)
+
+
+def test_an_empty_list_is_an_empty_list(pair: Pair) -> None:
+    assert len(pair.generate([], max_new_tokens=8)) == 0
+
+
+def test_losses_are_functions_by_name() -> None:
+    assert {"ce", "fkl", "rkl", "jsd", "tvd"} <= set(ds.losses)
+    assert all(callable(loss) for loss in ds.losses.values())
+    assert set(PROPOSERS) >= {"draft", "eagle"}
+
+
+def test_the_stages_are_the_functions_of_the_commands(
+    door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"target": target_dir, "device": "cpu"}
+    made = ds.distill(ds.DistillConfig(**common, prompts=prompts_file, out=str(tmp_path / "py"), max_new_tokens=8))
+    words = ["--target", target_dir, "--device", "cpu", "--prompts", prompts_file, "--max_new_tokens", 8]
+    assert door("distill", *words, "--out", tmp_path / "sh")[0] == 0
+    assert made["rows"] == 8
+    parts = [next((tmp_path / side).glob("*.parquet")).read_bytes() for side in ("py", "sh")]
+    assert parts[0] == parts[1]
+    config = ds.TrainConfig(
+        **common, out=str(tmp_path / "d"), data=[str(tmp_path / "py")], draft=draft_dir, steps=2, heldout_fraction=0.3
+    )
+    assert ds.train(config, "draftsmith train ...")["steps"] == 2
+    results = ds.evaluate(
+        ds.EvalConfig(
+            **common,
+            draft=[f"base={draft_dir}", f"mine={tmp_path / 'd'}"],
+            id=[f"own={prompts_file}"],
+            out=str(tmp_path / "eval"),
+            max_new_tokens=6,
+            speed_prompts=0,
+            bootstrap=100,
+        )
+    )
+    assert isinstance(results, ds.Results)
+    alpha = results.alpha("mine", "own", temperature=1.0)["value"]
+    assert alpha == ds.Results.load(tmp_path / "eval").alpha("mine", "id", temperature=1.0)["value"]

@@ -1,0 +1,74 @@
+"""Nobody waits for torch to see a help text, a version or a mistyped option, or to import the package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pandas", "pyarrow")
+# Processor seconds, not those of the clock: other programs may keep the cores busy. The goal is 0.5; a slow machine
+# gets three times that, and importing torch alone takes longer.
+MOST_S = 1.5
+MEASURE = """
+import contextlib, io, json, sys, time
+began = time.process_time()
+words = json.loads(sys.argv[1])
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    try:
+        if words is None:
+            import draftsmith
+            code = 0
+        else:
+            from draftsmith.__main__ import main
+            code = main(words)
+    except SystemExit as leaving:
+        code = leaving.code or 0
+print(json.dumps([code, time.process_time() - began, sorted({name.partition(".")[0] for name in sys.modules}),
+                  err.getvalue()]))
+"""
+
+
+def measured(words: list[str] | None) -> tuple[int, float, set[str], str]:
+    """(exit code, processor seconds, top-level modules that were imported, standard error) of a command."""
+    done = subprocess.check_output([sys.executable, "-c", MEASURE, json.dumps(words)], cwd=ROOT, text=True)
+    code, seconds, modules, err = json.loads(done)
+    return code, seconds, set(modules), err
+
+
+def test_import_is_light() -> None:
+    code, seconds, modules, _ = measured(None)
+    assert (code, modules & {*HEAVY, "jsonargparse"}) == (0, set())
+    assert seconds < 0.3
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["trian"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
+def test_help_is_light(words: list[str]) -> None:
+    code, seconds, modules, _ = measured(words)
+    assert (code, modules & {*HEAVY}) == (2 if words == ["trian"] else 0, set())
+    assert seconds < MOST_S
+
+
+# One mistake per command, in an option's name and in a value.
+MISTAKES = {
+    "demo": ["--outt", "x"],
+    "align": ["--target", "t", "--prompts", "p", "--out", "o", "--objective", "jsdd"],
+    "distill": ["--target", "t", "--prompts", "p", "--out", "o", "--num_samples", "0"],
+    "train": ["--lrr", "3"],
+    "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
+    "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_mistakes_are_told_at_once(command: str) -> None:
+    code, seconds, modules, err = measured([command, *MISTAKES[command]])
+    assert (code, modules & {*HEAVY}) == (2, set()), err
+    assert len(err.strip().splitlines()) == 1
+    assert seconds < MOST_S
