@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.demo import corpus
-from draftsmith.demo.nano_pair import write_rows
+from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic
 from draftsmith_core.prompts import iterate_rows

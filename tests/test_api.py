@@ -174,7 +174,8 @@ def test_what_is_wrong_is_one_line(pair: Pair, options: dict[str, Any], told: st
 
 
 def test_an_empty_list_is_an_empty_list(pair: Pair) -> None:
-    assert len(pair.generate([], max_new_tokens=8)) == 0
+    prompts: list[str] = []
+    assert pair.generate(prompts, max_new_tokens=8) == []
 
 
 def test_losses_are_functions_by_name() -> None:
@@ -194,7 +195,13 @@ def test_the_stages_are_the_functions_of_the_commands(
     parts = [next((tmp_path / side).glob("*.parquet")).read_bytes() for side in ("py", "sh")]
     assert parts[0] == parts[1]
     config = ds.TrainConfig(
-        **common, out=str(tmp_path / "d"), data=[str(tmp_path / "py")], draft=draft_dir, steps=2, heldout_fraction=0.3
+        **common,
+        out=str(tmp_path / "d"),
+        data=[str(tmp_path / "py")],
+        draft=draft_dir,
+        steps=2,
+        max_length=64,
+        heldout_fraction=0.3,
     )
     assert ds.train(config, "draftsmith train ...")["steps"] == 2
     results = ds.evaluate(

@@ -14,7 +14,7 @@ from benchmarks.objectives import measure_alphas, run
 from benchmarks.objectives_data import Options, Pair, pieces, shuffled
 from benchmarks.objectives_figure import COLOURED, picture, write_pictures
 from benchmarks.objectives_tables import above, figures, tables
-from draftsmith.demo.nano_pair import write_rows
+from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir
 from eval.bootstrap import PromptSums, resamples
