@@ -20,12 +20,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
-from train.chunked import chunk_size, projected, token_losses
+from train.chunked import chunk_size, projected, token_measures
 from train.data import IGNORE, Batch, StoredRows
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
-from train.teacher import Head, LiveTeacher, Reduced, StoredTeacher, Widened, find_head
+from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, WidenedTeacher, find_projection
 from train.trainees import TRAINEES
 from train.trainees.lm import LMTrainee
 
@@ -51,7 +52,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, 
 def test_chunked_is_unchunked(name: str, chunk: int, temperature: float) -> None:
     hidden, teaching, tokens, weights = inputs()
     head, target = linear(1), linear(2, 4)
-    teacher, objective = LiveTeacher(teaching, Head(target)), parse_objective(name, temperature)
+    teacher, objective = LiveTeacher(teaching, OutputProjection(target)), parse_objective(name, temperature)
 
     leaf = hidden.clone().requires_grad_()
     draft_NV, target_NV = head(leaf), target(teaching).detach()
@@ -72,7 +73,7 @@ def test_gradients_against_differences() -> None:
     """In one random direction of all inputs together: the function gives its gradient once, so gradcheck cannot ask."""
     hidden, teaching, tokens, weights = inputs()
     head, objective = linear(1), parse_objective("lk_alpha")
-    teacher = LiveTeacher(teaching, Head(linear(2, 4)))
+    teacher = LiveTeacher(teaching, OutputProjection(linear(2, 4)))
     points = [hidden, head.weight.detach(), head.bias.detach()]
     torch.manual_seed(3)
     steps = [torch.randn_like(point) for point in points]
@@ -91,7 +92,7 @@ def test_a_frozen_projection_and_no_gradient_at_all() -> None:
     hidden, teaching, tokens, _ = inputs()
     head, objective = linear(1), parse_objective("fkl")
     head.requires_grad_(False)
-    teacher = LiveTeacher(teaching, Head(linear(2, 4)))
+    teacher = LiveTeacher(teaching, OutputProjection(linear(2, 4)))
     leaf = hidden.clone().requires_grad_()
     sums = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 4)
     sums.loss.backward()
@@ -133,7 +134,7 @@ def test_under_autocast_it_is_as_near_as_the_plain_way() -> None:
         leaf = hidden.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=way != "exact"):
             if way == "chunked":
-                teacher = LiveTeacher(teaching, Head(target))
+                teacher = LiveTeacher(teaching, OutputProjection(target))
                 loss = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 10).loss
             else:
                 loss = objective.loss(head(leaf), target(teaching).detach(), tokens).sum()
@@ -156,8 +157,8 @@ def test_the_default_chunk_follows_the_vocabulary() -> None:
     assert 64 <= chunk_size(on_cpu, None, None) <= 512
     assert 1 <= chunk_size(big, None, None) <= 64
     # A draft of few tokens does not make the target's logits fit.
-    small, wide = torch.empty(16, 1), LiveTeacher(torch.empty(4, 1), Head(torch.nn.Linear(1, 32000)))
-    for teacher in (wide, Reduced(wide, slice(16)), Widened(wide, 16)):
+    small, wide = torch.empty(16, 1), LiveTeacher(torch.empty(4, 1), OutputProjection(torch.nn.Linear(1, 32000)))
+    for teacher in (wide, ReducedTeacher(wide, slice(16)), WidenedTeacher(wide, 16)):
         assert chunk_size(small, teacher, None) == chunk_size(on_cpu, None, None)
 
 
@@ -266,9 +267,9 @@ def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
     with pytest.raises(InputError, match="draft: LlamaForCausalLM does not make its logits"):
-        find_head(model, "draft")
+        find_projection(model, "draft")
     with pytest.raises(InputError, match="target: has no output projection"):
-        find_head(model.base_model, "target")
+        find_projection(model.base_model, "target")
 
 
 def labelled() -> Batch:
@@ -315,10 +316,10 @@ def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
 
 def test_token_losses_are_those_that_are_summed() -> None:
     hidden, teaching, tokens, _ = inputs()
-    head = Head(linear(1))
-    teacher, objective = LiveTeacher(teaching, Head(linear(2, 4))), parse_objective("jsd")
+    head = OutputProjection(linear(1))
+    teacher, objective = LiveTeacher(teaching, OutputProjection(linear(2, 4))), parse_objective("jsd")
     sums = projected(hidden, head.weight_VH, head.bias_V, teacher, tokens, None, objective, 3)
-    losses, alphas = token_losses(hidden, head, teacher, tokens, objective, 4)
+    losses, alphas, _ = token_measures(hidden, head, teacher, tokens, objective, 4)
     assert losses.shape == alphas.shape == (N,)
     torch.testing.assert_close(losses.sum(), sums.loss.detach())
     torch.testing.assert_close(alphas.sum(), sums.alpha)

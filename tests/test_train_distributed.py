@@ -198,7 +198,9 @@ def test_another_number_of_rows_in_a_step_is_another_run(
     assert door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 1), "--steps", "1")[0] == 0
     code, _, err = door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 2), "--steps", "1")
     assert code == 2
-    assert "holds a run of 2 sequences a step (batch_size x accumulation x processes), and this would be 4" in err
+    assert (
+        "holds another training run: its rows_per_step is 2, now it is 4; choose another out or set batch_size" in err
+    )
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}

@@ -20,9 +20,9 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import fingerprint
 from train.data import IGNORE, Batch
 from train.features import FeatureCache, cached_layers, documents
-from train.loss_sums import Sums
+from train.loss_sums import LossSums
 from train.objective import parse_objective
-from train.packing import layout
+from train.packing import document_layout
 from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
 
@@ -131,7 +131,7 @@ def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
         for i, length in zip(group, lengths[b], strict=True):
             fill(ids_BT[b, start:], labels_BT[b, start:], *ROWS[i])
             start += length
-    return Batch(ids_BT, labels_BT, *layout(lengths, width))
+    return Batch(ids_BT, labels_BT, *document_layout(lengths, width))
 
 
 def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,8 +170,7 @@ def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
 
 def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
     states, _ = trainee.target.read(batch)
-    given = states if isinstance(trainee.draft, Eagle3Head) else states[0]
-    return list(trainee.drafts(batch, given))
+    return list(trainee.drafts(batch, states))
 
 
 def logits_of(trainee: Any, depth: int, hidden_NH: Tensor) -> Tensor:
@@ -268,7 +267,7 @@ def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind: str, objectiv
         assert sums.missing is None
 
 
-def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tensor], list[Sums]]:
+def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tensor], list[LossSums]]:
     trainee.zero_grad(set_to_none=True)
     found = [trainee(batch) for batch in batches]
     for sums in found:

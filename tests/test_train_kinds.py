@@ -142,8 +142,7 @@ def training_laws(trainee: Any, text: list[int], drafted: list[int]) -> list[Ten
         return list(logits_TV.float().softmax(-1))
     states, _ = trainee.target.read(batch)
     laws = []
-    given = states if isinstance(draft, Eagle3Head) else states[0]
-    for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, given), strict=False):
+    for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, states), strict=False):
         (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
         hidden_H = hidden_NH[place]
         if isinstance(draft, Eagle3Head):

@@ -234,7 +234,7 @@ def test_divided_weights_cannot_answer(kind: Any, draft_dir: str, distilled: str
         out="o", data=[distilled], draft=draft_dir, target="t", on_policy=OnPolicy(fraction=0.5, max_new_tokens=4)
     )
     draft = load_model(draft_dir, device="cpu")
-    with pytest.raises(InputError, match=f"and {kind} divides them; launch with .*ddp.yaml or zero2.yaml$"):
+    with pytest.raises(InputError, match=f"and {kind} shards them; launch with .*ddp.yaml or zero2.yaml$"):
         draft_setup.make_answerer(config, World(Any, kind, False), draft, draft)
 
 
@@ -242,7 +242,7 @@ REFUSED = [
     (["--on_policy.fraction", "1.5"], "on_policy.fraction: 1.5 must be at least 0 and at most 1"),
     (["--on_policy.temperature", "0"], "on_policy.temperature: 0.0 must be above 0"),
     (["--on_policy.max_new_tokens", "0"], "on_policy.max_new_tokens: 0 must be at least 1"),
-    (["--packing", "true"], "packing: rows of answers that are yet to be drawn cannot be packed; set it to false"),
+    (["--packing", "true"], "packing: answers that are generated later cannot be packed now; set it to false"),
 ]
 
 
@@ -260,4 +260,4 @@ def test_a_target_is_needed(draft_dir: str, distilled: str, tmp_path: Path, door
     run = ["train", "--draft", draft_dir, "--data", distilled, "--out", tmp_path / "o", "--on_policy.fraction", "0.5"]
     code, _, err = door(*run)
     assert code == 2
-    assert "target: on_policy needs the target, which must score what the draft says" in err
+    assert "target: on_policy needs the target, which must score what the draft generates" in err

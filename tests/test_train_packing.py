@@ -30,7 +30,7 @@ from transformers import (
 from draftsmith_core.errors import InputError
 from train.data import IGNORE, Examples, collate, load_examples, order, packed, units, with_replay
 from train.objective import parse_objective
-from train.packing import block_mask, layout, pack, packing_way
+from train.packing import block_mask, document_layout, pack, packing_method
 from train.trainees.lm import LMTrainee
 
 Row = dict[str, Any]
@@ -97,7 +97,7 @@ def test_every_document_is_in_one_row_and_rows_are_full() -> None:
 
 
 def test_layout_and_mask_by_hand() -> None:
-    positions, documents = layout([[2, 1], [4]], 5)
+    positions, documents = document_layout([[2, 1], [4]], 5)
     assert positions.tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 0]]
     assert documents.tolist() == [[0, 0, 1, -1, -1], [0, 0, 0, 0, -1]]
     mask = block_mask(documents, torch.float32)
@@ -167,15 +167,15 @@ def test_adaspec_selects_per_document_also_when_packed(tmp_path: Path) -> None:
 
 
 def test_eager_attention_keeps_documents_apart_too() -> None:
-    assert packing_way(tiny("llama", attention="eager"), "draft") == "positions"
-    assert packing_way(tiny("opt", attention="eager"), "draft") == "mask"
+    assert packing_method(tiny("llama", attention="eager"), "draft") == "positions"
+    assert packing_method(tiny("opt", attention="eager"), "draft") == "mask"
 
 
 def test_a_recurrent_model_is_refused() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"):
-        packing_way(model, "target")
+        packing_method(model, "target")
 
 
 def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path: Path) -> None:
@@ -260,5 +260,43 @@ def test_columns_count_only_where_all_sources_have_them(tmp_path: Path) -> None:
 def test_columns_of_another_length_are_named(tmp_path: Path) -> None:
     rows = stored_rows()
     rows[1]["tail_mass"] = [0.1]
-    with pytest.raises(InputError, match="set: row 2: key 'tail_mass' must have one entry a token"):
+    with pytest.raises(InputError, match="part-00000.parquet: row 2: key 'tail_mass' must have one entry per token"):
         examples_of(tmp_path, "set", rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("prompt_ids", [-1, 5], "'prompt_ids' holds -1; tokens are 0 or more"),
+        ("response_ids", [-7, 4], "'response_ids' holds -7; tokens are 0 or more"),
+        ("response_ids", [None, 4], "'response_ids' holds a null"),
+        ("prompt_ids", None, "'prompt_ids' holds a null"),
+        ("top_ids", [[3, -4], [4]], "'top_ids' holds -4; tokens are 0 or more"),
+        ("top_ids", [[3, 3], [4]], "'top_ids' holds 3; twice at one position"),
+        ("top_ids", [[3, None], [4]], "'top_ids' holds a null"),
+        ("top_ids", [[3], [4]], "'top_logprobs' must have one entry per token of top_ids"),
+        ("top_logprobs", [[math.nan, -2.0], [-0.5]], "'top_logprobs' holds nan; log-probabilities are at most 0"),
+        ("top_logprobs", [[-0.5, 1.5], [-0.5]], "'top_logprobs' holds 1.5; log-probabilities are at most 0"),
+        ("top_logprobs", [[math.inf, -2.0], [-0.5]], "'top_logprobs' holds inf"),
+        ("tail_mass", [math.nan, 0.1], "'tail_mass' holds nan; it is a probability"),
+        ("tail_mass", [-0.25, 0.1], "'tail_mass' holds -0.25; it is a probability"),
+        ("tail_mass", [0.1, 1.0], "'tail_mass' holds 1.0; with top_logprobs that is more than one"),
+        ("tail_mass", [0.1, 2.0], "'tail_mass' holds 2.0; it is a probability"),
+    ],
+)
+def test_values_that_cannot_be_are_named_by_file_row_and_column(
+    column: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    rows = stored_rows()
+    rows[1][column] = value
+    with pytest.raises(InputError) as refusal:
+        examples_of(tmp_path, "set", rows)
+    assert f"part-00000.parquet: row 2: key {message}" in str(refusal.value)
+    assert str(refusal.value).endswith("; make the set again")
+
+
+def test_rows_that_are_rare_but_right_are_read(tmp_path: Path) -> None:
+    rows = stored_rows()
+    rows[0] |= {"top_ids": [[], [3], [4, 5]], "top_logprobs": [[], [0.0], [-math.inf, -1.0]], "tail_mass": [1, 0, 0.5]}
+    examples = examples_of(tmp_path, "set", rows)
+    assert examples.stored and examples.max_top_id == 12

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
-from train.chunked import projected, token_losses, token_measures
+from train.chunked import projected, token_measures
 from train.data import IGNORE, Batch, StoredRows, _stored
 from train.losses import LOSSES
 from train.objective import parse_objective
-from train.teacher import Head, LiveTeacher, Reduced, StoredTeacher, fitted
+from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, teacher_for_draft
 from train.trainees.lm import LMTrainee
 
 TARGET = 11
@@ -72,7 +73,7 @@ def test_losses_and_gradients_are_the_plain_ones(name: str, temperature: float, 
     wanted = torch.autograd.grad(plain, [leaf, draft.weight, draft.bias])
 
     leaf = hidden.clone().requires_grad_()
-    teacher = fitted(LiveTeacher(teaching, Head(target)), TARGET, size)
+    teacher = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
     sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, weights, objective, chunk)
     torch.testing.assert_close(sums.loss, plain)
     torch.testing.assert_close(sums.alpha, alpha_N.sum())
@@ -95,21 +96,21 @@ def test_the_forward_kl_by_hand() -> None:
         shared = min(size, TARGET)
         log_q = draft(hidden).log_softmax(-1)[:, :shared]
         wanted = (seen_NV[:, :shared] * (seen_NV[:, :shared].log() - log_q)).sum()
-        teacher = fitted(LiveTeacher(teaching, Head(target)), TARGET, size)
+        teacher = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
         sums = projected(hidden, draft.weight, draft.bias, teacher, tokens, None, parse_objective("fkl"), 4)
         torch.testing.assert_close(sums.loss, wanted)
 
 
 def test_equal_sizes_keep_the_teacher_itself() -> None:
-    teacher = LiveTeacher(torch.zeros(2, 4), Head(nn.Linear(4, TARGET)))
-    assert fitted(teacher, TARGET, TARGET) is teacher
+    teacher = LiveTeacher(torch.zeros(2, 4), OutputProjection(nn.Linear(4, TARGET)))
+    assert teacher_for_draft(teacher, TARGET, TARGET) is teacher
 
 
 def test_any_tokens_in_any_order() -> None:
     """The same class serves a head that keeps some tokens of its target's."""
     hidden, draft, teaching, target, _ = problem(4)
     ids = torch.tensor([8, 0, 10, 3])
-    teacher = Reduced(LiveTeacher(teaching, Head(target)), ids)
+    teacher = ReducedTeacher(LiveTeacher(teaching, OutputProjection(target)), ids)
     p, q = target(teaching).softmax(-1)[:, ids], draft(hidden).softmax(-1)
     tokens = torch.zeros(N, dtype=torch.long)
     sums = projected(hidden, draft.weight, draft.bias, teacher, tokens, None, parse_objective("tvd"), 4)
@@ -147,9 +148,11 @@ def test_stored_rows(size: int, k: int) -> None:
         assert float(sums.alpha) <= float(torch.minimum(p_NW[:, :shared], q_NV[:, :shared]).sum()) + 1e-5
         torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
     if k == TARGET:
-        live = fitted(LiveTeacher(teaching, Head(target)), TARGET, size)
+        live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
         objective = parse_objective("fkl")
-        both = [token_losses(hidden, Head(draft), each, tokens, objective, 4)[0] for each in (teacher, live)]
+        both = [
+            token_measures(hidden, OutputProjection(draft), each, tokens, objective, 4)[0] for each in (teacher, live)
+        ]
         torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
@@ -261,7 +264,9 @@ def test_no_token_measures_nothing() -> None:
     sums.loss.backward()
     assert int(trainee.count(batch)) == int(sums.tokens) == 0
     assert float(sums.loss.detach()) == float(sums.missing) == 0
-    measures = token_measures(torch.zeros(0, 16), trainee.head, None, torch.zeros(0).long(), parse_objective("ce"))
+    measures = token_measures(
+        torch.zeros(0, 16), trainee.projection, None, torch.zeros(0).long(), parse_objective("ce")
+    )
     assert [len(each) for each in measures] == [0, 0, 0]
 
 

@@ -29,8 +29,8 @@ from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, 
 from train.loop import expected_tokens, learning_rate, make_optimizer
 from train.losses import LOSSES, cross_entropy, forward_kl
 from train.objective import parse_objective
-from train.teacher import find_head
-from train.trainees.lm import _hidden
+from train.packing import last_states
+from train.teacher import find_projection
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def write_set(directory: Path, rows: list[tuple[list[int], list[int]]]) -> str:
 
 def valid_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Logits `[N, V]` at the positions that predict a response token, the way the trainee makes them."""
-    head = find_head(model, "draft")
+    head = find_projection(model, "draft")
     rows_N = (batch.labels_BT.reshape(-1) != IGNORE).nonzero().squeeze(1)
-    return head.finish(F.linear(_hidden(model, batch, rows_N, None), head.weight_VH, head.bias_V))
+    return head.finish(F.linear(last_states(model, batch, None).flatten(0, 1)[rows_N], head.weight_VH, head.bias_V))
 
 
 def examples_of(tmp_path: Path, rows: list[tuple[list[int], list[int]]], max_length: int = 32) -> Examples:

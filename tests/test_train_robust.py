@@ -2,7 +2,10 @@
 
 import json
 import random
+import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from train.memory_errors import is_out_of_memory
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -209,16 +213,66 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(
 
 
 @pytest.mark.slow
+def test_out_of_memory_is_one_line_and_the_last_good_checkpoint_stays(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    host = "RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t allocate memory: you tried to allocate 9 bytes')"
+    for place, count, error, when in (
+        ("train.parallel, 'backward'", 5, host, "in the backward of step 5"),
+        ("train.parallel, 'forward'", 2, "torch.OutOfMemoryError('CUDA out of memory.')", "in the forward of step"),
+        ("train.parallel, 'step'", 2, "MemoryError()", "in the optimizer's update of step"),
+        ("train.checkpoint, 'gather_optimizer'", 2, host, "while step 9 was saved"),
+        ("train.loop, 'evaluate'", 2, "MemoryError()", "in the held-out evaluation after step 12"),
+    ):
+        before = {name: data for name, data in result(tmp_path).items() if "checkpoints" in name}
+        trap = f"import torch\nbefore({place}, {count}, fail({error}))"
+        code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
+        assert (code, out) == (1, ""), err
+        told = rf"out of memory on cpu {when}( \d+)?, with batch_size 4 and max_length 48 \(GiB: draft 0.00.*; lower "
+        assert re.search(told, last_line(err)), err
+        assert before.items() <= result(tmp_path).items()
+        assert not list((tmp_path / "draft/run").rglob(".*tmp*"))
+    ends_like(whole, words, tmp_path, spawn)
+
+
+def test_a_runtime_error_of_another_kind_is_not_called_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_directory_is_refused(
+    whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
+) -> None:
+    pause = "import time\nbefore(train.loop, 'evaluate', 2, lambda: (open('there', 'w').close(), time.sleep(600)))"
+    first = spawn(*words, cwd=tmp_path, patch=BEFORE + pause)
+    while not (tmp_path / "there").exists():
+        assert not first.ended
+        time.sleep(0.05)
+    pid = int((first.directory / "pid").read_text())
+    before = result(tmp_path / "draft")
+    code, out, err = spawn(*words, cwd=tmp_path).wait()
+    assert (code, out) == (2, "")
+    assert f"out draft: process {pid} on " in last_line(err)
+    assert result(tmp_path / "draft") == before
+    first.send(signal.SIGKILL)
+    assert first.wait()[0] == -9
+    ends_like(whole, words, tmp_path, spawn)
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_leaves_the_last_good_checkpoint(
     whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
 ) -> None:
     trap = """
 real, calls = train.parallel.forward, []
-def poisoned(engine, batch):
+def poisoned(wrapped, batch):
     calls.append(1)
     if len(calls) == 16:
-        next(engine.trainee.parameters()).data.fill_(float("nan"))
-    return real(engine, batch)
+        next(wrapped.trainee.parameters()).data.fill_(float("nan"))
+    return real(wrapped, batch)
 train.parallel.forward = poisoned
 """
     code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()

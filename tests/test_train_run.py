@@ -16,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
+from train.config import TrainConfig
 from train.data import collate, load_examples, order
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
+from train.training_run import train
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -211,6 +214,50 @@ def difference_of_means(distilled: str, draft_dir: str) -> float:
         per_forward = torch.stack([g / n for g, n in zip(gradients, tokens, strict=True)]).mean(0)
         worst = max(worst, float((per_token - per_forward).abs().max()))
     return worst
+
+
+def my_forward_kl(draft_NV: torch.Tensor, target_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+    p_NV = target_NV.softmax(-1)
+    return (p_NV * (target_NV.log_softmax(-1) - draft_NV.log_softmax(-1))).sum(-1)
+
+
+class OwnCrossEntropy:
+    needs_target = False
+
+    def __call__(self, draft_NV: torch.Tensor, target_NV: object, tokens_N: torch.Tensor) -> torch.Tensor:
+        assert target_NV is None
+        return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
+
+
+def test_a_loss_of_ones_own(tmp_path: Path, distilled: str, draft_dir: str, target_dir: str) -> None:
+    def config(out: str, **more: Any) -> TrainConfig:
+        sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}
+        return TrainConfig(out=str(tmp_path / out), data=[distilled], draft=draft_dir, **sizes, **more)
+
+    for name, loss, target in (("fkl", my_forward_kl, target_dir), ("ce", OwnCrossEntropy(), None)):
+        named = train(config(name, objective=name, target=target))
+        own = train(config(f"own-{name}", target=target), loss=loss)
+        assert own["heldout_loss"] == pytest.approx(named["heldout_loss"], rel=1e-5)
+        expected = load_file(tmp_path / name / "model.safetensors")
+        for key, value in load_file(tmp_path / f"own-{name}" / "model.safetensors").items():
+            torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+    record = json.loads((tmp_path / "own-fkl/draftsmith.json").read_text())
+    assert record["objective"] == record["config"]["objective"] == f"custom:{__name__}.my_forward_kl"
+    # The same loss continues the run; another one would be another run.
+    assert train(config("own-fkl", target=target_dir), loss=my_forward_kl)["fingerprint"] == record["fingerprint"]
+    with pytest.raises(InputError, match="its objective is .*my_forward_kl.*, now it is .*OwnCrossEntropy"):
+        train(config("own-fkl", target=target_dir), loss=OwnCrossEntropy())
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (my_forward_kl, {}, "target: objective custom:.*my_forward_kl needs the target"),
+        (my_forward_kl, {"objective": "jsd", "target": target_dir}, "objective: is jsd, and a `loss` was given"),
+        ("fkl", {"target": target_dir}, "loss: 'fkl' cannot be called"),
+        (lambda *given: given[0].sum(), {"target": target_dir}, r"loss: .* returned \[\]; it must return one value"),
+        (lambda *given: given[1].sum(-1), {"target": target_dir}, "loss: .* has no gradient"),
+    ]
+    for wrong, more, message in refused:
+        with pytest.raises(InputError, match=message):
+            train(config("refused", **more), loss=wrong)
+        shutil.rmtree(tmp_path / "refused", ignore_errors=True)
 
 
 def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(

@@ -1,7 +1,7 @@
-"""State that a killed run continues from, bit for bit, and the draft checkpoint it ends with.
+"""The state that a killed run continues from, bit for bit, and the draft checkpoint it ends with.
 
-A checkpoint is a directory `checkpoints/step_N` of safetensors files, with `files.json`, which has their hashes: a
-file that is not what was written is found before it is used, and the checkpoint before it taken instead.
+A checkpoint is a directory `checkpoints/step_N` of safetensors files, with their hashes in `files.json`: a damaged file
+is found before it is used, and the checkpoint before it is taken instead.
 """
 
 import json
@@ -21,19 +21,11 @@ from torch import Tensor, nn
 
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import (
-    atomic_dir,
-    make_dir,
-    read_json,
-    remove_leftovers,
-    sha256_file,
-    write_json_atomic,
-)
+from draftsmith_core.io import atomic_dir, read_json, sha256_file
 from draftsmith_core.processes import on_main
-from draftsmith_core.provenance import difference
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
-from train.parallel import Engine, gather_optimizer, gather_weights, load_optimizer, load_weights
+from train.parallel import WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
 from train.world import World
 
 log = logging.getLogger(__name__)
@@ -43,9 +35,9 @@ _FILES = "files.json"
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is. Data order and schedule are functions of `step` alone.
+    """How far training is. Data order and schedule follow from `step` alone.
 
-    best: the held-out figure that `best_by` names, at `best_step`, where all figures were `best_figures`.
+    best: the held-out figure that `best_by` names, at `best_step`; best_figures: all held-out figures at that step.
     """
 
     step: int = 0
@@ -57,8 +49,8 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a step's rows are divided. Another layout of as many rows gives the same run up to rounding."""
+class BatchLayout:
+    """How the rows of a step are divided. Another layout of as many rows gives the same run up to rounding."""
 
     batch_size: int
     accumulation: int
@@ -67,8 +59,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """Which checkpoints stay: the newest `keep` of those at multiples of `every`, and the very newest."""
+class Retention:
+    """Which checkpoints stay: the newest `keep` of those at multiples of `every` steps, and the very newest."""
 
     keep: int
     every: int
@@ -76,7 +68,7 @@ class Keeping:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What cannot be written is one line that names the path."""
+    """Turn a failure to write in the block into RunError, one line that names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -84,17 +76,17 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(f"{path}: cannot be written ({reason}); make room, and the same command continues") from None
 
 
-def save_best(run_dir: Path, engine: Engine, step: int) -> None:
+def save_best(run_dir: Path, wrapped: WrappedTrainee, step: int) -> None:
     """Keep the weights of this step as the best so far. Every process calls it.
 
-    What a checkpoint calls the best stays beside it: a run that continues from there may take another path.
+    Best weights that a checkpoint refers to are kept beside them: a run that continues from that checkpoint needs them.
     """
-    weights = gather_weights(engine)
+    weights = gather_weights(wrapped)
 
     def write() -> None:
         best = run_dir / "best"
         before = _best_step(best)
-        if before in _bests_of_checkpoints(run_dir) and before != step:
+        if before in _best_steps_of_checkpoints(run_dir) and before != step:
             shutil.rmtree(_aside(run_dir, before), ignore_errors=True)
             best.rename(_aside(run_dir, before))
         with writing(best), atomic_dir(best) as directory:
@@ -106,7 +98,7 @@ def save_best(run_dir: Path, engine: Engine, step: int) -> None:
 
 
 def restore_best(run_dir: Path, position: Position) -> None:
-    """Make `best` the one of a position that was restored. Every process calls it; RunError when it is nowhere."""
+    """Make `best` that of a restored position. Every process calls it; RunError when those weights are gone."""
 
     def restore() -> None:
         best, aside = run_dir / "best", _aside(run_dir, position.best_step)
@@ -135,38 +127,38 @@ def _aside(run_dir: Path, step: int) -> Path:
     return run_dir / f"best_{step:08d}"
 
 
-def _bests_of_checkpoints(run_dir: Path) -> set[int]:
+def _best_steps_of_checkpoints(run_dir: Path) -> set[int]:
     found = set()
     for path in _checkpoints(run_dir):
         try:
             found.add(int(read_json(path / "position.json", "the position of a training run")["best_step"]))
         except (InputError, KeyError):
-            continue  # a damaged checkpoint; `newest` says so
+            continue  # a damaged checkpoint, which `newest` reports
     return found
 
 
 def _drop_bests(run_dir: Path) -> None:
-    wanted = {_aside(run_dir, step) for step in _bests_of_checkpoints(run_dir)}
+    wanted = {_aside(run_dir, step) for step in _best_steps_of_checkpoints(run_dir)}
     for path in run_dir.glob("best_*"):
         if path not in wanted:
             shutil.rmtree(path)
 
 
 def load_best(run_dir: Path) -> dict[str, Tensor]:
-    """The best weights so far, by name; RunError when the file is not what was written."""
+    """The best weights so far, by name; RunError when the file is damaged."""
     reason = _damage(run_dir / "best")
     if reason is not None:
         raise RunError(f"{run_dir / 'best'}: {reason}; delete `checkpoints` beside it to train again from the start")
     return load_file(run_dir / "best" / "model.safetensors")
 
 
-def save(run_dir: Path, engine: Engine, position: Position, layout: Layout, keeping: Keeping) -> None:
-    """Write `checkpoints/step_N` whole or not at all, and drop what is not to be kept. Every process calls it.
+def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: BatchLayout, retention: Retention) -> None:
+    """Write `checkpoints/step_N` whole or not at all, then delete what need not be kept. Every process calls it.
 
-    RunError, one line, in every process when it cannot be written; what was there before then still is.
+    RunError, one line, in every process when it cannot be written; the checkpoints before it are then untouched.
     """
     states = gather_object([_random_state()])
-    weights, moments = gather_weights(engine), gather_optimizer(engine)
+    weights, moments = gather_weights(wrapped), gather_optimizer(wrapped)
 
     def write() -> None:
         path = run_dir / "checkpoints" / f"step_{position.step:08d}"
@@ -178,25 +170,26 @@ def save(run_dir: Path, engine: Engine, position: Position, layout: Layout, keep
             (directory / "position.json").write_text(json.dumps(asdict(position)))
             (directory / "layout.json").write_text(json.dumps(asdict(layout)))
             _seal(directory)
-        _drop_old(run_dir, keeping)
+        _drop_old(run_dir, retention)
         _drop_bests(run_dir)
 
     on_main(write)
 
 
-def _drop_old(run_dir: Path, keeping: Keeping) -> None:
+def _drop_old(run_dir: Path, retention: Retention) -> None:
     *older, newest = _checkpoints(run_dir)
-    # One that was made because the run was told to stop would not be there had it not been.
-    regular = [path for path in [*older, newest] if _step(path) % keeping.every == 0]
+    # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves the same files as
+    # one that was never stopped.
+    regular = [path for path in [*older, newest] if _step(path) % retention.every == 0]
     for old in older:
-        if old not in regular[-keeping.keep :]:
+        if old not in regular[-retention.keep :]:
             shutil.rmtree(old)
 
 
 def newest(run_dir: Path, world: World) -> Path | None:
-    """The newest checkpoint that is whole, or None when there is none at all. Every process calls it.
+    """The newest undamaged checkpoint, or None when there is none at all. Every process calls it.
 
-    A damaged one is passed over with a warning; RunError when all are damaged.
+    A damaged one is skipped with a warning; RunError when all are damaged.
     """
     found: list[str | None] = [None]
 
@@ -218,26 +211,26 @@ def newest(run_dir: Path, world: World) -> Path | None:
 
 
 def restore_weights(path: Path, draft: nn.Module) -> None:
-    """Put a checkpoint's weights into a draft that is not wrapped yet."""
+    """Load a checkpoint's weights into a draft that is not wrapped yet."""
     load_weights(draft, load_file(path / "model.safetensors"))
 
 
-def restore_rest(path: Path, engine: Engine, layout: Layout, seed: int) -> Position:
-    """Optimizer and random states of a checkpoint; its position."""
-    load_optimizer(engine, load_file(path / "optimizer.safetensors"))
+def restore_rest(path: Path, wrapped: WrappedTrainee, layout: BatchLayout, seed: int) -> Position:
+    """Restore the optimizer and the random states of a checkpoint; returns its position."""
+    load_optimizer(wrapped, load_file(path / "optimizer.safetensors"))
     position = Position(**read_json(path / "position.json", "the position of a training run"))
-    before = Layout(**read_json(path / "layout.json", "the layout of a training run"))
-    rank = engine.world.accelerator.process_index
+    before = BatchLayout(**read_json(path / "layout.json", "the layout of a training run"))
+    rank = wrapped.world.accelerator.process_index
     if before == layout:
         _restore_random_state(load_file(path / f"random_{rank}.safetensors"))
         return position
-    if engine.world.accelerator.is_main_process:
-        log.warning("continuing a run of %s as %s: the same up to rounding", _words(before), _words(layout))
+    if wrapped.world.accelerator.is_main_process:
+        log.warning("continuing a run of %s as %s: the same up to rounding", _described(before), _described(layout))
     torch.manual_seed(row_seed(seed, f"process {rank} from step {position.step}"))
     return position
 
 
-def _words(layout: Layout) -> str:
+def _described(layout: BatchLayout) -> str:
     return f"{layout.batch_size} x {layout.accumulation} x {layout.processes} processes ({layout.sharing})"
 
 
@@ -255,7 +248,7 @@ def _seal(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """Why a directory is not what was written, or None when it is."""
+    """What is damaged in a directory, or None when its files are what was written."""
     try:
         hashes = read_json(directory / _FILES, "the list of a checkpoint's files")
         for name, there in hashes.items():
@@ -281,41 +274,16 @@ def _restore_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def claim(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Make `run_dir` this run's own, or make sure it is; InputError names what differs from the run that is there."""
-    record = run_dir / "run.json"
-    if not record.exists():
-        if (run_dir.parent / "config.json").exists():
-            raise InputError(f"{run_dir.parent}: holds a model that this run did not make; choose another `out`")
-        make_dir(run_dir, "out")
-        write_json_atomic(record, identity)
-        return
-    there = read_json(record, "the record of a training run")
-    differs = difference(there, identity)
-    if differs is not None and differs.startswith("rows_per_step "):
-        raise InputError(
-            f"{run_dir.parent}: holds a run of {there['rows_per_step']} sequences a step (batch_size x accumulation x "
-            f"processes), and this would be {identity['rows_per_step']}; set batch_size or accumulation so that they "
-            f"are as many, or choose another `out`"
-        )
-    if differs is not None:
-        raise InputError(
-            f"{run_dir.parent}: holds another run: its {differs}; choose another `out` or delete the directory"
-        )
-    remove_leftovers(run_dir)
-    remove_leftovers(run_dir / "checkpoints")
-
-
 def publish(
     out: Path,
     write: Callable[[Path], None],
     tokenizer: Tokenizer | None,
     record: dict[str, Any],
-    keeping: Keeping,
+    retention: Retention,
 ) -> None:
-    """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half is not loadable.
+    """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half of it cannot be loaded.
 
-    write: puts the draft's own files into a directory.
+    write: writes the draft's own files into a directory.
     """
     staging = out / "run" / "final"
     with writing(out), atomic_dir(staging) as directory:
@@ -326,13 +294,13 @@ def publish(
         (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
-    tidy(out / "run", keeping)
+    tidy(out / "run", retention)
 
 
-def tidy(run_dir: Path, keeping: Keeping) -> None:
-    """Remove what only a run that goes on needs, and what one that was killed at its very end has left."""
+def tidy(run_dir: Path, retention: Retention) -> None:
+    """Delete what only an unfinished run needs, also what one that was killed while it published has left."""
     shutil.rmtree(run_dir / "final", ignore_errors=True)
     for path in run_dir.glob("best_*"):
         shutil.rmtree(path)
     if _checkpoints(run_dir):
-        _drop_old(run_dir, keeping)
+        _drop_old(run_dir, retention)

@@ -1,4 +1,4 @@
-"""The options of `draftsmith train`. Every key may stand in the YAML file or on the command line."""
+"""The options of `draftsmith train`. Every key may be given in the YAML file or on the command line."""
 
 import math
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ class Optim:
     """Gradients are scaled down to this global norm; 0 leaves them alone."""
 
 
-Kind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
+DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
 
-# Which options of a head each kind has.
+# The options under `head` that each kind has.
 _HEAD_OPTIONS: dict[str, frozenset[str]] = {
     "lm": frozenset(),
     "eagle": frozenset({"noise", "features", "features_gib"}),
@@ -44,7 +44,7 @@ _HEAD_OPTIONS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """What only heads have; null is the value of the paper. An option that `kind` does not have is refused."""
+    """Options of heads; null is the paper's value. An option that `kind` does not have is refused."""
 
     num_heads: int | None = None
     """Medusa, Hydra: how many tokens ahead; 4."""
@@ -53,18 +53,18 @@ class HeadOptions:
     draft_vocab_size: int | None = None
     """EAGLE-3: how many of the target's tokens it can draft, the commonest in the data; null is all."""
     test_steps: int | None = None
-    """EAGLE-3: how many steps it is trained to go on its own features; 7."""
+    """EAGLE-3: how many steps it is trained on its own features; 7."""
     step_decay: float | None = None
-    """EAGLE-3, Medusa, Hydra: what the loss of each further step weighs, as a share of the one before; 0.8."""
+    """EAGLE-3, Medusa, Hydra: weight of the loss of each further step, as a share of the one before; 0.8."""
     noise: float | None = None
-    """EAGLE-1: features that go in are moved by up to this much while training; 0.1."""
+    """EAGLE-1: while training, input features are shifted at random by up to this much; 0.1."""
     features: str | None = None
     """A directory to keep the target's hidden states in, for other epochs and runs; null computes them every time."""
     features_gib: float | None = None
     """The most that directory may hold, GiB; 16."""
 
     def check(self, kind: str) -> None:
-        """InputError for an option that the kind does not have, or a value that means nothing."""
+        """InputError for an option that the kind does not have, or a value out of range."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         for key in given:
             if key not in _HEAD_OPTIONS[kind]:
@@ -85,10 +85,10 @@ class HeadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicy:
-    """Sequences that the draft continues itself, for the target to score (GKD, DistillSpec)."""
+    """Sequences that the draft generates itself, for the target to score (GKD, DistillSpec)."""
 
     fraction: float = 0.0
-    """Share of the sequences whose response is the draft's own, drawn anew at every step; 0 for none."""
+    """Share of the sequences whose response the draft generates, anew at every step; 0 for none."""
     max_new_tokens: int = 128
     """The longest such response."""
     temperature: float = 1.0
@@ -103,7 +103,7 @@ class TrainConfig:
     """The draft checkpoint: an ordinary Hugging Face directory when training is done; `run/` in it holds the rest."""
     data: list[str]
     """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end with an answer."""
-    kind: Kind = "lm"
+    kind: DraftKind = "lm"
     """What is trained: a language model, or a head on the target's hidden states."""
     draft: str | None = None
     """Weights to start from: a directory or hub name. A head without it starts fresh."""
@@ -118,7 +118,7 @@ class TrainConfig:
     """ce (cross-entropy: sequence-level KD on the target's answers), fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha,
     lk_hybrid:eta=3, sums such as `0.9*fkl+0.1*ce`; `@adaspec:keep=0.4` behind it selects tokens."""
     temperature: float = 1.0
-    """Divides the logits of draft and target in the objective (not in `ce`, not in what is reported)."""
+    """Divides the logits of draft and target in the objective (not in `ce`, and not for the reported alpha)."""
     reference: str | None = None
     """The draft that `@adaspec` compares with: one that was distilled already."""
     heldout: list[str] = field(default_factory=list)
@@ -128,9 +128,9 @@ class TrainConfig:
     max_length: int = 512
     """Tokens of prompt and response; what is longer is cut, text is cut into blocks of this length."""
     packing: bool = False
-    """Several prompts and responses to a row of `max_length` tokens, none seeing another; `batch_size` counts rows."""
+    """Several prompts and responses per row of `max_length` tokens, kept apart; `batch_size` counts rows."""
     replay: list[str] = field(default_factory=list)
-    """General data to mix in, same kinds as `data`, so that what the draft knew elsewhere is kept."""
+    """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other domains."""
     replay_fraction: float = 0.0
     """Share of the sequences that come from `replay`."""
     on_policy: OnPolicy = field(default_factory=OnPolicy)
@@ -144,15 +144,15 @@ class TrainConfig:
     steps: int | None = None
     """Optimizer steps; overrides `epochs`."""
     gradient_checkpointing: bool = False
-    """Compute the draft's layers again for the gradient instead of keeping what they gave: less memory, more time."""
+    """Recompute the draft's activations for the gradient instead of keeping them: less memory, more time."""
     compile: bool = False
     """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
     eval_every: int = 100
     """Steps between held-out evaluations; one is also made at the start and at the end."""
     patience: int = 0
-    """Stop after this many evaluations that were not the best; 0 never stops early."""
+    """Stop after this many evaluations in a row without a new best; 0 never stops early."""
     best_by: Literal["auto", "alpha", "loss"] = "auto"
-    """Which held-out figure says which weights are the best. auto: alpha where it is measured, else the loss."""
+    """Which held-out figure decides what weights are the best. auto: alpha where it is measured, else the loss."""
     save_every: int = 100
     """Steps between checkpoints that a killed run continues from."""
     keep: int = 2
@@ -234,9 +234,9 @@ class TrainConfig:
             raise InputError(f"on_policy.temperature: {policy.temperature} must be above 0")
         if policy.fraction > 0:
             if self.target is None:
-                raise InputError("target: on_policy needs the target, which must score what the draft says")
+                raise InputError("target: on_policy needs the target, which must score what the draft generates")
             if self.packing:
-                raise InputError("packing: rows of answers that are yet to be drawn cannot be packed; set it to false")
+                raise InputError("packing: answers that are generated later cannot be packed now; set it to false")
         if self.kind == "lm":
             return
         for key, why in (

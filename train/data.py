@@ -1,6 +1,6 @@
 """Training data: rows of prompt and response tokens, their order, and the batches made of them.
 
-Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens.
+Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens per position.
 """
 
 import glob
@@ -23,14 +23,15 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompts import check_messages, iterate_rows, whole
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
-from train.packing import layout, pack
+from train.check_rows import check_part
+from train.packing import document_layout, pack
 
-# Its bars would draw over our own progress.
+# Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
 
 IGNORE = -100
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
-# What the target thought at each response token: its likeliest tokens, and the mass of all the others.
+# The target's distribution at each response token: its likeliest tokens, and the mass of all others.
 _TEACHER = datasets.Features(
     {
         "top_ids": datasets.List(datasets.List(datasets.Value("int32"))),
@@ -44,10 +45,11 @@ _TEACHER = datasets.Features(
 class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
 
-    What is shuffled and dealt out is a *unit*: a row, or, where `groups` is given, the rows that are packed together.
+    What is shuffled and dealt to processes is a unit: a row, or, where `groups` is given, the rows packed together.
     `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
     identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
-    `stored` whether every row has the teacher's columns. Units from `replay_from` on are general data to mix in.
+    `stored` whether every row has the teacher's columns, and `max_top_id` the largest token in them (-1 without). Units
+    from `replay_from` on are general data to mix in.
     """
 
     rows: datasets.Dataset
@@ -58,6 +60,7 @@ class Examples:
     max_token: int
     targets: frozenset[str]
     stored: bool = False
+    max_top_id: int = -1
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
 
@@ -68,7 +71,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The teacher's columns at the valid tokens of a batch, in the order of its labels; rows short of K end in -inf."""
+    """The teacher's columns at the valid tokens of a batch, in the order of its labels; padded with -inf."""
 
     top_ids_NK: Tensor
     top_logprobs_NK: Tensor
@@ -79,9 +82,9 @@ class StoredRows:
 class Batch:
     """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or IGNORE.
 
-    There is no attention mask: under causal attention nothing that counts looks at padding on the right, and
-    without a mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document,
-    and `documents_BT`, its number in the row (-1 for padding). `stored` is there when the data has the columns.
+    There is no attention mask: under causal attention no valid token attends to padding on its right, and without a
+    mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document, and
+    `documents_BT`, its number in the row (-1 for padding). `stored` is set when the data has the teacher's columns.
     """
 
     ids_BT: Tensor
@@ -108,26 +111,29 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
     """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault."""
     tables, digests = [], []
     targets: set[str | None] = set()
+    max_top_id = -1
     for source in sources:
         if Path(source).is_dir():
-            table, digest, target = _distilled(Path(source), tokenizer)
+            table, digest, target, top_id = _distilled(Path(source), tokenizer)
             targets |= {target} - {None}
+            max_top_id = max(max_top_id, top_id)
         else:
             if tokenizer is None:
                 raise InputError(f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`")
             table, digest = _text(source, tokenizer, max_length)
         tables.append(table)
         digests.append(digest)
-    # Teacher columns count only where every source has them.
+    # A batch may mix rows of all sources, so teacher columns are used only where every source has them.
     if not all("top_ids" in table.column_names for table in tables):
         tables = [table.select_columns(list(_FEATURES)) for table in tables]
     rows = datasets.concatenate_datasets(tables)
-    return _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
+    examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
+    return replace(examples, max_top_id=max_top_id if examples.stored else -1)
 
 
 def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: frozenset[str]) -> Examples:
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
-    # The first token of a sequence has nothing to be predicted from.
+    # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)
     valid = np.minimum(lengths["prompt_ids"] + lengths["response_ids"], max_length) - first
     keep = np.flatnonzero(valid > 0)
@@ -157,8 +163,10 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
         yield from table[name].chunks
 
 
-def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None]:
-    """Rows, what identifies them, and the fingerprint of the target that wrote them (None when it is not told)."""
+def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None, int]:
+    """Rows, what identifies them, the fingerprint of the target that wrote them (None if not recorded), and the
+    largest token that the teacher's columns list (-1 without).
+    """
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
@@ -173,20 +181,13 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.D
             raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
         paths.append(glob.escape(str(path)))
         parts.append(path)
-    features = datasets.Features(_FEATURES | (_TEACHER if _has_teacher(parts) else {}))
+    teacher = _has_teacher(parts)
+    max_top_id = max((check_part(path, teacher) for path in parts), default=-1)
+    features = datasets.Features(_FEATURES | (_TEACHER if teacher else {}))
     table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
     assert isinstance(table, datasets.Dataset)
     table = table.cast(features)
-    if "top_ids" in features:
-        answers = _lengths(table, "response_ids")
-        for name in _TEACHER:
-            wrong = np.flatnonzero(_lengths(table, name) != answers)
-            if len(wrong):
-                raise InputError(
-                    f"{directory}: row {wrong[0] + 1}: key '{name}' must have one entry a token of response_ids; "
-                    f"make the set again"
-                )
-    return table, hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
+    return table, hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint"), max_top_id
 
 
 def _has_teacher(parts: Sequence[Path]) -> bool:
@@ -263,7 +264,7 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
 def order(count: int, start: int, stop: int, seed: int) -> npt.NDArray[np.int64]:
     """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs.
 
-    A pure function of its arguments: a run that continues needs no other position than its step.
+    A pure function of its arguments, so a resumed run needs to know its step and nothing else.
     """
     pieces = []
     for epoch in range(start // count, math.ceil(stop / count)):
@@ -305,6 +306,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         dropped=examples.dropped + replay.dropped,
         digest=hash_json([examples.digest, "replay", replay.digest]),
         max_token=max(examples.max_token, replay.max_token),
+        max_top_id=max(examples.max_top_id, replay.max_top_id),
         targets=examples.targets | replay.targets,
         stored=stored,
         groups=groups,
@@ -315,21 +317,21 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
 def units(examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0) -> npt.NDArray[np.int64]:
     """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
 
-    Place g is replay when floor((g + 1) f) > floor(g f): a function of the place alone, so that it is the same
-    however a step is divided (law 6) and wherever a run resumes. Data and replay are each shuffled anew every epoch of
-    their own. Without replay this is `order`.
+    Place g is replay when floor((g + 1) f) > floor(g f): it depends on the place alone, so it is the same however a
+    step is divided (law 6) and wherever a run resumes. Data and replay are each reshuffled in every epoch of their own.
+    Without replay this is `order`.
     """
     if examples.replay_from is None:
         return order(len(examples), start, stop, seed)
     main, general = examples.replay_from, len(examples) - examples.replay_from
-    # How much replay stands before each place, rounded so that 10 * 0.1 is one.
+    # How many replay units come before each place. The small summand makes floor(10 * 0.1) 1 in spite of rounding.
     before = np.floor(np.arange(start, stop + 1) * fraction + 1e-9).astype(np.int64)
     is_replay = np.diff(before) > 0
     found = np.empty(stop - start, dtype=np.int64)
     if (~is_replay).any():
         found[~is_replay] = order(main, start - int(before[0]), stop - int(before[-1]), seed)
     if is_replay.any():
-        # Another stream: the same permutation for both would tie which rows meet in a step.
+        # Another seed: with the same permutation for both, the same rows would meet in every epoch.
         found[is_replay] = main + order(general, int(before[0]), int(before[-1]), seed + 2**32)
     return found
 
@@ -339,8 +341,8 @@ def collate(
 ) -> Batch:
     """Units as one right-padded batch.
 
-    answers: (prompt, answer) that stand in for the unit at this index of `indices`. A batch that has one has no stored
-    rows, which are of other answers.
+    answers: (prompt, answer) to use in place of the unit at this index of `indices`. A batch with any has no stored
+    rows, because those belong to the replaced answers.
     """
     groups = [[int(i)] if examples.groups is None else list(examples.groups[int(i)]) for i in indices]
     documents = [[examples.rows[row] for row in group] for group in groups]
@@ -363,7 +365,8 @@ def collate(
         stored = _stored([row for group in documents for row in group], examples.max_length)
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
-    return Batch(ids_BT, labels_BT, *layout(lengths, width), stored=stored)
+    positions_BT, documents_BT = document_layout(lengths, width)
+    return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
 
 
 def _length(row: dict[str, Any], limit: int) -> int:
@@ -373,12 +376,12 @@ def _length(row: dict[str, Any], limit: int) -> int:
 def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
     ids, logprobs, tails = [], [], []
     for row in rows:
-        # A token that has nothing before it is not predicted, one beyond the limit is not there.
+        # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
         valid = slice(0 if row["prompt_ids"] else 1, _length(row, limit) - len(row["prompt_ids"]))
         ids += row["top_ids"][valid]
         logprobs += row["top_logprobs"][valid]
         tails += row["tail_mass"][valid]
-    # One at least: a row may tell nothing but that the mass lies elsewhere.
+    # At least one: a row may list no token, only the tail mass.
     width = max([1, *map(len, ids)])
     return StoredRows(
         torch.tensor([each + [0] * (width - len(each)) for each in ids], dtype=torch.long).reshape(len(ids), width),

@@ -18,13 +18,13 @@ from train import onpolicy, parallel
 from train.config import TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, cached_layers
-from train.objective import parse_objective
+from train.objective import Objective
 from train.onpolicy import Answerer
 from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
 from train.world import World
 
-# What only a fresh head is given; a trained one has its own.
+# Options of a fresh head only; a trained one has them in its config.
 _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
 # Options of a head that are arguments of its trainee.
 _TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
@@ -74,7 +74,7 @@ def read_shape(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:
-        # Configurations validate themselves with errors of several kinds, some of many lines.
+        # Configuration classes validate themselves with errors of several types, some of many lines.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"{path}: not a model that transformers can build ({reason})") from None
 
@@ -120,11 +120,15 @@ def _loaded_head(config: TrainConfig, target: PreTrainedModel) -> Head:
 
 
 def make_trainee(
-    config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None, reference: PreTrainedModel | None
+    config: TrainConfig,
+    objective: Objective,
+    world: World,
+    draft: Draft,
+    target: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
 ) -> nn.Module:
-    """What is trained, on this process's device, with the options that change how its draft computes."""
+    """The trainee of this kind of draft, on this process's device, set up as the options say."""
     draft.to(world.device)  # type: ignore[arg-type]
-    objective = parse_objective(config.objective, config.temperature)
     if not isinstance(draft, PreTrainedModel):
         assert target is not None
         options = {key: getattr(config.head, key) for key in _TRAINEE_OPTIONS}
@@ -142,13 +146,13 @@ def make_trainee(
 
 
 def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
-    """The draft as one that answers for itself, where training is on-policy. InputError when it cannot."""
+    """Generates with the draft where training is on-policy, else None. InputError for a draft that cannot generate."""
     if config.on_policy.fraction == 0:
         return None
     assert isinstance(draft, PreTrainedModel) and target is not None
-    if world.kind in ("zero3", "fsdp"):
+    if world.sharing in ("zero3", "fsdp"):
         raise InputError(
-            f"on_policy: the draft answers with whole weights, and {world.kind} divides them; "
+            f"on_policy: the draft generates with whole weights, and {world.sharing} shards them; "
             f"launch with configs/accelerate/ddp.yaml or zero2.yaml"
         )
     return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
@@ -173,7 +177,7 @@ def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTra
 
 
 def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:
-    """Put weights that a run has kept into a draft that `build` made."""
+    """Load weights that a run has saved into a draft that `build` made."""
     parallel.load_weights(draft, weights)
     if isinstance(draft, Eagle3Head):
         draft.check_loaded("the weights of this run")

@@ -1,13 +1,12 @@
 """The target's hidden states that heads are trained on: from its forward in the step, or from a cache on disk.
 
-What a document's states are depends on nothing but the target, the tokens, which layers and the dtype; these four are
-hashed into the key of a cached row, so a row can be found again by what it is and by nothing else. States that go
-through the cache are made one document at a time, outside autocast and rounded to the cache's dtype whether or not they
-were found, so a run trains on the same bits whatever the disk held when it began, as long as it was filled on a like
-machine: another device or number of threads rounds otherwise.
+A document's states depend only on the target, the tokens, the layers and the dtype; the key of a cached row is a hash
+of these four. With a cache, states are made one document at a time, outside autocast and rounded to the cache's dtype,
+whether or not they were found. So a run trains on the same bits whatever was cached when it began, as long as the cache
+was filled on a like machine: another device or number of threads rounds otherwise.
 
     DIR/<16 hex digits of (target, layers, dtype)>/p<process>/manifest.json
-                                                             /00000.safetensors   a tensor [L, T, H] a document
+                                                             /00000.safetensors   one tensor [L, T, H] per document
 
 Legend: B rows, T tokens, L layers, H hidden size.
 """
@@ -25,11 +24,12 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_file, hash_json, read_json, remove_leftovers, sha256_file, write_json_atomic
 from train.data import IGNORE, Batch
-from train.packing import attention, packing_way
-from train.teacher import Head, find_head
+from train.packing import PackingMethod, forward_options, packing_method
+from train.teacher import find_projection
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class FeatureCache:
 
     directory: may be shared by runs and targets. fingerprint: of the target. layers: which of its `hidden_states`.
     dtype: of what is stored and given back. process, processes: each process writes a directory of its own and reads
-    everyone's that was there when it began.
+    those of all processes that were there when it began.
 
-    When it is full it takes nothing more in: rows come back once an epoch, so dropping the oldest would drop each
-    just before it is needed. Only shards of another target, other layers or another dtype give way, oldest first. A
-    shard that cannot be read or is not what its manifest says counts as absent; a disk that is full ends the caching
+    When full, it takes nothing more in: rows come back once per epoch, so dropping the oldest would drop each just
+    before it is needed. Only shards of another target, other layers or another dtype are deleted for room, oldest
+    first. A shard that cannot be read or is not what its manifest says counts as absent; a full disk ends the caching
     with a warning and not the run. What is still in memory is written by `flush`, and when the process ends.
     """
 
@@ -93,13 +93,13 @@ class FeatureCache:
 
 
 class _Shards:
-    """The files of one identity in a cache's directory: everyone's to read, one directory to write."""
+    """The files of one identity in a cache's directory. Each process writes its own `p<process>` and reads all."""
 
     def __init__(self, root: Path, identity: dict[str, Any], max_bytes: int, process: int, processes: int) -> None:
         self.root, self.identity, self.max_bytes, self.processes = root, identity, max_bytes, processes
         self.home = root / hash_json(identity)[:16]
         self.own = self.home / f"p{process}"
-        # Eight shards at least, else much of a small cache would stay empty.
+        # At least eight shards fit, else much of a small cache would stay empty.
         self.shard_bytes = min(_SHARD_BYTES, max_bytes // (8 * processes))
         self.open_ = True
         self.listed: list[dict[str, Any]] = []
@@ -111,7 +111,7 @@ class _Shards:
         for directory in sorted(self.home.glob("p*")):
             self._load(directory)
         for file in self.own.glob("*.safetensors"):
-            # Written by a run that was killed before its manifest was, or no longer what the manifest says.
+            # Not in the manifest: the run that wrote it was killed before it wrote the manifest.
             if file not in self.digests:
                 file.unlink(missing_ok=True)
 
@@ -146,7 +146,7 @@ class _Shards:
             if file not in self.readers:
                 if sha256_file(file) != self.digests[file]:
                     raise OSError("its content has changed")
-                # Stays open: it is mapped, not read, and opening it parses the list of all that is in it.
+                # Kept open: it is memory-mapped, and opening it again would parse its whole index again.
                 self.readers[file] = safe_open(file, framework="pt")
             tensor: Tensor = self.readers[file].get_tensor(key)
         except (OSError, SafetensorError) as error:
@@ -164,7 +164,7 @@ class _Shards:
             self.listed = [shard for shard in self.listed if shard["file"] != file.name]
 
     def add(self, key: str, tensor: Tensor) -> None:
-        """Take a tensor in, and write a shard when there is enough for one."""
+        """Keep a tensor in memory, and write a shard when there is enough for one."""
         if not self.open_ or key in self.waiting or key in self.where:
             return
         self.waiting[key] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -172,7 +172,7 @@ class _Shards:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as one shard; without room for it, drop it and take nothing more in."""
+        """Write what is in memory as one shard; without room for it, drop it and take nothing more in."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
@@ -197,20 +197,20 @@ class _Shards:
         self.where |= dict.fromkeys(waiting, file)
 
     def _make_room(self, size: int) -> bool:
-        """Whether a shard of this size may be written, after shards of other identities have given way."""
-        # What the processes of this run write they share evenly; so none can take the room that another has seen. One
-        # that has more already, from a run of fewer, keeps it.
+        """Whether a shard of this size may be written; deletes shards of other identities where room is short."""
+        # Processes do not see each other's writes in time, so each assumes that all others hold as much as it will.
+        # A directory that holds more already, from a run of fewer processes, is counted as it is.
         ours = [self.home / f"p{process}" for process in range(self.processes)]
         held = [sum(map(_size, directory.glob("*.safetensors"))) for directory in ours]
         wanted = held[ours.index(self.own)] + size
         share = sum(max(each, wanted) for each in held)
         others = [file for file in self.root.glob("*/p*/*.safetensors") if file.parent not in ours]
         taken = sum(map(_size, others))
-        strangers = sorted((f for f in others if f.parent.parent != self.home), key=_age)
+        deletable = sorted((f for f in others if f.parent.parent != self.home), key=_age)
         while share + taken > self.max_bytes:
-            if not strangers or share > self.max_bytes:
+            if not deletable or share > self.max_bytes:
                 return False
-            oldest = strangers.pop(0)
+            oldest = deletable.pop(0)
             taken -= _size(oldest)
             oldest.unlink(missing_ok=True)
         return True
@@ -231,18 +231,18 @@ def _age(file: Path) -> tuple[int, str]:
 
 
 def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """What a cache has to hold for a head that reads `layers`: those, and the last, which gives the target's laws."""
+    """What a cache must hold for a head that reads `layers`: those, and the last, which gives the target's logits."""
     return tuple(layers) if -1 in layers else (*layers, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenTarget:
-    """A target that is read and never trained, in a plain object so that a trainee does not register its weights."""
+    """A model that is read and never trained, in a plain object so that a trainee does not register its weights."""
 
     model: PreTrainedModel
-    head: Head
+    projection: OutputProjection
     layers: tuple[int, ...]
-    packing: str | None
+    packing: PackingMethod | None
     cache: FeatureCache | None
 
     @torch.no_grad()
@@ -253,11 +253,7 @@ class FrozenTarget:
         """
         wanted = cached_layers(self.layers)
         if self.cache is None:
-            options: dict[str, Any] = {}
-            if batch.positions_BT is not None and batch.documents_BT is not None:
-                assert self.packing is not None, "this trainee was not built for packed batches"
-                options = attention(self.packing, batch.positions_BT, batch.documents_BT, self.model.dtype)
-            states = self._forward(batch.ids_BT, options)
+            states = self._forward(batch.ids_BT, forward_options(batch, self.packing, self.model.dtype))
         else:
             states = self._cached(batch, self.cache)
         by_layer = dict(zip(wanted, states, strict=True))
@@ -265,8 +261,8 @@ class FrozenTarget:
 
     def _forward(self, ids_BT: Tensor, options: dict[str, Any]) -> list[Tensor]:
         wanted = cached_layers(self.layers)
-        every = wanted != (-1,)
-        out = self.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=every, **options)
+        more = {"output_hidden_states": True} if wanted != (-1,) else {}
+        out = self.model.base_model(input_ids=ids_BT, use_cache=False, **more, **options)
         return [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted]
 
     def _cached(self, batch: Batch, cache: FeatureCache) -> list[Tensor]:
@@ -287,13 +283,13 @@ class FrozenTarget:
 
 
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
-    """(row, first token, behind its last token) of every document of a batch."""
+    """(row, first token, one past its last token) of every document of a batch."""
     found = []
     if batch.documents_BT is None:
         for row, labels_T in enumerate(batch.labels_BT):
             valid = (labels_T != IGNORE).nonzero()
             if len(valid):
-                # The last label is of the last token.
+                # The last label is the document's last token, which stands one place after it.
                 found.append((row, 0, int(valid[-1]) + 2))
         return found
     for row, documents_T in enumerate(batch.documents_BT.tolist()):
@@ -304,13 +300,17 @@ def documents(batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def freeze(
-    target: PreTrainedModel, layers: Sequence[int], packing: bool = False, cache: FeatureCache | None = None
+    model: PreTrainedModel,
+    layers: Sequence[int],
+    packing: bool = False,
+    cache: FeatureCache | None = None,
+    name: str = "target",
 ) -> FrozenTarget:
-    """A target to read features from; InputError, one line, for one that cannot be used so.
+    """A target (or a reference draft) to read states from; InputError, one line, for one that cannot be used so.
 
-    packing: whether batches will be packed. cache: made for this target with `cached_layers(layers)`.
+    packing: whether batches will be packed. cache: made for this model with `cached_layers(layers)`. name: for errors.
     """
-    target.eval()
+    model.eval()
     assert cache is None or cache.layers == cached_layers(layers), "this cache is of other layers"
-    way = packing_way(target, "target") if packing and cache is None else None
-    return FrozenTarget(target, find_head(target, "target"), tuple(layers), way, cache)
+    method = packing_method(model, name) if packing and cache is None else None
+    return FrozenTarget(model, find_projection(model, name), tuple(layers), method, cache)

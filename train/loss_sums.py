@@ -1,6 +1,6 @@
-"""What one forward of a trainee adds up: sums over valid tokens, divided by nobody but the loop.
+"""What one forward of a trainee returns: sums over valid tokens. Only the loop divides them, once for all processes.
 
-Legend: D depths, the first token after what is known being depth 1.
+Legend: D depths; depth 1 is the first drafted token.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums over the valid tokens of one forward.
+class LossSums:
+    """Sums over the valid tokens of one forward. All but `loss` carry no gradient.
 
-    loss: scalar, differentiable: the sum of the weighted losses. tokens: scalar int64, how many valid tokens they are.
-    alpha: scalar, the sum over tokens of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D and
-    depth_tokens_D: the same for every depth, and over how many tokens; a count of 0 means that it was not measured
-    (no target), and then the ratio is None. missing: scalar, the sum over tokens of the target's probability of what
-    the draft has no word for, or of what stored rows do not tell; None where the teacher's law is whole. All but
-    `loss` carry no gradient.
+    loss: scalar, differentiable: the sum of the weighted losses. tokens: scalar int64, how many valid tokens.
+    alpha: scalar, the sum over tokens of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D, depth_tokens_D:
+    the same sum for every depth, and over how many tokens; a count of 0 means that it was not measured (no target).
+    missing: scalar, the sum over tokens of the target's probability of tokens that the draft cannot give, or that
+    stored teacher rows do not list; None where the teacher's whole distribution is known.
     """
 
     loss: Tensor

@@ -1,9 +1,9 @@
-"""On-policy data: the draft answers as it stands at a step, and the target scores what it says.
+"""On-policy data: the draft generates answers with its current weights, and the target scores them.
 
-GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1) draws whole batches by a coin; here single sequences are
-drawn, so that every step mixes. Which sequences, and what is said in them, are functions of the seed, the place in the
-stream of training and the weights: not of what shares a batch, of how many processes there are, or of where a run was
-resumed.
+GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1) chooses whole batches at random; here single sequences are
+chosen, so that every step has both kinds. Which sequences, and what is generated, depend on the seed, the place in the
+shuffled stream of training data and the weights; not on the rest of the batch, the number of processes, or where a run
+was resumed.
 """
 
 import math
@@ -28,9 +28,9 @@ Answers = dict[int, tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Answerer:
-    """The draft in training as one that answers. Its weights are read at every call, as they are then.
+    """Generates with the draft in training, with the weights that it has at each call.
 
-    vocabulary: how many of its tokens the target knows too; it says no others, as in decoding.
+    vocabulary: how many of its tokens the target has too; no others are generated, as in decoding.
     """
 
     draft: PreTrainedModel
@@ -41,11 +41,11 @@ class Answerer:
     vocabulary: int
 
     def is_drawn(self, place: int) -> bool:
-        """Whether the sequence at this place of the stream is the draft's: a coin of its own for each."""
+        """Whether the draft generates the sequence at this place of the stream: an independent draw per place."""
         return bool(np.random.default_rng([self.seed, 2**32 + 1, place]).random() < self.policy.fraction)
 
     def answer(self, prompts: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
-        """The draft's continuations, EOS included where it ended, never beyond `max_length` with their prompts."""
+        """The draft's continuations, with EOS where it ended; none is longer than `max_length` with its prompt."""
         by_room: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):
             by_room.setdefault(min(self.policy.max_new_tokens, self.max_length - len(prompt)), []).append(index)
@@ -73,7 +73,7 @@ class Answerer:
         out.logits[..., self.vocabulary :] = -math.inf
 
     def draw(self, examples: Examples, rows: Sequence[int], places: Sequence[int]) -> Answers:
-        """Prompt and answer by index in `rows`, for those of them that are drawn.
+        """Prompt and answer by index in `rows`, for those that the draft generates.
 
         The prompt is the row's own; of text, which has none, its first quarter.
         """
@@ -97,9 +97,9 @@ def _prompt(examples: Examples, row: int) -> list[int]:
 def make_answerer(
     draft: PreTrainedModel, policy: OnPolicy, max_length: int, seed: int, target_vocabulary: int
 ) -> Answerer:
-    """Made once a run; `max_length` is within the context. InputError, one line, for a draft that cannot answer."""
+    """Made once per run; `max_length` is within the context. InputError, one line, for a draft that cannot generate."""
     try:
-        # Its weights change at every step: nothing may be packed.
+        # Not fast: packed copies of the weights would go stale, because the weights change at every step.
         decoder = SpeculativeDecoder(draft, fast=False)
     except ValueError as error:
         raise InputError(f"on_policy: {error}") from None

@@ -1,10 +1,10 @@
-"""Several documents in one row: which ones, and how a model is told that they are strangers to each other.
+"""Several documents in one row: which ones, and how a model is kept from attending across them.
 
 Legend: B rows, T tokens, R documents.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +14,20 @@ from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
 
+if TYPE_CHECKING:
+    from train.data import Batch
+
 # How many documents are looked at together; more fills rows better and mixes lengths less.
 _WINDOW = 512
+
+# `positions`: position ids that restart are enough for the model. `mask`: it needs a mask as well.
+PackingMethod = Literal["positions", "mask"]
 
 
 def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[int]]:
     """Rows of at most `width` tokens: lists of document indices that together hold every document once.
 
-    A pure function of its arguments, so the rows of a step stay a function of the step alone. Documents are shuffled;
+    A pure function of its arguments, so that the rows of a step depend on the step alone. Documents are shuffled;
     within a window the longest go first, each into the fullest row that still has room (best fit decreasing).
     """
     packed: list[list[int]] = []
@@ -45,8 +51,24 @@ def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[i
     return packed
 
 
+def document_layout(lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    """Positions and document numbers `[B, T]` of rows whose documents have these lengths, one after the other.
+
+    Padding has position 0 and document -1: it attends to itself, and no document attends to it.
+    """
+    positions_BT = torch.zeros(len(lengths), width, dtype=torch.long)
+    documents_BT = torch.full((len(lengths), width), -1, dtype=torch.long)
+    for b, row in enumerate(lengths):
+        start = 0
+        for document, length in enumerate(row):
+            positions_BT[b, start : start + length] = torch.arange(length)
+            documents_BT[b, start : start + length] = document
+            start += length
+    return positions_BT, documents_BT
+
+
 def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[B, 1, T, T]`: 0 where a token may look (back, in its own document), else the least value."""
+    """Additive mask `[B, 1, T, T]`: 0 where a token may attend (back, in its own document), else the least value."""
     tokens = documents_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_BT.device).tril()
     seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT
@@ -54,19 +76,33 @@ def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return mask_BTT.masked_fill_(~seen_BTT, torch.finfo(dtype).min)[:, None]
 
 
-def attention(way: str, positions_BT: Tensor, documents_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """What to pass to a model's forward for packed rows. way: as `packing_way` found for that model."""
-    if way == "mask":
+def _options(method: PackingMethod, positions_BT: Tensor, documents_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    if method == "mask":
         return {"position_ids": positions_BT, "attention_mask": block_mask(documents_BT, dtype)}
     return {"position_ids": positions_BT}
 
 
+def forward_options(batch: "Batch", method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
+    """What to pass to a model's forward beside the ids. method: of this model, None if it was not made for packing."""
+    if batch.positions_BT is None or batch.documents_BT is None:
+        return {}
+    assert method is not None, "this trainee was not built for packed batches"
+    return _options(method, batch.positions_BT, batch.documents_BT, dtype)
+
+
+def last_states(model: PreTrainedModel, batch: "Batch", method: PackingMethod | None) -> Tensor:
+    """Last hidden states `[B, T, H]`, after the final norm."""
+    options = forward_options(batch, method, model.dtype)
+    states_BTH: Tensor = model.base_model(input_ids=batch.ids_BT, use_cache=False, **options).last_hidden_state
+    return states_BTH
+
+
 @torch.no_grad()
-def packing_way(model: PreTrainedModel, name: str) -> str:
-    """`positions` when the model keeps documents apart by itself where positions restart, `mask` when it needs a mask.
+def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
+    """How the model keeps documents apart: by positions that restart alone, or with a mask too.
 
     Found by trying: what a document sees must not change with the document before it, and its hidden states must be
-    those it has alone. Raises InputError, one line, for a model that can be kept from neither (recurrent ones).
+    those it has alone. Raises InputError, one line, for a model that cannot keep them apart (recurrent ones).
     """
     config = model.config.get_text_config(decoder=True)
     size = 5
@@ -76,23 +112,24 @@ def packing_way(model: PreTrainedModel, name: str) -> str:
     was_training = model.training
     model.eval()
     wanted = _states(model, alone_BT, {})
-    found = None
+    found: PackingMethod | None = None
     # A mask of ours would replace the model's own, and with it a sliding window.
-    ways = ("positions",) if getattr(config, "sliding_window", None) else ("positions", "mask")
-    for way in ways:
-        options = attention(way, positions_BT, documents_BT, model.dtype)
+    methods: tuple[PackingMethod, ...] = ("positions",)
+    if not getattr(config, "sliding_window", None):
+        methods = ("positions", "mask")
+    for method in methods:
+        options = _options(method, positions_BT, documents_BT, model.dtype)
         try:
             after = [
                 _states(model, torch.cat([before_BT, alone_BT], 1), options)[:, size:]
                 for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size)
             ]
         except (RuntimeError, ValueError, TypeError, IndexError):
-            # A model that is not made for such a mask fails on its shape in a way of its own.
-            continue
+            continue  # a model that takes no such mask fails on its shape, each family with another error
         scale = wanted.abs().max()
         apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
         if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
-            found = way
+            found = method
             break
     model.train(was_training)
     if found is None:
@@ -105,19 +142,3 @@ def packing_way(model: PreTrainedModel, name: str) -> str:
 def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:
     states: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **options).last_hidden_state
     return states.float()
-
-
-def layout(lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Positions and documents `[B, T]` of rows whose documents have these lengths, one after the other.
-
-    Padding has position 0 and a document of its own: it sees itself, and nothing sees it.
-    """
-    positions_BT = torch.zeros(len(lengths), width, dtype=torch.long)
-    documents_BT = torch.full((len(lengths), width), -1, dtype=torch.long)
-    for b, row in enumerate(lengths):
-        start = 0
-        for document, length in enumerate(row):
-            positions_BT[b, start : start + length] = torch.arange(length)
-            documents_BT[b, start : start + length] = document
-            start += length
-    return positions_BT, documents_BT

@@ -1,9 +1,9 @@
 """`--smoke`: any recipe at a size that runs in seconds, on made-up data, with nothing downloaded.
 
-Models become random ones of the same family with two narrow layers (a target has more, so that heads find the layers
-they read), with the rotary scaling and the padding of vocabularies that configs/models tells of them. Data becomes a
-small distilled set with teacher columns, and the run a few steps; a head starts fresh. What is left is the recipe: its
-kind, its objective, its data mode, its optimizer, the way it is launched.
+Models are replaced by random ones of the same family with two narrow layers (a target has more, so that heads find the
+layers they read), with the rotary scaling and the vocabulary padding that `configs/models` knows of them. Data is
+replaced by a small distilled set with teacher columns, the run has a few steps, and a head starts fresh. What is tried
+out is the rest of the recipe: its kind, objective, data mode, optimizer and launcher.
 """
 
 import json
@@ -27,7 +27,7 @@ from train.config import TrainConfig
 
 _SHIPPED = Path(__file__).parents[1] / "configs" / "models"
 _MARK = "smoke.json"
-# What the names of published models say of their family; the longest that fits counts.
+# Parts of published models' names and the model_type that they imply; the longest that fits counts.
 _FAMILIES = {
     "vicuna": "llama",
     "llama": "llama",
@@ -42,7 +42,7 @@ _FAMILIES = {
     "gpt2": "gpt2",
 }
 _VOCABULARY = 320
-# What a vocabulary has in small that is padded to more than the smallest of the recipe's.
+# Size of the vocabularies that are padded in the recipe, that is, larger than the smallest of them.
 _PADDED = 384
 _DRAFT_VOCABULARY = 64
 _POSITIONS = 128
@@ -51,7 +51,7 @@ _ROWS = 24
 
 
 def make_inputs(config: TrainConfig) -> None:
-    """The models and data that `smoke_config` names, anew; InputError when something else stands in their place."""
+    """Write the models and data that `smoke_config` names; InputError when something else is in their place."""
     quiet()
     out = Path(f"{config.out}-smoke")
     inputs = out / "inputs"
@@ -69,7 +69,7 @@ def make_inputs(config: TrainConfig) -> None:
 
 
 def smoke_config(config: TrainConfig) -> TrainConfig:
-    """The same recipe in small, in a directory beside `out`."""
+    """The same recipe at a small size, in a directory beside `out`."""
     out = Path(f"{config.out}-smoke")
     inputs = out / "inputs"
     data = str(inputs / "data")
@@ -107,7 +107,7 @@ def smoke_config(config: TrainConfig) -> TrainConfig:
 
 
 def _sources(config: TrainConfig) -> dict[str, str]:
-    """Where the shape of each model of the recipe is told."""
+    """The directory, file or name that the shape of each model of the recipe is read from."""
     draft = config.draft_config or config.draft if config.kind == "lm" else None
     wanted = {"draft": draft, "target": config.target, "reference": config.reference}
     return {role: source for role, source in wanted.items() if source is not None}
@@ -128,11 +128,11 @@ def _shape(source: str) -> dict[str, Any]:
 
 
 def _vocabularies(shapes: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The size of each model's vocabulary in small: padded where the real one is larger than another's."""
+    """The small vocabulary size of each model: padded where the real one is larger than another's."""
     real = {role: shape["vocab_size"] for role, shape in shapes.items() if isinstance(shape.get("vocab_size"), int)}
     smallest = min(real.values(), default=0)
     sizes = {role: _PADDED if real.get(role, smallest) > smallest else _VOCABULARY for role in shapes}
-    # A reference is a distilled draft: it has the draft's.
+    # A reference is a distilled draft, so it has the draft's vocabulary.
     return sizes | ({"reference": sizes["draft"]} if "reference" in sizes else {})
 
 
@@ -158,7 +158,7 @@ def _write_model(
     if like.get("tie_word_embeddings") is not None:
         shape["tie_word_embeddings"] = like["tie_word_embeddings"]
     rope = like.get("rope_parameters") or {}
-    # What has a factor for every dimension does not fit these heads.
+    # Lists have one factor per dimension of the real head size, which is not that of these small heads.
     if rope.get("rope_type", "default") != "default" and not any(isinstance(value, list) for value in rope.values()):
         shape["rope_parameters"] = rope
     torch.manual_seed(layers)
@@ -168,7 +168,7 @@ def _write_model(
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and the two ends."""
+    """One token per byte, and the two that begin and end a text."""
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -177,7 +177,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _write_data(directory: Path) -> None:
-    """A distilled set of made-up tokens, whose teacher gives each token half of the mass."""
+    """A distilled set of random tokens, whose teacher gives each of them half of the mass."""
     draw = random.Random(0)
     rows = []
     for _ in range(_ROWS):

@@ -1,10 +1,11 @@
-"""Where the target's laws come from: its hidden states, projected when they are needed, or rows that were stored.
+"""The target's distributions: projected from its hidden states when they are needed, or read from stored rows.
 
-A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes, or a head keeps the
-commonest tokens only. Losses compare laws on the draft's tokens, the target's made to add up to one there; acceptance
-is against its whole law, whose share outside the draft's vocabulary is always rejected.
+A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes, and an EAGLE-3 head
+keeps the commonest tokens only. Losses compare distributions over the draft's tokens, the target's renormalised there;
+acceptance is against the target's whole distribution, whose share outside the draft's vocabulary is always rejected.
 
-Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary of the draft, K stored tokens a row, T tokens.
+Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary of the draft, W vocabulary of the target,
+K stored tokens per position, T tokens.
 """
 
 import math
@@ -16,64 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import logit_scale
+from drafts.output_projection import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
 
-# The logarithm of a mass that counts for nothing and does not vanish in fp32.
-_LEAST = -80.0
+# Logarithm of a negligible mass that does not underflow to zero in fp32.
+_NEGLIGIBLE_LOG_MASS = -80.0
 
 
 class Teacher(Protocol):
     """Gives the target's logits for some rows at a time."""
 
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, V]`, no gradient, the caller's to overwrite. `draft_CV` are the draft's logits at the same rows.
+        """`[C, V]`, no gradient; the caller may overwrite it. `draft_CV` are the draft's logits at the same rows.
 
-        Of a teacher that `is_partial` they are log-probabilities, short of one by what the draft has no token for.
+        Of a teacher that `is_partial` they are log-probabilities whose exponentials add up to less than one where the
+        target gives mass to tokens that the draft does not have.
         """
         ...
 
     def select(self, rows_M: Tensor) -> "Teacher":
         """The teacher of these rows only."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The way from a model's last hidden state to its logits.
-
-    Holds the module and not its weight: sharded training swaps the parameter under the module.
-    """
-
-    module: nn.Module
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def weight_VH(self) -> Tensor:
-        """The output projection; the embedding's own tensor where the two are tied."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    @property
-    def bias_V(self) -> Tensor | None:
-        """For the few models whose output projection has one (Phi)."""
-        bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, Tensor) else None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the projection is all there is."""
-        return self.scale == 1 and self.softcap is None
-
-    def finish(self, logits_CV: Tensor) -> Tensor:
-        """What the model does to the projection: scale it (Cohere, Granite) or bound it (Gemma 2)."""
-        if self.scale != 1:
-            logits_CV = logits_CV * self.scale
-        if self.softcap is not None:
-            logits_CV = (logits_CV / self.softcap).tanh() * self.softcap
-        return logits_CV
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -84,33 +48,32 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class LiveTeacher:
-    """The target itself, as its last hidden states: `[N, H]` instead of `[N, V]` until a chunk is asked for."""
+    """The target itself, as its last hidden states: `[N, H]` is kept, and `[C, V]` made per chunk."""
 
     hidden_NH: Tensor
-    head: Head
+    projection: OutputProjection
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
         """The target's logits, exactly as its own forward gives them."""
-        weight, bias = self.head.weight_VH, self.head.bias_V
+        weight, bias = self.projection.weight_VH, self.projection.bias_V
         dtype = compute_dtype(weight)
         projected = F.linear(self.hidden_NH[rows].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        return self.head.finish(projected)
+        return self.projection.finish(projected)
 
     def select(self, rows_M: Tensor) -> "LiveTeacher":
         """The teacher of these rows only."""
-        return LiveTeacher(self.hidden_NH[rows_M], self.head)
+        return LiveTeacher(self.hidden_NH[rows_M], self.projection)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTeacher:
     """Top-k rows of a distilled set: ids, their log-probabilities (-inf where a row has fewer), the mass of the rest.
 
-    What the rest looked like is not known. It is given the draft's own shape, scaled to the stored tail mass and
-    without gradient: then every loss is that of the laws over K + 1 cells (the K tokens and "any other"), the most
-    that the row can tell, its gradient is exact for those, and nothing pulls on the draft inside the tail. A KL is
-    then at most what the whole law would give. What is reported as alpha is not taken from this guess but from
-    `overlap`, and is at most what the whole law would give.
+    How the rest (the tail) is distributed was not stored. It gets the draft's own shape, scaled to the stored tail mass
+    and without gradient. Then every loss is that of the distributions over K + 1 outcomes (the K tokens and "any
+    other"), which is all that the row tells: the gradient is exact for those, nothing pulls on the draft inside the
+    tail, and a KL is a lower bound of the true one. Alpha is measured by `overlap` and is a lower bound too.
     """
 
     top_ids_NK: Tensor
@@ -123,27 +86,27 @@ class StoredTeacher:
         draft_CV, ids_CK = draft_CV.float(), self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
         logprobs_CK = self.top_logprobs_NK[rows].float().masked_fill(unknown_CK, -math.inf)
-        # amax, because padding repeats id 0 with -inf.
+        # amax and not an assignment, because padding repeats id 0 with -inf.
         top_CV = torch.full_like(draft_CV, -math.inf)
         top_CV = top_CV.scatter_reduce(1, ids_CK.masked_fill(unknown_CK, 0), logprobs_CK, "amax")
         rest_CV = draft_CV.masked_fill(top_CV > -math.inf, -math.inf)
         norm_C1 = rest_CV.logsumexp(-1, keepdim=True)
         tail_C1 = self.tail_N[rows, None].float().clamp_min(0).log()
-        # All that a row names may be unknown to the draft, and nothing be left: a law must add up to more than zero.
+        # Without a stored token that the draft has, the tail must keep some mass: a log_softmax of -inf alone is NaN.
         nothing_C1 = logprobs_CK.amax(-1, keepdim=True) == -math.inf
-        tail_C1 = torch.where(nothing_C1, tail_C1.clamp_min(_LEAST), tail_C1)
-        # A row may name every token, or the draft be able to give none of the rest: then there is no tail to place.
+        tail_C1 = torch.where(nothing_C1, tail_C1.clamp_min(_NEGLIGIBLE_LOG_MASS), tail_C1)
+        # A row may list every token, or the draft give zero mass to all others: then there is no tail to place.
         tail_CV = torch.where(rest_CV > -math.inf, rest_CV - norm_C1 + tail_C1, -math.inf)
         return torch.maximum(top_CV, tail_CV)
 
     @torch.no_grad()
     def overlap(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """The least that alpha can be, `[C]`: sum of min(p, q) over the stored tokens, nothing for the tail."""
+        """A lower bound of alpha, `[C]`: sum of min(p, q) over the stored tokens, nothing for the tail."""
         wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
         ids_CK = self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
         p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
-        # Padding has p = 0 and repeats id 0, which counts once.
+        # Padding repeats id 0 with p = 0, so that it adds nothing.
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
     def select(self, rows_M: Tensor) -> "StoredTeacher":
@@ -152,29 +115,29 @@ class StoredTeacher:
 
 
 @dataclass(frozen=True, eq=False)
-class Reduced:
-    """A teacher of whole laws for a draft that has some of its tokens only: these ids, in the draft's order."""
+class ReducedTeacher:
+    """A teacher for a draft that has only some of the target's tokens: these ids, in the draft's order."""
 
     whole: Teacher
     ids: Tensor | slice
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """Log-probabilities `[C, V]` of the whole law, at the draft's tokens."""
+        """Log-probabilities `[C, V]` of the whole distribution, at the draft's tokens."""
         whole_CW = self.whole.logits(rows, draft_CV)
         whole_CW = whole_CW if whole_CW.dtype == torch.float64 else whole_CW.float()
         return whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
 
-    def select(self, rows_M: Tensor) -> "Reduced":
+    def select(self, rows_M: Tensor) -> "ReducedTeacher":
         """The teacher of these rows only."""
-        return Reduced(self.whole.select(rows_M), self.ids)
+        return ReducedTeacher(self.whole.select(rows_M), self.ids)
 
 
 @dataclass(frozen=True, eq=False)
-class Widened:
-    """A teacher for a draft that has further tokens behind the target's `size`, which its laws never give.
+class WidenedTeacher:
+    """A teacher for a draft that has further tokens after the target's `size`, which the target never gives.
 
-    Decoding cuts those off the draft's law, so acceptance is measured without them.
+    Decoding cuts those off the draft's distribution, so acceptance is measured without them.
     """
 
     narrow: Teacher
@@ -186,58 +149,59 @@ class Widened:
         narrow_CW = self.narrow.logits(rows, draft_CV[:, : self.size])
         return F.pad(narrow_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
 
-    def select(self, rows_M: Tensor) -> "Widened":
+    def select(self, rows_M: Tensor) -> "WidenedTeacher":
         """The teacher of these rows only."""
-        return Widened(self.narrow.select(rows_M), self.size)
+        return WidenedTeacher(self.narrow.select(rows_M), self.size)
 
 
-def fitted(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:
-    """The teacher, of a vocabulary of `size` tokens, for a draft whose first tokens are the same but padded to
-    `draft_size`.
-    """
+def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:
+    """The teacher, of a vocabulary of `size` tokens, for a draft with the same tokens padded to `draft_size`."""
     if size == draft_size:
         return teacher
-    return Reduced(teacher, slice(draft_size)) if size > draft_size else Widened(teacher, size)
+    return ReducedTeacher(teacher, slice(draft_size)) if size > draft_size else WidenedTeacher(teacher, size)
 
 
 def is_partial(teacher: Teacher | None) -> bool:
-    """Whether its laws may lie partly outside the draft's vocabulary."""
-    return isinstance(teacher, Reduced | StoredTeacher)
+    """Whether its distributions may lie partly outside the draft's vocabulary."""
+    return isinstance(teacher, ReducedTeacher | StoredTeacher)
 
 
-def vocabulary(teacher: Teacher | None) -> int:
-    """How many logits a token the teacher makes on its way; 0 for one that makes none but the draft's."""
+def logits_per_token(teacher: Teacher | None) -> int:
+    """How many logits per token the teacher makes beyond the draft's vocabulary; 0 for a stored one."""
     match teacher:
         case LiveTeacher():
-            return len(teacher.head.weight_VH)
-        case Reduced():
-            return vocabulary(teacher.whole)
-        case Widened():
-            return vocabulary(teacher.narrow)
+            return len(teacher.projection.weight_VH)
+        case ReducedTeacher():
+            return logits_per_token(teacher.whole)
+        case WidenedTeacher():
+            return logits_per_token(teacher.narrow)
     return 0
 
 
 @torch.no_grad()
-def find_head(model: PreTrainedModel, name: str) -> Head:
-    """The head of a causal LM, checked: hidden states through it must give the logits that the model itself gives.
+def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
+    """The output projection of a causal LM, checked: hidden states through it give the logits of the model itself.
 
-    Raises InputError, one line, for a model whose logits are made in a way that is not known here.
+    Raises InputError, one line, for a model that makes its logits in another way, or gives numbers that are not finite.
     """
     module = model.get_output_embeddings()
     if not isinstance(module, nn.Module) or model.base_model is model:
         raise InputError(f"{name}: has no output projection to train through; use a causal language model")
     config = model.config.get_text_config(decoder=True)
-    head = Head(module, logit_scale(config), getattr(config, "final_logit_softcapping", None))
+    projection = output_projection(module, config)
     ids_BT = torch.arange(4, device=model.device)[None] % config.vocab_size
     was_training = model.training
     model.eval()
     hidden_TH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
     wanted_TV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
     model.train(was_training)
-    if hidden_TH.shape[-1] == head.weight_VH.shape[-1]:
-        found_TV = LiveTeacher(hidden_TH.to(head.weight_VH.dtype), head).logits(slice(None), wanted_TV).float()
+    if wanted_TV.isnan().any() or wanted_TV.amax() == math.inf:
+        raise InputError(f"{name}: {model.name_or_path} gives logits that are NaN or infinite; its weights are damaged")
+    if hidden_TH.shape[-1] == projection.weight_VH.shape[-1]:
+        dtype = projection.weight_VH.dtype
+        found_TV = LiveTeacher(hidden_TH.to(dtype), projection).logits(slice(None), wanted_TV).float()
         if (found_TV - wanted_TV).abs().max() <= 0.02 * wanted_TV.abs().max() + 1e-6:
-            return head
+            return projection
     raise InputError(
         f"{name}: {type(model).__name__} does not make its logits by its output projection alone; "
         f"it cannot be trained in chunks here, use another model"

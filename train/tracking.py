@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: Weights & Biases with the lineage of what is made from what, and tensorboard."""
+"""Trackers beside metrics.jsonl: Weights & Biases, which also records what was made from what, and tensorboard."""
 
 import json
 import logging
@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 
 
 def check_installed(config: TrainConfig) -> None:
-    """InputError when the tracker that is asked for is not there, or wandb has no way to open a run."""
+    """InputError when the tracker is not installed, or wandb has no account and is not offline."""
     wandb_runs.require_tracker(config.tracker)
-    # Several processes cannot tell each other of a missing key before they have met: there `start` finds it.
+    # Before several processes are connected they cannot share an error; there `start` finds a missing key.
     if config.tracker == "wandb" and launched() == 1:
         wandb_runs.require_account()
 
 
 def start(accelerator: Accelerator, config: TrainConfig, identity: dict[str, Any], run_dir: Path) -> None:
-    """Open the tracker, if one is asked for; a run that continues goes on in the same W&B run."""
+    """Open the tracker, if one is asked for; a resumed run continues the same W&B run."""
     if config.tracker == "wandb":
         on_main(lambda: _start_wandb(accelerator, config, identity, run_dir))
     elif config.tracker == "tensorboard":
-        # Its table of settings takes plain values only; a kill may lose what was not flushed.
+        # Its table of settings takes plain values only. Flushed often, because a kill loses what is not.
         options = {"tensorboard": {"flush_secs": 10}}
         accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options)
 
@@ -53,13 +53,13 @@ def _start_wandb(accelerator: Accelerator, config: TrainConfig, identity: dict[s
 
 
 def _catch_up(run: Any, run_dir: Path) -> None:
-    """Log the figures of steps that will not be made again and that the run has not: those wandb held when it was
-    killed, and offline, where every start is a run directory of its own, all of them.
+    """Log the figures of finished steps that the W&B run lacks: those that wandb had not sent when it was killed, and
+    all of them when it is offline, where every start makes a new run directory.
     """
     kept = max((int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")), default=-1)
     metrics = run_dir / "metrics.jsonl"
     for text in metrics.read_text().splitlines() if metrics.exists() else []:
-        # The last line may be torn; it is then of a step that is made again.
+        # A kill may have cut the last line short; it is then of a step that is done again.
         line = json.loads(text) if text.endswith("}") else {"step": kept + 1}
         step = line.pop("step")
         if run.step <= step <= kept:
@@ -67,7 +67,7 @@ def _catch_up(run: Any, run_dir: Path) -> None:
 
 
 def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any], out: Path) -> None:
-    """Tell the tracker what came of the run (W&B: the draft as an artifact, by reference), and close it."""
+    """Record the result of the run (W&B: the draft as an artifact, by reference), and close the tracker."""
     if config.tracker == "wandb" and accelerator.is_main_process:
         run = accelerator.get_tracker("wandb", unwrap=True)
         try:
@@ -75,6 +75,6 @@ def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any]
                 run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
                 wandb_runs.log_output(run, wandb_runs.draft_artifact(str(out), record["fingerprint"]), ["best"])
         except InputError as error:
-            # The draft is there; that W&B does not know of it is no reason to fail.
+            # The draft is written; that W&B could not be told of it is no reason to fail.
             log.warning("%s", error)
     accelerator.end_training()

@@ -1,9 +1,9 @@
-"""A training run from its options to its checkpoint: load, check, fit, publish."""
+"""A training run from its options to its checkpoint: prepare, fit, publish."""
 
 import json
 import logging
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import read_json
+from draftsmith_core.io import read_json, remove_leftovers
 from draftsmith_core.models import (
     check_same_vocabulary,
     check_tokenizer,
@@ -23,23 +23,24 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import StopSignal, on_main, terminable
-from draftsmith_core.provenance import provenance
-from draftsmith_core.run_directory import keeping
+from draftsmith_core.processes import on_main, terminable
+from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup, tracking
 from train.config import TrainConfig
 from train.data import Examples, divide, load_examples, packed, with_replay
-from train.loop import Job, fit
-from train.objective import parse_objective
+from train.loop import TrainingJob, fit
+from train.losses import LossFn
+from train.objective import Objective, custom_objective, loss_digest, parse_objective
 from train.smoke import make_inputs, smoke_config
 from train.world import World, make_world
 
 log = logging.getLogger(__name__)
 
-# Options that change where, how fast or how watched a run is, not what it computes (but for rounding). How the rows of
-# a step are divided is among them; how many they are is not.
+# Options that do not decide what a run computes (but for rounding): where, how fast, how watched, and how the rows of a
+# step are divided. How many rows a step has is `rows_per_step` of the identity.
 _NOT_IDENTITY = (
     "out",
     "tracker",
@@ -53,45 +54,119 @@ _NOT_IDENTITY = (
     "gradient_checkpointing",
     "compile",
 )
+# How much larger than its draft's a target's padded vocabulary may be, where the target itself is not loaded.
+_PADDING = 1024
 
 
-def train(config: TrainConfig, command: str) -> dict[str, Any]:
-    """Run `config` to its end, continuing what a killed run left. Returns the summary; raises InputError.
+@dataclass(frozen=True)
+class PreparedRun:
+    """What a run needs beside the loop. identity: what another run must share with this one to continue it."""
 
-    SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
+    config: TrainConfig
+    world: World
+    out: Path
+    tokenizer: Tokenizer | None
+    target: PreTrainedModel | None
+    training: Examples
+    heldout: Examples
+    identity: dict[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        """What only training itself needs: checkpoints, the best weights, metrics."""
+        return self.out / "run"
+
+    @property
+    def retention(self) -> checkpoint.Retention:
+        """Which checkpoints stay."""
+        return checkpoint.Retention(self.config.keep, self.config.save_every)
+
+
+def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | None = None) -> dict[str, Any]:
+    """Train to the end, continuing what a killed run left. Returns the summary, a dictionary.
+
+    command: the command line to record; without one, the one that asks for `config`. loss: a loss of one's own in place
+    of `config.objective`, as `train.objective.custom_objective` describes; it is recorded by its name.
+    Raises InputError for input that cannot be used, and RunError for what fails while running. SIGTERM ends it with
+    Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
+    command = command or command_line("train", config)
     with terminable() as stop, keeping(lambda: any(out.glob("run/checkpoints/step_*"))):
-        summary = _train(config, command, stop)
+        run, job = _prepare(config, loss)
+        with hold(run.out, "out"):
+            record = _claim(run)
+            if record is None:
+                tracking.start(run.world.accelerator, run.config, run.identity, run.run_dir)
+                position = fit(job, stop)
+                # Free the wrappers before the process group: their destructors join its threads while they hold
+                # Python's global lock and can deadlock, and a group that outlives the interpreter aborts the process.
+                del job
+                run.world.accelerator.free_memory()
+                record = _publish(run, position, command)
+    keys = ("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau", "fingerprint")
+    summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
 
 
-def _train(config: TrainConfig, command: str, stop: StopSignal) -> dict[str, Any]:
+def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, TrainingJob]:
+    """Load and check everything. The job holds the draft, which must be freed before the process group is."""
+    objective = _objective(config, loss)
     tracking.check_installed(config)
     world = make_world(config)
-    accelerator = world.accelerator
     if config.smoke:
         recipe = config
         on_main(lambda: make_inputs(recipe))
         config = smoke_config(recipe)
-    out = Path(config.out)
     tokenizer = _tokenizer(config)
     target = _frozen(config, config.target, world)
     reference = _frozen(config, config.reference, world)
-    with accelerator.main_process_first():
+    with world.accelerator.main_process_first():
         training, heldout = _examples(config, tokenizer)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
-    _check_fit(config, draft, target, reference, tokenizer)
+    _check_models(config, draft, target, reference, tokenizer)
     for examples in (training, heldout):
-        _check_data(config, examples, draft, target)
-    if target is not None and (training.targets | heldout.targets) - {fingerprint(target)}:
+        _check_data(config, objective, examples, draft, target)
+    identity = _identity(config, world, training, heldout, draft, target, reference)
+    if loss is not None:
+        identity["config"]["objective"] = objective.spec
+        identity["loss_source"] = loss_digest(loss)
+    if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
         log.warning("data: was distilled from other weights than those of target %s", config.target)
+    steps = config.steps or math.ceil(config.epochs * len(training) / identity["rows_per_step"])
+    run = PreparedRun(config, world, Path(config.out), tokenizer, target, training, heldout, identity)
+    trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference)
     answerer = draft_setup.make_answerer(config, world, draft, target)
-    rows_per_step = config.batch_size * config.accumulation * world.size
-    steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
+    frozen = {name: model for name, model in (("target", target), ("reference", reference)) if model is not None}
+    job = TrainingJob(config, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)
+    # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
+    torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
+    return run, job
+
+
+def _objective(config: TrainConfig, loss: LossFn | None) -> Objective:
+    if loss is None:
+        return parse_objective(config.objective, config.temperature)
+    if config.objective != TrainConfig.objective:
+        raise InputError(
+            f"objective: is {config.objective}, and a `loss` was given to be used in its place; leave out one"
+        )
+    return custom_objective(loss, config.temperature)
+
+
+def _identity(
+    config: TrainConfig,
+    world: World,
+    training: Examples,
+    heldout: Examples,
+    draft: Draft,
+    target: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
+) -> dict[str, Any]:
+    """Everything that decides what a run computes; as JSON, because it is compared with what was written."""
     identity = {
         "config": {key: value for key, value in asdict(config).items() if key not in _NOT_IDENTITY},
         "data": training.digest,
@@ -101,58 +176,70 @@ def _train(config: TrainConfig, command: str, stop: StopSignal) -> dict[str, Any
         "initial_fingerprint": draft_fingerprint(draft),
         "target_dtype": dtype_name(target) if target is not None else None,
         "precision": "bf16" if world.bf16 else "fp32",
-        "rows_per_step": rows_per_step,
+        "rows_per_step": config.batch_size * config.accumulation * world.size,
     }
-    # A JSON round trip, so that what is compared on resume is what was written.
-    identity = json.loads(json.dumps(identity))
-    run_dir = out / "run"
-    on_main(lambda: checkpoint.claim(run_dir, identity))
-    keeping = checkpoint.Keeping(config.keep, config.save_every)
-    if (out / "config.json").exists():
-        on_main(lambda: checkpoint.tidy(run_dir, keeping))
-        return _summary(out, read_json(out / "draftsmith.json", "the record of a draft checkpoint"))
-    tracking.start(accelerator, config, identity, run_dir)
-    trainee = draft_setup.make_trainee(config, world, draft, target, reference)
-    # From here on randomness is dropout's; processes that shared a seed would drop the same cells.
-    torch.manual_seed(row_seed(config.seed, f"process {accelerator.process_index}"))
-    position = fit(Job(config, world, trainee, training, heldout, steps, run_dir, answerer), stop)
-    # What was shared must go before its process group: a wrapper that goes later waits for the group's threads with the
-    # interpreter's lock in hand, which those may be waiting for, and a group that outlives the interpreter aborts.
-    del draft, trainee, answerer
-    accelerator.free_memory()
+    result: dict[str, Any] = json.loads(json.dumps(identity))
+    return result
+
+
+def _claim(run: PreparedRun) -> dict[str, Any] | None:
+    """Make `out` this run's own, or make sure it is. The record of the checkpoint if the run is finished already."""
+
+    def work() -> None:
+        if (run.out / "config.json").exists() and not (run.run_dir / "run.json").exists():
+            raise InputError(f"{run.out}: holds a model that this run did not make; choose another `out`")
+        claim(
+            run.out,
+            run.identity,
+            what="training run",
+            option="out",
+            records=("run/run.json",),
+            advice={"rows_per_step": "set batch_size or accumulation so that their product x processes is the same"},
+        )
+        remove_leftovers(run.run_dir)
+        remove_leftovers(run.run_dir / "checkpoints")
+
+    on_main(work)
+    if not (run.out / "config.json").exists():
+        return None
+    on_main(lambda: checkpoint.tidy(run.run_dir, run.retention))
+    return read_json(run.out / "draftsmith.json", "the record of a draft checkpoint")
+
+
+def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> dict[str, Any]:
+    """Write the checkpoint from the best weights; its record."""
+    config, training, heldout = run.config, run.training, run.heldout
+    objective = run.identity["config"]["objective"]
     record = {
         "kind": "draft-lm" if config.kind == "lm" else config.kind,
-        "objective": config.objective,
+        "objective": objective,
         "target": config.target,
-        "target_fingerprint": identity["target_fingerprint"],
+        "target_fingerprint": run.identity["target_fingerprint"],
         "data": {
             "training": {"rows": len(training.rows), "dropped": training.dropped, "digest": training.digest},
             "heldout": {"rows": len(heldout.rows), "dropped": heldout.dropped, "digest": heldout.digest},
             "response_tokens": int(training.valid_tokens.sum()),
         },
-        "processes": world.size,
-        "sharing": world.kind,
+        "processes": run.world.size,
+        "sharing": run.world.sharing,
         "steps": position.step,
         "best_step": position.best_step,
         **position.best_figures,
-        **provenance(command, asdict(config)),
+        **provenance(command, asdict(config) | {"objective": objective}),
     }
 
-    def publish() -> None:
-        # The trained draft may be in parts all over the processes; its weights are in `best`, whole.
-        best = draft_setup.build(config, target, training)
-        draft_setup.load_state(best, checkpoint.load_best(run_dir))
+    def write() -> None:
+        # The trained draft may be sharded over processes; its best weights are whole in `run/best`.
+        best = draft_setup.build(config, run.target, training)
+        draft_setup.load_state(best, checkpoint.load_best(run.run_dir))
         record["fingerprint"] = draft_fingerprint(best)
-        checkpoint.publish(out, lambda directory: draft_setup.write(best, directory), tokenizer, record, keeping)
+        checkpoint.publish(
+            run.out, lambda directory: draft_setup.write(best, directory), run.tokenizer, record, run.retention
+        )
 
-    on_main(publish)
-    tracking.finish(accelerator, config, record, out)
-    return _summary(out, record)
-
-
-def _summary(out: Path, record: dict[str, Any]) -> dict[str, Any]:
-    keys = ("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau", "fingerprint")
-    return {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
+    on_main(write)
+    tracking.finish(run.world.accelerator, config, record, run.out)
+    return record
 
 
 def _frozen(config: TrainConfig, name: str | None, world: World) -> PreTrainedModel | None:
@@ -166,15 +253,16 @@ def _tokenizer(config: TrainConfig) -> Tokenizer | None:
     return None if name is None else load_tokenizer(name, config.trust_remote_code)
 
 
-def _check_fit(
+def _check_models(
     config: TrainConfig,
     draft: Draft,
     target: PreTrainedModel | None,
     reference: PreTrainedModel | None,
     tokenizer: Tokenizer | None,
 ) -> None:
+    """InputError unless draft, target, reference and tokenizer belong together and reach `max_length`."""
     draft_name = config.draft or config.draft_config or "draft"
-    # Fresh weights have no tokenizer of their own to differ by.
+    # Fresh weights come without a tokenizer that could differ from the target's.
     if config.draft is not None and target is not None and tokenizer is not None:
         check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
     models = [(config.target, target), (config.reference, reference)]
@@ -190,7 +278,10 @@ def _check_fit(
             raise InputError(f"max_length: {config.max_length} is more than the {limit} positions of {name}")
 
 
-def _check_data(config: TrainConfig, examples: Examples, draft: Draft, target: PreTrainedModel | None) -> None:
+def _check_data(
+    config: TrainConfig, objective: Objective, examples: Examples, draft: Draft, target: PreTrainedModel | None
+) -> None:
+    """InputError unless both models know every token, and there is a teacher where one is needed."""
     sizes = {"draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size}
     if target is not None:
         sizes["target"] = vocabulary_size(target)
@@ -200,16 +291,19 @@ def _check_data(config: TrainConfig, examples: Examples, draft: Draft, target: P
                 f"data: holds token {examples.max_token}, and the {name}'s vocabulary has {size}; "
                 f"it was made with another tokenizer"
             )
-    objective = parse_objective(config.objective, config.temperature)
+    known = sizes.get("target", sizes["draft"] + _PADDING)
+    if examples.max_top_id >= known:
+        raise InputError(f"data: its teacher columns hold token {examples.max_top_id}, beyond a vocabulary of {known}")
     if objective.needs_target and target is None and not examples.stored:
         raise InputError(
-            f"target: objective {config.objective} needs the target as its teacher, or data with teacher columns"
+            f"target: objective {objective.spec} needs the target as its teacher, or data with teacher columns"
         )
     if config.best_by == "alpha" and target is None and not examples.stored:
         raise InputError("best_by: alpha needs a target, or data with teacher columns; use loss")
 
 
 def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:
+    """Training data with its replay, and held-out data."""
     training = load_examples(config.data, tokenizer, config.max_length)
     if config.heldout:
         heldout = load_examples(config.heldout, tokenizer, config.max_length)

@@ -1,6 +1,6 @@
-"""The processes of a run: one, or those that a launcher started, and how they are to share the weights.
+"""The processes of a run: one, or those that a launcher started, and how they share the weights.
 
-accelerate brings them together. Whatever a launch asks for and would not get is refused here, in one line.
+accelerate connects them. What a launcher's configuration asks for and would not get is refused here, in one line.
 """
 
 import logging
@@ -20,9 +20,9 @@ from draftsmith_core.models import resolve_device
 from draftsmith_core.processes import LauncherRequest, check_process_count, launcher_request, process_group_options
 from train.config import TrainConfig
 
-Kind = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+Sharing = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 
-# What of an FSDP configuration is honoured here; any other wish would be ignored, so it is refused.
+# Options of an FSDP configuration that have one possible value here; any other would be ignored, so it is refused.
 _FSDP_FIXED = {
     "FSDP_VERSION": ("2", "fsdp_version"),
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "fsdp_activation_checkpointing (set `gradient_checkpointing` instead)"),
@@ -32,10 +32,13 @@ _FSDP_FIXED = {
 
 @dataclass(frozen=True)
 class World:
-    """The processes: accelerate's handle, how the weights are to be shared, and the precision of the forward."""
+    """The processes: accelerate's handle, how they share the weights, and the precision of the forward.
+
+    reshard: whether FSDP2 frees gathered weights after each layer's forward.
+    """
 
     accelerator: Accelerator
-    kind: Kind
+    sharing: Sharing
     bf16: bool
     reshard: bool = True
 
@@ -62,7 +65,7 @@ def make_world(config: TrainConfig) -> World:
         bf16 = torch.cuda.is_bf16_supported()
     wanted = launcher_request()
     _check_launcher(wanted, bf16)
-    # Out of accelerate's and transformers' sight: they would act on it halfway.
+    # accelerate and transformers would apply parts of FSDP by themselves; `train.parallel` applies it instead.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     options = process_group_options(on_cpu)
     if on_cpu:
@@ -70,7 +73,7 @@ def make_world(config: TrainConfig) -> World:
     try:
         with silent(wanted.kind == "zero"):
             accelerator = Accelerator(
-                # With cpu=True accelerate would drop DeepSpeed and train plain copies.
+                # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
                 cpu=on_cpu and wanted.kind != "zero",
                 mixed_precision="no",
                 kwargs_handlers=[InitProcessGroupKwargs(**options)] if options else [],
@@ -90,9 +93,9 @@ def make_world(config: TrainConfig) -> World:
     if wanted.kind == "zero":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        # Else transformers would divide every model while it is made, also one that the main process makes alone.
+        # Else transformers would shard every model while it is created, also one that only the main process creates.
         unset_hf_deepspeed_config()
-    return World(accelerator, _kind(wanted, accelerator), bf16, _reshards())
+    return World(accelerator, _sharing(wanted, accelerator), bf16, _reshards())
 
 
 def _one_line(error: Exception) -> str:
@@ -118,14 +121,14 @@ def _reshards() -> bool:
     return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
 
 
-def _kind(wanted: LauncherRequest, accelerator: Accelerator) -> Kind:
+def _sharing(wanted: LauncherRequest, accelerator: Accelerator) -> Sharing:
     """How the weights are shared; RunError when accelerate came up as something else than was asked for."""
     came = accelerator.distributed_type
     if wanted.kind == "zero":
         if came != DistributedType.DEEPSPEED:
             raise RunError(f"DeepSpeed was asked for and accelerate came up as {came.value}")
         stage = accelerator.state.deepspeed_plugin.zero_stage
-        stages: dict[int, Kind] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        stages: dict[int, Sharing] = {1: "zero1", 2: "zero2", 3: "zero3"}
         if stage not in stages:
             raise RunError(f"DeepSpeed with zero_stage {stage} shares nothing; set it to 1, 2 or 3, or use ddp.yaml")
         return stages[stage]
@@ -133,15 +136,13 @@ def _kind(wanted: LauncherRequest, accelerator: Accelerator) -> Kind:
     if wanted.processes > 1 and came not in copies:
         raise RunError(f"{wanted.processes} processes were launched and accelerate came up as {came.value}")
     if wanted.kind == "fsdp" and wanted.processes == 1:
-        raise RunError(
-            "FSDP was asked for with one process, which has nobody to share with; launch more, or without it"
-        )
+        raise RunError("FSDP was asked for with one process, which has none to share with; launch more, or without it")
     return wanted.kind
 
 
 @contextmanager
 def silent(deepspeed: bool) -> Iterator[None]:
-    """DeepSpeed talks on standard output, which is the command's own."""
+    """Send what DeepSpeed prints to standard error: standard output is for the command's own result."""
     if not deepspeed:
         yield
         return

@@ -1,6 +1,6 @@
 """What a head borrows from its target: the embedding and the output projection, used in place and never trained.
 
-Legend: B rows, T tokens, H hidden size, V vocabulary; `...` any leading shape.
+Legend: H hidden size, V vocabulary; `...` any leading shape.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafts.output_projection import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 
@@ -19,13 +20,8 @@ def text_config(target: PreTrainedModel) -> Any:
     return target.config.get_text_config(decoder=True)
 
 
-def logit_scale(config: Any) -> float:
-    """What a model of this text configuration multiplies its logits by."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-
-
-def _frozen(module: nn.Module, value: Tensor) -> Tensor:
-    """`module(value)`: gradients reach `value` but never the module's parameters."""
+def _without_weight_gradient(module: nn.Module, value: Tensor) -> Tensor:
+    """`module(value)` where gradients reach `value` and never the module's parameters."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
         detached = {name: p.detach() for name, p in module.named_parameters()}
         out: Tensor = torch.func.functional_call(module, detached, (value,))
@@ -42,11 +38,9 @@ class Borrowed:
     """
 
     embedding: nn.Module
-    lm_head: nn.Module
+    projection: OutputProjection
     hidden_size: int
     vocab_size: int
-    scale: float
-    softcap: float | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
         return self
@@ -58,20 +52,13 @@ class Borrowed:
         return embedded.to(dtype)
 
     def project(self, states: Tensor) -> Tensor:
-        """The target's logits `[..., V]` of states `[..., H]` that are as after its final norm."""
-        return self.finish(_frozen(self.lm_head, states.to(self.lm_head_weight.dtype)))
+        """The target's logits `[..., V]` of states `[..., H]`, which are as after its final norm."""
+        weight = self.projection.weight_VH
+        return self.finish(_without_weight_gradient(self.projection.module, states.to(weight.dtype)))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Logits scaled (Cohere, Granite) and bounded (Gemma 2) as the target does with its own."""
-        logits = logits if self.scale == 1 else logits * self.scale
-        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """`[V, H]`, the target's own tensor."""
-        weight = self.lm_head.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        """Logits scaled and capped as the target does with its own."""
+        return self.projection.finish(logits)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -81,30 +68,23 @@ class Borrowed:
         return weight
 
     @property
-    def lm_head_bias(self) -> Tensor | None:
-        """`[V]`, for targets whose output projection has one (Phi)."""
-        bias = getattr(self.lm_head, "bias", None)
-        return bias.detach() if isinstance(bias, Tensor) else None
+    def bias_V(self) -> Tensor | None:
+        """The bias of the target's output projection, detached; None for nearly all models."""
+        bias = self.projection.bias_V
+        return None if bias is None else bias.detach()
 
 
 def borrow(target: PreTrainedModel) -> Borrowed:
-    """The parts of `target` that heads use; InputError, one line, for a model that no head can sit on."""
+    """The parts of `target` that heads use; InputError, one line, for a model that heads cannot be used with."""
     name = type(target).__name__
     embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     if not isinstance(embedding, nn.Module) or not isinstance(lm_head, nn.Module):
         raise InputError(f"{name}: has no input embedding or no output projection; heads need a causal language model")
     config = text_config(target)
-    borrowed = Borrowed(
-        embedding=embedding,
-        lm_head=lm_head,
-        hidden_size=config.hidden_size,
-        vocab_size=vocabulary_size(target),
-        scale=logit_scale(config),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
+    borrowed = Borrowed(embedding, output_projection(lm_head, config), config.hidden_size, vocabulary_size(target))
     for what, width in (
         ("embedding", borrowed.embedding_weight.shape[-1]),
-        ("output projection", borrowed.lm_head_weight.shape[-1]),
+        ("output projection", borrowed.projection.weight_VH.shape[-1]),
     ):
         if width != borrowed.hidden_size:
             raise InputError(

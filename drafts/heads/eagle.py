@@ -3,7 +3,7 @@
 Legend: B rows, T tokens, H hidden size, V vocabulary.
 
 Source: EAGLE (arXiv 2401.15077, section 4.1). On disk as its authors' checkpoints are: a Llama config of one layer with
-the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's embedding, which is not ours to train.
+the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's embedding, which is not trained.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,16 @@ from drafts.heads.borrowed import borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
-    cached,
-    causal_mask,
-    default_positions,
     init_layer,
     init_linear,
     layer_from_json,
     layer_like,
     layer_to_json,
     llama_parts,
+    mask_and_positions,
 )
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import generator
-
-INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,7 @@ class EagleHead(nn.Module):
         head = cls(EagleConfig(layer=layer_like(target), vocab_size=vocabulary_size(target)), target)
         random = generator(seed)
         init_linear(head.fc, None, random)
-        init_layer(head.layers, INITIALIZER_RANGE, random)
+        init_layer(head.layers, random)
         return head.to(device=target.device, dtype=target.dtype)
 
     @property
@@ -117,16 +113,13 @@ class EagleHead(nn.Module):
         dtype = self.fc.weight.dtype
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
-        if attention_mask is None:
-            attention_mask = causal_mask(input_ids_BT.shape[1], cached(past_key_values), states_BTH)
-        if position_ids is None:
-            position_ids = default_positions(input_ids_BT, cached(past_key_values))
+        mask, positions = mask_and_positions(states_BTH, attention_mask, position_ids, past_key_values)
         states_BTH = self.layers[0](
             states_BTH,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            attention_mask=mask,
+            position_ids=positions,
             past_key_values=past_key_values,
-            position_embeddings=self.rotary.tables(states_BTH, position_ids),
+            position_embeddings=self.rotary.tables(states_BTH, positions),
         )
         return states_BTH
 
@@ -141,8 +134,8 @@ class EagleHead(nn.Module):
         """Logits `[B, T, V]` of the token after each input token, and the predicted features `[B, T, H]` under them.
 
         `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. The mask is 4-D and
-        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal, behind what is cached. Positions default
-        to the cells' own places.
+        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal attention after what is cached. Positions
+        default to those that follow the cached ones.
         """
         states_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
         return self.borrowed.project(states_BTH), states_BTH

@@ -20,31 +20,28 @@ from drafts.heads.borrowed import borrow, text_config
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
-    cached,
-    causal_mask,
-    default_positions,
     init_layer,
     init_linear,
     layer_from_json,
     layer_like,
     layer_to_json,
     llama_parts,
+    mask_and_positions,
 )
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import generator
 
-INITIALIZER_RANGE = 0.02
 _AUX = "eagle_aux_hidden_state_layer_ids"
-# Variants of the layer that have no tensor of their own to be missed by; a head that has one would draft nonsense here.
+# Variants of the layer that add no tensor, so that only the config tells of them. Such a head cannot be run here.
 _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
 def aux_layers(layers: int) -> tuple[int, int, int]:
     """Indices into `hidden_states` of a target's low, middle and high states: those entering layers 2, n // 2, n - 3.
 
-    In a target of fewer than seven layers these coincide or do not exist; the nearest that differ are taken. A target
-    of one layer has but two states, and its last one is used twice.
+    In a target of fewer than seven layers these coincide or do not exist, and the nearest that differ are taken. A
+    target of one layer has only two states, and its last one is used twice.
     """
     low = min(2, max(layers - 3, 0))
     high = max(layers - 3, low + 2)
@@ -200,9 +197,9 @@ class Eagle3Head(nn.Module):
         head = cls(config, target)
         random = generator(seed)
         init_linear(head.fc, None, random)
-        init_layer(head.midlayer, INITIALIZER_RANGE, random)
+        init_layer(head.midlayer, random)
         with torch.no_grad():
-            weight = head.borrowed.lm_head_weight
+            weight = head.borrowed.projection.weight_VH
             head.lm_head.weight.copy_(weight[torch.tensor(ids, device=weight.device)])
         if head.reduced:
             head.set_draft_vocab(ids)
@@ -260,12 +257,9 @@ class Eagle3Head(nn.Module):
         dtype = self.fc.weight.dtype
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         features_BTH = features_BTH.to(dtype)
-        if attention_mask is None:
-            attention_mask = causal_mask(input_ids_BT.shape[1], cached(past_key_values), features_BTH)
-        if position_ids is None:
-            position_ids = default_positions(input_ids_BT, cached(past_key_values))
-        tables = self.rotary.tables(features_BTH, position_ids)
-        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, attention_mask, tables, past_key_values)
+        mask, positions = mask_and_positions(features_BTH, attention_mask, position_ids, past_key_values)
+        tables = self.rotary.tables(features_BTH, positions)
+        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, mask, tables, past_key_values)
         return g_BTH
 
     def forward(

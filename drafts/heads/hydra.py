@@ -4,13 +4,11 @@ Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V
 
 Source: Hydra (arXiv 2402.05109, section 3), the grounded MLP. Head d reads the target's feature h_t beside the
 embeddings of tokens t + 1 .. t + d + 1 and predicts token t + d + 2. Logits go through the target's own output
-projection, where the authors' code gives every head one of its own: a projection is V * H parameters and a head about
-2 * (d + 2) * H^2, so that K own ones would be most of what is trained, stored and read per draft step. A fresh head
-gives the target's logits at t, as Medusa's do.
+projection, where the authors' code gives every head one of its own: a projection has V * H parameters and a head about
+2 * (d + 2) * H^2, so K projections would be most of what is trained, stored and read per draft step. A fresh head gives
+the target's logits at t, as Medusa's do.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import borrow
-from drafts.heads.head_config import check_equal, count
-from draftsmith_core.errors import InputError
+from drafts.heads.head_config import HeadsConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class HydraConfig:
+class HydraConfig(HeadsConfig):
     """How many heads, and how many residual blocks each has."""
 
-    hidden_size: int
-    vocab_size: int
-    num_heads: int = 4
-    num_layers: int = 1
+    kind = "hydra"
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
@@ -42,23 +35,9 @@ class HydraConfig:
             "hydra_num_layers": self.num_layers,
         }
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "HydraConfig":
-        """Read and checked against the target; InputError, one line, names file and key."""
-        config = cls(
-            hidden_size=count(values, "hidden_size", where),
-            vocab_size=count(values, "vocab_size", where),
-            num_heads=count(values, "hydra_num_heads", where),
-            num_layers=count(values, "hydra_num_layers", where, 1),
-        )
-        parts = borrow(target)
-        check_equal(where, "hidden_size", config.hidden_size, parts.hidden_size)
-        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
-        return config
-
 
 class _Block(nn.Module):
-    """Sx + SiLU(Wx + b). S starts by passing the first H inputs on, W and b as zero; where sizes agree S is fixed."""
+    """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero; where sizes agree S is fixed."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -95,12 +74,7 @@ class HydraHeads(nn.Module):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
         """Untrained heads on the target's device, in its dtype and in training mode."""
-        if num_heads < 1 or num_layers < 1:
-            raise InputError(f"num_heads {num_heads}, num_layers {num_layers}: hydra needs at least one of each")
-        parts = borrow(target)
-        config = HydraConfig(
-            hidden_size=parts.hidden_size, vocab_size=parts.vocab_size, num_heads=num_heads, num_layers=num_layers
-        )
+        config = HydraConfig.fresh(target, num_heads, num_layers)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
 
     @property
@@ -121,7 +95,9 @@ class HydraHeads(nn.Module):
         """
         count_d = tokens_BTd.shape[-1]
         if not 1 <= count_d <= len(self.heads):
-            raise ValueError(f"tokens: {count_d} a position; these {len(self.heads)} heads take 1 to {len(self.heads)}")
+            raise ValueError(
+                f"tokens: {count_d} per position; these {len(self.heads)} heads take 1 to {len(self.heads)}"
+            )
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
         states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))

@@ -1,4 +1,4 @@
-"""The one LLaMA decoder layer in EAGLE heads: its sizes on disk, its modules, its default mask.
+"""The LLaMA decoder layer of EAGLE heads: its sizes on disk, its modules, its default mask and positions.
 
 Legend: B rows, T tokens, P cached tokens.
 """
@@ -16,6 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafts.heads.borrowed import text_config
 from drafts.heads.head_config import count, setting
 from draftsmith_core.errors import InputError
+
+# Standard deviation of fresh weights, as in LLaMA.
+_INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +60,9 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Rope parameters for full attention over whole head dimensions, from those of any family."""
     found = dict(parameters or {})
     if isinstance(found.get("full_attention"), Mapping):
-        # One set by kind of layer (Gemma 3); the head's layer attends to everything.
+        # One set per kind of layer (Gemma 3); the head's layer has full attention.
         found = dict(found["full_attention"])
-    # A head rotates all dimensions, whatever its target does.
+    # A head rotates all dimensions, also where its target rotates a part.
     found.pop("partial_rotary_factor", None)
     return {"rope_type": "default", "rope_theta": 10000.0} | found
 
@@ -91,7 +94,9 @@ def layer_from_json(values: Mapping[str, Any], where: str) -> LayerConfig:
         raise InputError(f"{where}: 'rope_parameters' is {rope!r}; it must be of type dict")
     kv_heads = count(values, "num_key_value_heads", where, heads)
     if heads % kv_heads or hidden % heads:
-        raise InputError(f"{where}: 'num_attention_heads' is {heads}, no multiple of {kv_heads} or no part of {hidden}")
+        raise InputError(
+            f"{where}: 'num_attention_heads' is {heads}, not a multiple of {kv_heads}, or does not divide {hidden}"
+        )
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=count(values, "intermediate_size", where),
@@ -128,7 +133,7 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
 
 
 def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotary]:
-    """What transformers' modules want to know, and the rotary embedding; InputError for values they refuse."""
+    """The config that transformers' modules take, and the rotary embedding; InputError for values they refuse."""
     values = asdict(layer) | {"rope_parameters": dict(layer.rope_parameters)}
     try:
         config = LlamaConfig(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
@@ -144,32 +149,28 @@ def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotar
     return config, rotary
 
 
-def cached(past_key_values: Cache | None) -> int:
-    """P, how many tokens the cache holds."""
-    return 0 if past_key_values is None else int(past_key_values.get_seq_length())
+def mask_and_positions(
+    states_BTH: Tensor, mask: Tensor | None, positions: Tensor | None, past_key_values: Cache | None
+) -> tuple[Tensor | None, Tensor]:
+    """Those that are given, else causal attention after the P cached tokens, and positions `[1, T]` that follow them.
 
-
-def default_positions(ids_BT: Tensor, past: int) -> Tensor:
-    """Positions `[1, T]` that go on behind `past` tokens."""
-    return torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
-
-
-def causal_mask(queries: int, past: int, states: Tensor) -> Tensor | None:
-    """An additive mask `[1, 1, T, P + T]`, or None where sdpa's own causal rule is the right one.
-
-    Without a mask sdpa aligns queries with the first keys; behind a cache they are the last.
+    The mask is additive, `[1, 1, T, P + T]`, or None where sdpa's own causal rule is right: without a mask sdpa aligns
+    the queries with the first keys, and with a cache they belong to the last.
     """
-    if past == 0 or queries == 1:
-        return None
-    mask = torch.full(
-        (queries, past + queries), torch.finfo(states.dtype).min, dtype=states.dtype, device=states.device
-    )
-    return mask.triu(past + 1)[None, None]
+    past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    queries = states_BTH.shape[1]
+    if mask is None and past > 0 and queries > 1:
+        least = torch.finfo(states_BTH.dtype).min
+        mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
+        mask = mask.triu(past + 1)[None, None]
+    if positions is None:
+        positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
+    return mask, positions
 
 
 @torch.no_grad()
 def init_linear(linear: nn.Linear, std: float | None, generator: torch.Generator) -> None:
-    """Normal weights, zero bias. `std` None is 1 / sqrt(inputs), which keeps the scale of what goes through."""
+    """Normal weights, zero bias. `std` None is 1 / sqrt(inputs), so that outputs have the scale of the inputs."""
     weight = torch.empty(linear.weight.shape, dtype=torch.float32)
     weight.normal_(0.0, 1 / math.sqrt(linear.in_features) if std is None else std, generator=generator)
     linear.weight.copy_(weight)
@@ -177,8 +178,8 @@ def init_linear(linear: nn.Linear, std: float | None, generator: torch.Generator
         linear.bias.zero_()
 
 
-def init_layer(layer: nn.Module, std: float, generator: torch.Generator) -> None:
-    """Every linear map of a fresh layer; norms begin as ones by themselves."""
+def init_layer(layer: nn.Module, generator: torch.Generator) -> None:
+    """Initialise every linear map of a fresh layer; norms are created as ones."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):
-            init_linear(module, std, generator)
+            init_linear(module, _INITIALIZER_RANGE, generator)

@@ -8,8 +8,6 @@ Tensor names are those of the authors' checkpoints: `{i}.{j}.linear.*` for block
 `{i}.{blocks}.weight`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,18 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import borrow
-from drafts.heads.head_config import check_equal, count
-from draftsmith_core.errors import InputError
+from drafts.heads.head_config import HeadsConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaConfig:
+class MedusaConfig(HeadsConfig):
     """How many heads, and how many residual blocks each has."""
 
-    hidden_size: int
-    vocab_size: int
-    num_heads: int = 4
-    num_layers: int = 1
+    kind = "medusa"
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
@@ -39,24 +32,10 @@ class MedusaConfig:
             "vocab_size": self.vocab_size,
             "medusa_num_heads": self.num_heads,
             "medusa_num_layers": self.num_layers,
-            # Both names are read by serving engines.
+            # Serving engines read the one pair of names or the other.
             "num_heads": self.num_heads,
             "num_hidden_layers": self.num_layers,
         }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "MedusaConfig":
-        """Read and checked against the target; the authors' own files leave the sizes to the target."""
-        parts = borrow(target)
-        config = cls(
-            hidden_size=count(values, "hidden_size", where, parts.hidden_size),
-            vocab_size=count(values, "vocab_size", where, parts.vocab_size),
-            num_heads=count(values, "medusa_num_heads", where),
-            num_layers=count(values, "medusa_num_layers", where, 1),
-        )
-        check_equal(where, "hidden_size", config.hidden_size, parts.hidden_size)
-        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
-        return config
 
 
 class ResBlock(nn.Module):
@@ -92,19 +71,13 @@ class MedusaHeads(nn.ModuleList):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "MedusaHeads":
         """Untrained heads, each the target's own output, on its device, in its dtype and in training mode."""
-        if num_heads < 1 or num_layers < 1:
-            raise InputError(f"num_heads {num_heads}, num_layers {num_layers}: medusa needs at least one of each")
-        parts = borrow(target)
-        config = MedusaConfig(
-            hidden_size=parts.hidden_size, vocab_size=parts.vocab_size, num_heads=num_heads, num_layers=num_layers
-        )
-        heads = cls(config, target)
+        heads = cls(MedusaConfig.fresh(target, num_heads, num_layers), target)
         with torch.no_grad():
             for head in heads:
                 assert isinstance(head, nn.Sequential)
                 projection = head[-1]
                 assert isinstance(projection, nn.Linear)
-                projection.weight.copy_(parts.lm_head_weight)
+                projection.weight.copy_(heads.borrowed.projection.weight_VH)
         return heads.to(device=target.device, dtype=target.dtype)
 
     @property
@@ -121,8 +94,7 @@ class MedusaHeads(nn.ModuleList):
         """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""
         features_BTH = features_BTH.to(next(self.parameters()).dtype)
         logits_BTKV = torch.stack([head(features_BTH) for head in self], dim=2)
-        bias = self.borrowed.lm_head_bias
-        if bias is not None:
-            # The checkpoint format has no room for a bias; where the target's projection has one it is the target's.
-            logits_BTKV = logits_BTKV + bias
+        if self.borrowed.bias_V is not None:
+            # The checkpoint format has no place for a bias, so the target's is used.
+            logits_BTKV = logits_BTKV + self.borrowed.bias_V
         return self.borrowed.finish(logits_BTKV)

@@ -58,7 +58,7 @@ def _kind_of_config(directory: Path, values: Mapping[str, Any]) -> str | None:
         return "eagle"
     if values.get("num_hidden_layers") != 1 or values.get("model_type", "llama") != "llama":
         return None
-    # An EAGLE head calls itself a Llama of one layer; what it has and a Llama has not are these.
+    # An EAGLE head's config is that of a Llama of one layer; only the key `bias` and its tensors tell them apart.
     names = _names(directory)
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
@@ -137,7 +137,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     file, tensors = _tensors(directory)
     _drop_embedding(head, file, tensors)
     if isinstance(head, Eagle3Head) and not head.reduced:
-        # With the whole vocabulary the maps say nothing; some exporters keep them.
+        # With the whole vocabulary the maps are the identity; some exporters write them all the same.
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     _check_tensors(head, file, config, tensors)
     head.load_state_dict(tensors)
@@ -160,7 +160,7 @@ def _drop_embedding(head: Head, file: Path, tensors: dict[str, Tensor]) -> None:
         )
     step = max(1, len(here) // _COMPARED_ROWS)
     a, b = there[::step].float(), here[::step].float().cpu()
-    # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few; another model's has nothing in common with it.
+    # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding is unrelated.
     if (a - b).norm() > 0.5 * b.norm():
         raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
 
@@ -192,9 +192,9 @@ def write_head(head: Head, directory: Path, state: Mapping[str, Tensor] | None =
     """
     tensors = dict(head.state_dict() if state is None else state)
     if isinstance(head, EagleHead):
-        # The format has a copy of the target's embedding; the authors' loader insists on it.
+        # The authors' loader requires a copy of the target's embedding.
         tensors[_EMBEDDING] = head.borrowed.embedding_weight
-    # A clone each: safetensors refuses tensors that share memory, as views of one buffer do.
+    # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
     with torch.no_grad():
         owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,12 +1,11 @@
-"""The kinds of draft that can be trained. Each owns its draft and gives `Sums` for a batch."""
+"""The kinds of draft that can be trained. Each trainee owns its draft and returns `LossSums` for a batch."""
 
 from torch import nn
 
 from train.trainees.eagle import EagleTrainee
 from train.trainees.eagle3 import Eagle3Trainee
-from train.trainees.hydra import HydraTrainee
 from train.trainees.lm import LMTrainee
-from train.trainees.medusa import MedusaTrainee
+from train.trainees.medusa_hydra import HydraTrainee, MedusaTrainee
 
 TRAINEES: dict[str, type[nn.Module]] = {
     "lm": LMTrainee,

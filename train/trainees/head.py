@@ -1,0 +1,176 @@
+"""What the trainees of all heads share: which drafts count, how a head runs on its own features, the sums over depths.
+
+A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A draft that starts
+from pair t guesses, at depth d, the token at t + 1 + d; the target's distribution for that token is at position t + d.
+In decoding every draft starts from a token of the response or from the last one of the prompt, so only those pairs
+count here: pair t counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of one document. The
+first token of a response without a prompt has no pair and is not trained.
+
+Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from drafts.heads import Head
+from drafts.output_projection import OutputProjection
+from draftsmith_core.errors import InputError
+from train.chunked import projected
+from train.data import IGNORE, Batch
+from train.features import FeatureCache, freeze
+from train.loss_sums import LossSums
+from train.objective import Objective
+from train.teacher import LiveTeacher, Teacher
+
+# Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
+STEP_DECAY = 0.8
+
+# tokens [B, W], features [B, W, H], boolean mask or None, positions [B or 1, W], cache -> the head's features [B, W, H]
+HeadForward = Callable[[Tensor, Tensor, Tensor | None, Tensor, Cache | None], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The pairs that count at a depth: their row and position, and the position of the target's distribution."""
+
+    row_N: Tensor
+    at_N: Tensor
+    target_at_N: Tensor
+
+    def of_pairs(self, values_BT: Tensor) -> Tensor:
+        """`[N, ...]`: the values at the pairs, of values per pair or per position."""
+        return values_BT[self.row_N, self.at_N]
+
+    def of_targets(self, values_BT: Tensor) -> Tensor:
+        """`[N, ...]`: the values at the positions of the target's distributions."""
+        return values_BT[self.row_N, self.target_at_N]
+
+
+def pairs_at(batch: Batch, depth: int) -> Pairs:
+    """The pairs that count at this depth, from 1."""
+    valid_BT = batch.labels_BT != IGNORE
+    counts_BW = valid_BT[:, 1:].clone()
+    later_BW = torch.zeros_like(counts_BW)
+    width = counts_BW.shape[1] + 1 - depth
+    if width > 0:
+        later_BW[:, :width] = valid_BT[:, depth:]
+    counts_BW &= later_BW
+    if batch.documents_BT is not None and batch.positions_BT is not None:
+        # The pair before a document's first position belongs to the document before it.
+        counts_BW &= batch.positions_BT[:, 1:] > 0
+        if width > 0:
+            counts_BW[:, :width] &= batch.documents_BT[:, depth:] == batch.documents_BT[:, 1 : 1 + width]
+    row_N, at_N = counts_BW.nonzero(as_tuple=True)
+    return Pairs(row_N, at_N, at_N + depth)
+
+
+def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Tensor]:
+    """The head's own features `[B, W, H]` at depth 1, 2, ...: what decoding computes when it drafts after every pair.
+
+    At depth 1 all pairs go in with the target's features, under causal attention. At depth d pair t goes in with the
+    token at t + d, the feature that it gave at depth d - 1, and position t + d - 1; it attends to the first pass up to
+    t and to the steps of its own draft (EAGLE-3, arXiv 2503.01840, section 3.2).
+    """
+    cache = DynamicCache() if depths > 1 else None
+    ids_BW = batch.ids_BT[:, 1:]
+    width = ids_BW.shape[1]
+    positions_BW = torch.arange(width, device=ids_BW.device)[None]
+    mask = None
+    attends = torch.ones(1, 1, width, width, dtype=torch.bool, device=ids_BW.device).tril()
+    if batch.documents_BT is not None and batch.positions_BT is not None:
+        positions_BW = (batch.positions_BT[:, 1:] - 1).clamp_min(0)
+        # Pairs that straddle two packed documents get id -1: they attend only to each other and carry no loss.
+        documents_BW = batch.documents_BT[:, 1:].masked_fill(batch.positions_BT[:, 1:] == 0, -1)
+        attends = attends & (documents_BW[:, :, None] == documents_BW[:, None, :])[:, None]
+        mask = attends
+    itself = torch.eye(width, dtype=torch.bool, device=ids_BW.device).expand_as(attends)
+    for depth in range(1, depths + 1):
+        if depth > 1:
+            attends = torch.cat([attends, itself], dim=-1)
+            mask = attends
+            ids_BW = torch.cat([ids_BW[:, 1:], torch.zeros_like(ids_BW[:, :1])], dim=1)
+        features_BWH = head(ids_BW, features_BWH, mask, positions_BW + (depth - 1), cache)
+        yield features_BWH
+
+
+def sum_depths(parts: Sequence[LossSums], weights: Sequence[float]) -> LossSums:
+    """The sums of all depths as one: losses weighted; tokens, alpha and missing mass of depth 1; the rest by depth."""
+    losses = [part.loss * weight for part, weight in zip(parts, weights, strict=True) if weight]
+    return LossSums(
+        loss=torch.stack(losses).sum(),
+        tokens=parts[0].tokens,
+        alpha=parts[0].alpha,
+        depth_alpha_D=torch.stack([part.alpha for part in parts]),
+        depth_tokens_D=torch.cat([part.depth_tokens_D for part in parts]),
+        missing=parts[0].missing,
+    )
+
+
+class HeadTrainee(nn.Module):
+    """Base of the head trainees: owns the head as `.draft` and sums the objective over its depths.
+
+    A kind of head defines `drafts`, and overrides `projection_at`, `teaching` or `forward` where it differs. The
+    target stays outside the trained parameters, and so does the output projection where the head uses the target's.
+
+    packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once,
+    by default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1). Raises InputError, one
+    line, for a target or an objective that a head cannot be trained with.
+    """
+
+    def __init__(
+        self,
+        draft: Head,
+        objective: Objective,
+        target: PreTrainedModel,
+        packing: bool = False,
+        cache: FeatureCache | None = None,
+        chunk: int | None = None,
+        step_decay: float = STEP_DECAY,
+    ) -> None:
+        super().__init__()
+        if objective.needs_reference:
+            raise InputError(f"objective: @adaspec compares language models; leave it out to train {draft.kind}")
+        self.draft = draft
+        self.objective = objective
+        self.chunk, self.step_decay = chunk, step_decay
+        self.target = freeze(target, draft.hidden_layers, packing, cache)
+
+    def count(self, batch: Batch) -> Tensor:
+        """How many tokens `loss` will be a sum over, a scalar, without the forward: the pairs that count at depth 1."""
+        return torch.tensor(len(pairs_at(batch, 1).row_N), device=batch.ids_BT.device)
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums over the pairs that count."""
+        states, last_BTH = self.target.read(batch)
+        parts = [
+            self.sums_at(depth, pairs, hidden_NH, batch, last_BTH)
+            for depth, (pairs, hidden_NH) in enumerate(self.drafts(batch, states), start=1)
+        ]
+        return sum_depths(parts, [self.step_decay**j for j in range(len(parts))])
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every depth the pairs that count, and what the output projection reads there, `[N, H]`.
+
+        states: of the target, `[B, T, H]` each, at the head's `hidden_layers`.
+        """
+        raise NotImplementedError
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The output projection at a depth, and the weight and bias to use; here the target's, not trained."""
+        borrowed = self.draft.borrowed
+        return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
+
+    def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[Teacher, Tensor, Tensor | None]:
+        """Teacher, tokens and weights of the loss, in the head's vocabulary; here the target's own."""
+        return teacher, tokens_N, None
+
+    def sums_at(self, depth: int, pairs: Pairs, hidden_NH: Tensor, batch: Batch, last_BTH: Tensor) -> LossSums:
+        """The objective and acceptance of one depth."""
+        live = LiveTeacher(pairs.of_targets(last_BTH), self.target.projection)
+        teacher, tokens_N, weights_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
+        projection, weight, bias = self.projection_at(depth)
+        return projected(hidden_NH, weight, bias, teacher, tokens_N, weights_N, self.objective, self.chunk, projection)

@@ -1,0 +1,69 @@
+"""Medusa and Hydra: heads that guess the tokens two, three, ... places ahead of one feature.
+
+Legend: B rows, T tokens, N pairs that count, K heads, d a head's number from 0, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.output_projection import OutputProjection
+from train.data import Batch
+from train.trainees.head import HeadTrainee, Pairs, pairs_at
+
+
+class MedusaTrainee(HeadTrainee):
+    """Head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv 2401.10774, section 2.2.1).
+
+    From the feature at t it must give the token at t + 2 + d: with `ce` the data's, with other objectives the target's
+    distribution at position t + 1 + d, after the true tokens between. The feature counts where the token at t + 1 may
+    be the root of a draft, as in `train.trainees.head`. Every head trains an output projection of its own.
+    """
+
+    draft: MedusaHeads
+
+    def _layers(self, d: int) -> tuple[list[nn.Module], nn.Linear]:
+        """The residual blocks of head d, and its output projection."""
+        head = self.draft[d]
+        assert isinstance(head, nn.Sequential) and isinstance(head[-1], nn.Linear)
+        return list(head)[:-1], head[-1]
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every head the features that count, and what its projection reads there, `[N, H]`."""
+        for d in range(len(self.draft)):
+            blocks, projection = self._layers(d)
+            pairs = pairs_at(batch, d + 1)
+            hidden_NH = pairs.of_pairs(states[0]).to(projection.weight.dtype)
+            for block in blocks:
+                hidden_NH = block(hidden_NH)
+            yield pairs, hidden_NH
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The head's own weight; scale, soft cap and bias are the target's."""
+        _, linear = self._layers(depth - 1)
+        return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
+
+
+class HydraTrainee(HeadTrainee):
+    """Head d also reads the tokens between the feature and its own; it weighs step_decay ** d (arXiv 2402.05109, 3).
+
+    From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2 + d. The paper's
+    teacher cross-entropy is `fkl` plus the target's own entropy: another value, the same gradient. The projection is
+    the target's and is not trained.
+    """
+
+    draft: HydraHeads
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every head the features that count, and what the projection reads there, `[N, H]`."""
+        dtype = next(self.draft.parameters()).dtype
+        for d, head in enumerate(self.draft.heads):
+            pairs = pairs_at(batch, d + 1)
+            between_N = pairs.at_N[:, None] + torch.arange(1, d + 2, device=pairs.at_N.device)
+            tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
+            embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
+            yield pairs, head(torch.cat([pairs.of_pairs(states[0]).to(dtype), embedded_NX], dim=-1))
