@@ -30,7 +30,7 @@ from eval.config import EvalConfig
 from eval.evaluate import evaluate
 from eval.request import NAME
 from eval.results import Results
-from train.config import Kind, Optim, TrainConfig
+from train.config import DraftKind, Optim, TrainConfig
 from train.training_run import train
 
 # Where the work is done is no part of what is done.
@@ -237,7 +237,7 @@ def _train_config(config: AlignConfig, index: int) -> TrainConfig:
             f"train.rows_per_step, {rows}; change one of them"
         )
     name, objective = list(config.drafts().items())[index]
-    kind: Kind = "eagle"
+    kind: DraftKind = "eagle"
     if config.draft is not None:
         found = draft_kind(config.draft)
         kind = "lm" if found == "draft" else found  # type: ignore[assignment]
