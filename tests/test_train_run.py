@@ -109,7 +109,6 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
     """Law 7."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
