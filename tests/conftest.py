@@ -23,6 +23,9 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "offline",
+    # Seconds that wandb waits for its own service to start; 30 are too few on a busy machine.
+    "WANDB__SERVICE_WAIT": "900",
+    "WANDB_INIT_TIMEOUT": "900",
     # The laws are stated for fp32 on a CPU; where a machine has a GPU, half-precision ties would differ.
     "CUDA_VISIBLE_DEVICES": "",
 }
