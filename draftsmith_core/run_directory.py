@@ -1,8 +1,7 @@
 """What a run writes belongs to that run: one at a time, and only a run of the same options continues it.
 
-with hold(out, "--out"):                              # no other run writes here at the same time
-    continued = claim(out, identity, what="distilled set")      # and what is there is of the same run
-    ...
+with hold(out):                                           # no other run writes here at the same time
+    continued = claim(out, identity, what="distilled set")  # and what is there is of the same run
 """
 
 import contextlib
@@ -11,8 +10,6 @@ import json
 import logging
 import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +24,7 @@ from draftsmith_core.provenance import difference
 
 log = logging.getLogger(__name__)
 
-# A run that holds a lock touches its file this often. Three times that without a touch, on another machine, is dead.
-_HEARTBEAT_S = 20.0
-# Record locks belong to the process: a second run inside this one would be given the lock again.
+# Record locks belong to the process, so the kernel would give a second run inside this one the same lock.
 _held: set[Path] = set()
 
 
@@ -53,16 +48,11 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
             raise InputError(f"{option} {out}: cannot be written ({error.strerror})") from None
 
     on_main(take)
-    done = threading.Event()
-    if descriptor is not None:
-        threading.Thread(target=_touch, args=(path, done), daemon=True).start()
     try:
         yield
     finally:
-        done.set()
         if descriptor is not None:
-            with contextlib.suppress(FileNotFoundError):  # somebody deleted it, or the whole directory
-                path.unlink()
+            path.unlink(missing_ok=True)
             os.close(descriptor)
             _held.discard(path.resolve())
 
@@ -73,32 +63,28 @@ def _lock(path: Path, out: str) -> int | None:
         raise InputError(f"{out}: another run in this process is writing it; choose another")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        holder = _holder(descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
             os.close(descriptor)
             if error.errno in (EACCES, EAGAIN):
-                raise _busy(out, holder) from None
+                raise InputError(
+                    f"{out}: process {holder.get('pid')} on {holder.get('host')} has been writing it since "
+                    f"{holder.get('started')}; wait for it, stop it, or choose another"
+                ) from None
             log.warning("%s: its file system has no locks (%s); start no second run there", out, error.strerror)
             return None
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
-        os.close(descriptor)  # the run that held it has just ended and taken the file away; try again
-    try:
-        _wait_for_other_machine(path, out, _holder(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    text = json.dumps(
-        {
-            "host": socket.gethostname(),
-            "boot": _boot(),
-            "pid": os.getpid(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-    )
+        os.close(descriptor)  # the run that held it has just ended and deleted the file; try again
+    host = socket.gethostname()
+    if holder.get("host", host) != host:
+        # Locks of some network file systems end at the machine; on all others this run has the right to go on.
+        pid, there = holder.get("pid"), holder["host"]
+        log.warning("%s: was being written by process %s on %s; make sure that it has ended", out, pid, there)
+    text = json.dumps({"host": host, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")})
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
     _held.add(path.resolve())
@@ -112,46 +98,6 @@ def _holder(descriptor: int) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _busy(out: str, holder: Mapping[str, Any]) -> InputError:
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
-    since = f" since {holder['started']}" if "started" in holder else ""
-    return InputError(f"{out}: {who} has been writing it{since}; wait for it, stop it, or choose another")
-
-
-def _boot() -> str:
-    """Tells one running kernel from another where Linux says so: containers have host names of their own."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _wait_for_other_machine(path: Path, out: str, holder: Mapping[str, Any]) -> None:
-    """InputError when the holder named in a lock file that could be locked is alive on another machine.
-
-    Some network file systems lock within one machine only. There the file's modification time tells.
-    """
-    same = holder.get("host") == socket.gethostname() or (holder.get("boot") and holder.get("boot") == _boot())
-    if not holder or same:
-        return
-    seconds = 3 * _HEARTBEAT_S
-    sys.stderr.write(
-        f"{out}: was being written by process {holder.get('pid')} on {holder.get('host')}; "
-        f"waiting {seconds:.0f} s to see whether it still is\n"
-    )
-    before, end = path.stat().st_mtime_ns, time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(_HEARTBEAT_S / 10)
-        if path.stat().st_mtime_ns != before:
-            raise _busy(out, holder)
-
-
-def _touch(path: Path, done: threading.Event) -> None:
-    while not done.wait(_HEARTBEAT_S):
-        with contextlib.suppress(OSError):
-            os.utime(path)
 
 
 def claim(
