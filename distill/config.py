@@ -61,4 +61,6 @@ class DistillConfig:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
         if self.max_prompts is not None and self.max_prompts < 1:
             raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
+        if not self.domain:
+            raise InputError("domain: is empty; give it a name")
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)

@@ -83,8 +83,8 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
 def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     processes = join_processes(config.device)
     out = Path(config.out)
-    if out.is_file():
-        raise InputError(f"--out {out}: is a file; name a directory")
+    if not config.out.strip() or out.is_file():
+        raise InputError(f"--out {config.out!r}: is {'a file' if config.out else 'empty'}; name a directory")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     engine: Engine = ENGINES[config.engine](config, tokenizer)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
@@ -150,8 +150,10 @@ def part_name(index: int) -> str:
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` this run's own, or make sure it is; InputError names what differs."""
-    if not any((out / name).exists() for name in _RECORDS) and list(out.glob("part-*.parquet")):
-        raise InputError(f"--out {out}: holds part files without a record; choose another --out")
+    if not any((out / name).exists() for name in _RECORDS):
+        for other in ("part-*.parquet", "README.md", "config.json"):  # a set's, written over; a model's, mixed up
+            if found := next(out.glob(other), None):
+                raise InputError(f"--out {out}: holds {found.name} of something else; choose another --out")
     claim(out, identity, what="distilled set", records=_RECORDS)
 
 

@@ -110,8 +110,9 @@ def make_dir(path: Path, option: str) -> None:
     """Make a directory for results; InputError, beginning with `option`, when it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{option}: {path} cannot be made a directory ({error.strerror})") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{option}: {str(path)!r} cannot be made a directory ({reason})") from None
 
 
 def write_text_atomic(path: Path, text: str) -> None:

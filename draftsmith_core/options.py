@@ -1,7 +1,7 @@
-"""Options: one frozen dataclass a command, filled from `--config FILE` and the command line by jsonargparse.
+"""Options: one frozen dataclass per command, filled from `--config FILE` and the command line by jsonargparse.
 
-What this adds to jsonargparse is the manner of its errors: one line that names the file, the line, the key and the
-nearest right one. Lists are written `--draft a=x b=y` or `--draft a=x --draft b=y`; switches need no value.
+Added to jsonargparse: errors of one line that name file, line, key and the nearest right key; lists as
+`--draft a=x b=y` or `--draft a=x --draft b=y`; switches that need no value.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     words, given = _normalise(argv, types)
     if "help" in given:
-        # Only for the help: it belongs to a call, and --print_config must print what --config takes.
+        # Known to jsonargparse only for --help: --print_config must not print it, because --config does not take it.
         parser.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
     parser.add_class_arguments(cls)
     places = _check_files(given.get("config", []), types)
@@ -58,7 +58,7 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
         raise InputError(_one_line(str(error), places)) from None
     fields = {field.name: instance[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, said in given.items():
-        # YAML reads a word such as '# a heading' as nothing at all; what was typed is meant.
+        # YAML reads '# a heading' as a comment, so as null; use the text as it was typed.
         if types.get(key) == str | None and said[-1] not in ("null", "~"):
             group, _, name = key.rpartition(".")
             if not group:
@@ -114,7 +114,7 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
             items = typing.get_args(types[key])
             listed: list[Any] = values if items == (str,) else [_scalar(value) for value in values]
             words.append(f"--{key}={json.dumps(listed)}")
-    # The file first: what is typed wins over it, wherever it stands.
+    # The file first, so that options on the command line override it wherever they stand.
     words.sort(key=lambda word: not word.startswith("--config="))
     return words, given
 
@@ -138,7 +138,7 @@ def _nearest(key: str, known: list[str], dashes: str = "") -> str:
 
 
 def _check_files(files: list[str], types: dict[str, Any]) -> dict[str, str]:
-    """Read the YAML files for their keys: `{dotted key: "file:line"}`. Refuses unknown keys and broken YAML."""
+    """Where each key of the YAML files stands: `{dotted key: "file:line"}`. Refuses unknown keys and broken YAML."""
     places: dict[str, str] = {}
     for name in files:
         try:
@@ -151,10 +151,12 @@ def _check_files(files: list[str], types: dict[str, Any]) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise InputError(f"--config {name}: cannot be read ({reason})") from None
-        if root is not None:
-            if not isinstance(root, yaml.MappingNode):
-                raise InputError(f"{name}:{root.start_mark.line + 1}: expected `key: value` lines")
-            places |= _keys(root, name, "", types)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise InputError(f"{name}:{root.start_mark.line + 1}: expected `key: value` lines")
+        found = {} if root is None else _keys(root, name, "", types)
+        if root is None or all(value.tag.endswith(":null") for _, value in root.value):
+            raise InputError(f"--config {name}: sets no option; write `key: value` lines")
+        places |= found
     return places
 
 
@@ -184,7 +186,7 @@ def _check_complete(cls: type, given: dict[str, list[str]], places: dict[str, st
 
 
 def _one_line(message: str, places: dict[str, str]) -> str:
-    """jsonargparse's several lines as one: where, which key, what was expected."""
+    """A message of jsonargparse, several lines long, as one: where, which key, what was expected."""
     key_match = re.search(r'[Kk]ey "?([\w.]+)"?', message)
     key = key_match.group(1) if key_match else ""
     expected = re.findall(r"(?:Expected|expected) .*?(?=\. Got|$)", message, flags=re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,11 @@ from draftsmith_core.io import canonical_json
 from draftsmith_core.sources import hub_has_address
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
+log = logging.getLogger(__name__)
+
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
+# Keys of a row that other tools would put into the prompt, and that are not read here.
+_CONTEXT = ("system", "tools", "functions", "documents", "images", "image", "audio", "video", "videos")
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,14 @@ def read_prompts(
     skipped: list[Skipped] = []
     named: dict[str, int] = {}
     repeats: Counter[str] = Counter()
+    unread: dict[str, int] = {}
     rows = 0
     for number, row in iterate_rows(source):
         if limit is not None and rows >= limit:
             break
         rows += 1
+        for name in _unread(row):
+            unread.setdefault(name, number)
         where = f"{source}:{number}"
         ids, short = _encode(row, where, tokenizer, prompt_tokens)
         key = _string(row, "id", where)
@@ -108,6 +116,9 @@ def read_prompts(
             skipped.append(Skipped(number, f"{len(ids)} tokens, more than the {max_tokens} that fit"))
         else:
             prompts.append(Prompt(key, _string(row, "domain", where) or domain, tuple(ids)))
+    if unread:
+        names = ", ".join(f"{name} (first in row {number})" for name, number in unread.items())
+        log.warning("%s: its rows hold %s; the prompts are made without them", source, names)
     if not rows:
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
@@ -120,6 +131,17 @@ def content_id(ids: list[int], repeats: Counter[str]) -> str:
     content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
     repeats[content] += 1
     return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+
+
+def _unread(row: dict[str, Any]) -> list[str]:
+    """What a row holds that could be meant for the prompt and is not read: a second text, images, tools."""
+    present = [key for key in KEYS if row.get(key) is not None]
+    found = present[1:] + [key for key in _CONTEXT if row.get(key)]
+    turns: Any = row.get("messages") if isinstance(row.get("messages"), list) else []
+    for turn in turns:
+        if isinstance(turn, dict) and not (turn is turns[-1] and turn.get("role") == "assistant"):
+            found += [f"messages.{key}" for key, value in turn.items() if key not in ("role", "content") and value]
+    return found
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -177,6 +199,10 @@ def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
 
 def _rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     path = Path(source)
+    if not source.strip():
+        raise InputError(f"{source!r}: is empty; name a .jsonl or .parquet file, or a dataset on the hub")
+    if "://" in source:
+        raise InputError(f"{source}: is a URL; download it and name the file")
     if path.is_dir():
         raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
     if path.is_file():

@@ -1,4 +1,4 @@
-"""Where an artifact came from: command, configuration, versions, commit. No clock times, so that bytes repeat."""
+"""Where an artifact came from: command, configuration, versions, commit. No times: equal runs write equal bytes."""
 
 import dataclasses
 import importlib.metadata

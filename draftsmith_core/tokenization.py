@@ -1,5 +1,7 @@
 """Text to tokens and back: chat templates for chats, and the special tokens that the tokenizer adds by itself."""
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
+
+log = logging.getLogger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase
 # One of these is in every tokenizer's directory.
@@ -65,6 +69,7 @@ def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], where:
     Raises InputError, beginning with `where`, for a chat that the template refuses.
     """
     if tokenizer.chat_template is None:
+        _warn_no_template(tokenizer.name_or_path)
         return encode_text(tokenizer, "\n\n".join(m["content"] for m in messages) + "\n\n")
     try:
         encoded: Any = tokenizer.apply_chat_template(
@@ -74,6 +79,11 @@ def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], where:
         raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
     ids: list[int] = list(encoded["input_ids"])
     return ids
+
+
+@cache
+def _warn_no_template(name: str) -> None:
+    log.warning("%s: its tokenizer has no chat template; the turns of chats are joined as plain text", name)
 
 
 def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""Weights & Biases: a run that asks nobody anything, and the artifacts by which data, drafts and evaluations join.
+"""Weights & Biases: runs without prompts, and artifacts that link data, drafts and evaluations of different runs.
 
-Keys and tokens stay in the environment, where wandb itself looks for them: no value of it is passed on or printed.
-An artifact is known by its contents: what two runs describe alike, wherever they ran, is one version of one artifact.
+Keys and tokens stay in the environment, where wandb itself reads them; they are neither passed on nor printed.
+Artifacts are named by the hash of their contents, so that runs on different machines refer to the same one.
 """
 
 import json
@@ -38,13 +38,13 @@ def require_account() -> None:
 
 @contextmanager
 def without_prompts() -> Iterator[None]:
-    """wandb with no terminal to ask at: what it would ask, and what it fails with, is an InputError of one line."""
+    """Run wandb without standard input, so that it cannot wait for an answer; its errors become InputErrors."""
     import wandb
 
     stdin = sys.stdin
     try:
-        with open(os.devnull) as nobody:
-            sys.stdin = nobody
+        with open(os.devnull) as empty:
+            sys.stdin = empty
             yield
     except InputError:
         raise
@@ -60,13 +60,13 @@ def without_prompts() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     if hasattr(error, "errors"):
-        # What a validator says in full has the value in it, which may be the key.
+        # The full text of a validation error contains the value, which may be the key.
         return ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return " ".join(str(error).split()).rstrip(".")
 
 
 def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[str, Any]:
-    """What `wandb.init` is given, beside the project; the same `run_id` goes on in the same run."""
+    """Arguments of `wandb.init` beside the project; a `run_id` that was used before continues that run."""
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -76,32 +76,32 @@ def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[
         "id": run_id,
         "resume": "allow",
         "job_type": job_type,
-        # It would take along the uncommitted changes, and the remote's address, of whatever checkout it is started in.
+        # wandb would upload the uncommitted changes and the remote's address of the checkout it is started in.
         "settings": wandb.Settings(disable_git=True),
     }
 
 
 def log_input(run: Any, artifact: Any) -> None:
-    """Say that `artifact` went into `run`; it is made where it is not known yet."""
+    """Record `artifact` as an input of `run`, and create it where it is not known yet."""
     if run.disabled:
         return
     if run.offline:
-        # `use_artifact` refuses offline, though what it does online (log it, and mark it as an input once it is there)
-        # can be written down as well: synchronised later, it is an input all the same.
+        # `use_artifact` refuses to work offline. This call writes down the same two steps (log it, then mark it as an
+        # input), which take effect when the run is synchronised.
         run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
     else:
         run.use_artifact(artifact)
 
 
 def log_output(run: Any, artifact: Any, aliases: list[str] | None = None) -> None:
-    """Say that `artifact` came out of `run`."""
+    """Record `artifact` as an output of `run`."""
     if not run.disabled:
         run.log_artifact(artifact, aliases=aliases)
 
 
 @contextmanager
 def staging_artifacts_in(directory: Path) -> Iterator[None]:
-    """Files of artifacts wait in `directory`, beside their run, and not in the user's home, until they are uploaded."""
+    """Keep files of artifacts in `directory`, and not in the user's home directory, until they are uploaded."""
     kept = os.environ.get("WANDB_DATA_DIR")
     os.environ["WANDB_DATA_DIR"] = kept or str(directory.resolve())
     try:
@@ -112,7 +112,7 @@ def staging_artifacts_in(directory: Path) -> Iterator[None]:
 
 
 def data_artifact(name: str, digest: str, sources: list[str]) -> Any:
-    """A data set by its digest: no rows."""
+    """A data set as an artifact: its digest and the names of its sources, without any rows."""
     import wandb
 
     artifact = wandb.Artifact(f"{name}-{digest[:16]}", type="dataset", metadata={"digest": digest, "sources": sources})
@@ -122,10 +122,10 @@ def data_artifact(name: str, digest: str, sources: list[str]) -> Any:
 
 
 def draft_artifact(source: str, fingerprint: str) -> Any:
-    """A draft: its record, and its other files by reference and checksum, so that no weights are uploaded.
+    """A draft as an artifact: its record, and its other files by reference and checksum, so no weights are uploaded.
 
-    source: a directory or a hub name. fingerprint: of the draft as it was loaded; a record's own, of the weights as
-    they were written, goes before it. A draft with neither record nor files is known by its fingerprint alone.
+    source: a directory or a hub name. fingerprint: of the draft as it was loaded; used only when the directory has no
+    record, whose fingerprint is of the weights as they were written.
     """
     import wandb
 

@@ -117,7 +117,7 @@ def test_reading_json_names_the_place(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="^--out: .*file/sub cannot be made a directory"):
+    with pytest.raises(InputError, match="^--out: .*file/sub' cannot be made a directory"):
         make_dir(tmp_path / "file" / "sub", "--out")
     make_dir(tmp_path / "a" / "b", "--out")
     make_dir(tmp_path / "a" / "b", "--out")

@@ -140,7 +140,7 @@ def test_misuse_is_one_line(words: list[str], expected: str) -> None:
         ("? [1, 2]\n: 3\n", ":1: "),
         ("count: 1\n", "--name: is missing"),
         ("name: !!python/object/apply:os.getcwd []\n", ""),
-        ("", "--name: is missing"),
+        ("", "sets no option"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
@@ -300,3 +300,12 @@ def test_a_difference_is_named_by_its_key() -> None:
     other: dict[str, Any] = {"config": {"seed": 1, "optim": {"lr": 0.2}}, "data": "x"}
     assert difference(there, other) == "optim.lr is 0.1, now it is 0.2"
     assert difference({}, {"a": "z" * 99}) == 'a is null, now it is "' + "z" * 56 + "..."
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "limit:\n"])
+def test_a_file_that_sets_nothing_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.yaml").write_text(text)
+    with pytest.raises(
+        InputError, match=rf"^--config {tmp_path}/empty.yaml: sets no option; write `key: value` lines$"
+    ):
+        options("--name", "a", "--config", str(tmp_path / "empty.yaml"))

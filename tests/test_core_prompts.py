@@ -265,3 +265,57 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, tokenizer
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"prompt": "The quick"}\n{"prompt": "dog"}\n')
     assert read_prompts(str(path), tokenizer).digest == read_prompts(str(plain), tokenizer).digest
+
+
+@pytest.mark.parametrize(
+    "row, named",
+    [
+        ({"prompt": "a", "text": "b"}, "text"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "tools"),
+        ({"system": "be kind", "conversations": [{"from": "human", "value": "a"}]}, "system"),
+        ({"prompt": "what is shown?", "images": ["a.png"]}, "images"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "", "tool_calls": [1]},
+                    {"role": "user", "content": "b"},
+                ]
+            },
+            "messages.tool_calls",
+        ),
+    ],
+)
+def test_what_could_be_meant_for_the_prompt_and_is_not_read_is_named(
+    tmp_path: Path, chat: Tokenizer, caplog: pytest.LogCaptureFixture, row: Any, named: str
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
+    read_prompts(path, chat)
+    said = f"{path}: its rows hold {named} (first in row 2); the prompts are made without them"
+    assert [each.getMessage() for each in caplog.records] == [said]
+
+
+def test_what_is_not_meant_for_the_prompt_is_not_named(
+    tmp_path: Path, chat: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "a", "name": ""}, {"role": "assistant", "content": "b", "reasoning": "c"}]
+    alpaca = {"instruction": "do", "input": "", "output": "y", "text": "all of it"}
+    read_prompts(jsonl(tmp_path / "rows.jsonl", {"messages": turns, "images": [], "score": 3}, alpaca), chat)
+    assert not caplog.records
+
+
+def test_chats_without_a_chat_template_are_said_once(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    other = load_tokenizer(tokenizer.name_or_path)
+    other.name_or_path = str(tmp_path)
+    read_prompts(jsonl(tmp_path / "rows.jsonl", {"messages": turns}, {"messages": turns}), other)
+    said = "its tokenizer has no chat template; the turns of chats are joined as plain text"
+    assert [each.getMessage() for each in caplog.records] == [f"{tmp_path}: {said}"]
+
+
+@pytest.mark.parametrize("source", ["", " ", "https://example.com/rows.jsonl"])
+def test_a_source_that_can_be_none(tokenizer: Tokenizer, source: str) -> None:
+    with pytest.raises(InputError, match="is empty; name a|is a URL; download it and name the file"):
+        read_prompts(source, tokenizer)

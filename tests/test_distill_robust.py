@@ -182,3 +182,22 @@ def test_every_reason_for_skipping_is_a_line(words: list[str], tmp_path: Path, d
     assert summary["skipped_because"][0] == "2 skipped: key 'prompt' is empty (row 2, the first)"
     assert summary["skipped_because"][1].startswith("1 skipped: ")
     assert summary["skipped_because"][1].endswith(" tokens, more than the 91 that fit (row 4)")
+
+
+@pytest.mark.parametrize("there", ["README.md", "config.json", "part-00009.parquet"])
+def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door: Door, there: str) -> None:
+    Path("set").mkdir()
+    (Path("set") / there).write_text("mine")
+    code, _, err = door(*words)
+    assert (code, last_line(err)) == (
+        2,
+        f"draftsmith distill: --out set: holds {there} of something else; choose another --out",
+    )
+    assert os.listdir("set") == [there]
+
+
+@pytest.mark.parametrize("out, why", [("", "'': is empty"), ("a\0b", r"'a\x00b' cannot be made a directory")])
+def test_an_out_that_can_be_no_directory(words: list[str], door: Door, out: str, why: str) -> None:
+    code, _, err = door(*words, "--out", out)
+    assert code == 2
+    assert why in last_line(err)
