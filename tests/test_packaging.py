@@ -1,5 +1,7 @@
 """The sdist, the wheel built from it, the wheel installed somewhere else; and `make install` in a clone that moved."""
 
+import ast
+import itertools
 import json
 import os
 import re
@@ -113,6 +115,22 @@ def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tm
     assert str(ROOT) not in (empty / "out" / "eval" / "results.json").read_text()
 
 
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = PROJECT["project"]
+    declared = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[^\w-]", line)[0].lower() for line in declared} | {"yaml"}  # which pyyaml installs
+    imported: dict[str, str] = {}
+    for name in tracked(*PACKAGES):
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+                found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                imported |= {module.split(".")[0]: name for module in found}
+    assert {"torch", "wandb"} <= imported.keys()
+    ours = names | sys.stdlib_module_names | set(PACKAGES)
+    assert {module: name for module, name in imported.items() if module not in ours} == {}
+
+
 def test_extra_all_is_every_extra_of_the_running_program() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     ((joined,),) = ([text] for text in extras["all"])
@@ -130,7 +148,7 @@ def test_every_extra_that_users_are_told_to_install_exists() -> None:
             for listed in re.findall(r"draftsmith\[([a-z,]+)\]", text):
                 named |= dict.fromkeys(listed.split(","), name)
             for package in re.findall(r"require_package\(\s*\"(\w+)\"", text):
-                named[EXTRAS[package]] = name
+                named |= {EXTRAS[package]: name} if package in EXTRAS else {}  # else it is installed by its name
     assert {"bnb", "deepspeed"} <= set(named), "the search finds nothing"
     assert {extra: name for extra, name in named.items() if extra not in extras} == {}
 
