@@ -7,21 +7,19 @@ is found before it is used, and the checkpoint before it is taken instead.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, read_json, sha256_file
+from draftsmith_core.io import atomic_dir, read_json, sha256_file, writing
 from draftsmith_core.processes import on_main
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
@@ -64,16 +62,6 @@ class Retention:
 
     keep: int
     every: int
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write in the block into RunError, one line that names the path."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        raise RunError(f"{path}: cannot be written ({reason}); make room, and the same command continues") from None
 
 
 def save_best(run_dir: Path, wrapped: WrappedTrainee, step: int) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import RunError
-from draftsmith_core.io import write_text_atomic
+from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.memory import peak_memory
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from train import checkpoint, parallel
-from train.checkpoint import BatchLayout, Position, Retention, writing
+from train.checkpoint import BatchLayout, Position, Retention
 from train.config import Optim, TrainConfig
 from train.data import Batch, Examples, collate, units
 from train.loss_sums import LossSums
