@@ -28,7 +28,7 @@ def stopping(table, path):
     write(table, path)
 module.pq.write_table = stopping
 """
-WAIT_IN_PART = STOP_IN_PART.replace("os.kill(os.getpid(), signal.{signal})", "print('waiting', flush=True)")
+WAIT_IN_PART = STOP_IN_PART.replace("os.kill(os.getpid(), signal.{signal})", "hold()")
 FULL_DISK = """
 import errno
 import distill.generate as module

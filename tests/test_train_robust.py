@@ -246,7 +246,7 @@ def test_a_runtime_error_of_another_kind_is_not_called_out_of_memory() -> None:
 def test_a_second_run_in_the_same_directory_is_refused(
     whole: dict[str, bytes], words: list[str], tmp_path: Path, spawn: Spawn
 ) -> None:
-    pause = "import time\nbefore(train.loop, 'evaluate', 2, lambda: (open('there', 'w').close(), time.sleep(600)))"
+    pause = "before(train.loop, 'evaluate', 2, lambda: (open('there', 'w').close(), hold()))"
     first = spawn(*words, cwd=tmp_path, patch=BEFORE + pause)
     while not (tmp_path / "there").exists():
         assert not first.ended
