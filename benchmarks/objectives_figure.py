@@ -5,19 +5,19 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.report.theme import DARK, LIGHT, WIDE, Look, drawing, place, sheet, write_png
+from eval.report.theme import DARK, LIGHT, Look, drawing, write_png
 
 # Those with a colour; with more, none could be told apart. The others are drawn in grey.
 COLOURED = ("fkl", "ce", "jsd", "tvd", "lk_alpha", "rkl")
 PATHS = {"": LIGHT, "-dark": DARK}
-HEIGHT = 330.0
+WIDTH, HEIGHT = 10.0, 4.6  # inches
 
 
 def write_pictures(results: dict[str, Any], out: Path) -> None:
     """OUT/objectives.png and objectives-dark.png."""
     roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
     for suffix, colours in PATHS.items():
-        look = Look(WIDE, colours, roles)
+        look = Look(colours, roles)
         write_png(picture(results, look), out / f"objectives{suffix}.png")
 
 
@@ -25,9 +25,9 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
     """alpha at home (x) and away (y) at T = 1, seed 0: a line an objective, a mark a rate, larger with the rate."""
     home = results["domains"][0]
     rates = sorted(results["options"]["rates"])
-    with drawing(look):
-        figure = sheet(look, HEIGHT)
-        ax = place(figure, 56, 16, look.size.width - 56 - 84, HEIGHT - 16 - 46)
+    with drawing(look.colours):
+        figure = Figure(figsize=(WIDTH, HEIGHT))
+        ax = figure.subplots()
         ends = []
         names = [name for name in results["by_rate"] if name not in COLOURED]
         for name in [*names, *(name for name in COLOURED if name in results["by_rate"])]:
@@ -56,7 +56,7 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
         ax.set_xlabel(f"expected acceptance α at home ({home}), T = 1; marks grow with the learning rate: {told}")
         ax.set_ylabel("α away from home")
         low, high = ax.get_ylim()
-        spread, last = (high - low) * 15 / (HEIGHT - 62), float("inf")
+        spread, last = (high - low) * 15 / (HEIGHT * 72 - 62), float("inf")
         for x_end, y_end, name in sorted(ends, key=lambda end: -end[1]):
             last = min(y_end, last - spread)
             ax.annotate(

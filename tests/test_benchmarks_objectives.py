@@ -18,7 +18,7 @@ from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir
 from eval.bootstrap import PromptSums, resamples
-from eval.report.theme import WIDE, light
+from eval.report.theme import LIGHT, Look
 from train import training_run as train_run
 from train.config import TrainConfig
 
@@ -103,7 +103,7 @@ def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainC
     assert f"| ce | {value:.3f} [" in text and "nan" not in text
 
     roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
-    (ax,), tried = picture(more, light(WIDE, roles)).axes, more["by_rate"]
+    (ax,), tried = picture(more, Look(LIGHT, roles)).axes, more["by_rate"]
     drawn = {tuple(map(tuple, np.asarray(line.get_xydata()).tolist())) for line in ax.lines}
     for name in ("fkl", "ce", "adaspec"):
         assert tuple((tried[name][rate]["prose"], tried[name][rate]["ood"]) for rate in ("0.003", "0.01")) in drawn

@@ -17,8 +17,8 @@ from draftsmith_core.prompts import Prompt
 from eval import assemble as assembling
 from eval.headroom import RootMeasurement, RootStep
 from eval.report.findings import lead
+from eval.report.formats import memory
 from eval.report.page import render_page
-from eval.report.tables import memory
 from eval.request import Method
 from eval.results import FRAMES, Results
 from eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
@@ -142,59 +142,98 @@ def made_up(
     )
 
 
+def view(*args: Any, **options: Any) -> Results:
+    """Results of `made_up` as they are read."""
+    return Results(made_up(*args, **options), Path())
+
+
 BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
-BOTH: dict[str, SuiteKind] = {"home": "id", "away": "ood"}
+BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
 
 
 @pytest.mark.parametrize(
-    ("home", "away", "says"),
+    ("gain_id", "gain_ood", "says"),
     [
         (
             0.2,
             0.1,
-            r"raised acceptance at home from 50 % to 70 %; away from home (4\d|5\d) % of that gain survived",
+            r"raised acceptance in distribution from 50 % to 70 %; out of distribution [45]\d % of that gain survived",
         ),
-        (0.2, 0.0, "raised .*; away from home nothing measurable changed"),
-        (0.2, -0.1, r"raised .*; away from home it cost (9\.\d|10\.\d) points"),
-        (0.0, 0.0, "made no measurable change at home .*; away from home nothing measurable changed"),
-        (-0.1, 0.1, "lowered acceptance at home .*; away from home it gained"),
+        (0.2, 0.0, "raised .*; out of distribution nothing measurable changed"),
+        (0.2, -0.1, r"raised .*; out of distribution it cost (9\.\d|10\.\d) points"),
+        (0.0, 0.0, "made no measurable change in distribution .*; out of distribution nothing measurable changed"),
+        (-0.1, 0.1, "lowered acceptance in distribution .*; out of distribution it gained"),
     ],
 )
-def test_the_headline_says_what_the_intervals_allow(home: float, away: float, says: str) -> None:
-    head = lead(made_up({"base": BASE, "mine": {"id": home, "ood": away}}, BOTH))
+def test_the_headline_says_what_the_intervals_allow(gain_id: float, gain_ood: float, says: str) -> None:
+    head = lead(view({"base": BASE, "mine": {"id": gain_id, "ood": gain_ood}}, BOTH))
     assert re.search(says, head.headline), head.headline
     points = dict(head.findings[0].points)
     assert head.findings[0].draft == "mine"
-    if home <= 0:
+    if gain_id <= 0:
         assert points["Transfer"].startswith("Undefined: ")
-    if home == 0:
-        assert points["At home"].startswith("No measurable change: ") and "holds zero" in points["At home"]
+    if gain_id == 0:
+        assert (
+            points["In distribution"].startswith("No measurable change: ")
+            and "includes zero" in points["In distribution"]
+        )
 
 
 def test_the_best_of_several_drafts_leads() -> None:
-    head = lead(made_up({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
+    head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
     assert head.headline.startswith("The best of 2 alignments, b, raised")
     assert [finding.draft for finding in head.findings] == ["b", "a"]
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "high", "says"),
+    [
+        (1.3, 1.2, 1.4, "mine with chain:2 and speculative: 1.30 (1.20 to 1.40) times the target alone."),
+        (1.1, 0.9, 1.3, "None is measurably faster than the target alone. The fastest, mine with chain:2"),
+        (0.8, 0.7, 0.9, "None: no draft pays. The fastest, mine with chain:2 and speculative, is 0.80"),
+        (1.3, None, None, "Too few prompts to judge; mine with chain:2"),
+    ],
+)
+def test_what_to_run_is_said_by_temperature_and_kind(
+    value: float, low: float | None, high: float | None, says: str
+) -> None:
+    found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    for row in found["speed"]["overall"]:
+        if row["speedup"] is not None:
+            row["speedup"] |= {"value": value if row["draft"] == "mine" else 0.5, "low": low, "high": high}
+    head = lead(Results(found, Path()))
+    assert [label for label, _ in head.decision] == ["T = 1, ID", "T = 1, OOD", "T = 0, ID", "T = 0, OOD"]
+    assert all(text.startswith(says) for _, text in head.decision)
+    # Temperature 0 is not hidden behind the highest.
+    assert len(head.others) == 1 and head.others[0].startswith("At temperature 0, mine raised acceptance in dist")
+    found["speed"] = {"domains": [], "overall": []}
+    assert lead(Results(found, Path())).decision == []
+
+
+def test_headroom_stands_in_the_table_of_decoding() -> None:
+    page = render_page(view({"base": BASE}, {"prose": "id"}))
+    # The bound is 8/7 of what is reached; at temperature 0 there is a dash.
+    assert page.count("<td>1.14 [1.14, 1.14]</td>") == 1 and "headroom [95 %]" in page
+
+
 def test_one_prompt_or_one_draft_claims_nothing() -> None:
-    one = lead(made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
+    one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
     assert "too few prompts to judge" in one.headline and "no interval" in one.findings[0].points[0][1]
-    alone = lead(made_up({"base": BASE}, {"home": "id"}))
-    assert alone.headline.startswith("The target accepts 50 % of what base drafts at home.")
+    alone = lead(view({"base": BASE}, {"prose": "id"}))
+    assert alone.headline.startswith("The target accepts 50 % of what base drafts in distribution.")
 
 
 def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
     drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE}
-    assert "Lossless: at temperature 0, 24 of 24" in lead(made_up(drafts, {"home": "id"})).lossless
-    tie = lead(made_up(drafts, {"home": "id"}, same=23, gap=1e-4)).lossless
+    assert "Lossless: at temperature 0, 24 of 24" in lead(view(drafts, {"prose": "id"})).lossless
+    tie = lead(view(drafts, {"prose": "id"}, same=23, gap=1e-4)).lossless
     assert "23 of 24" in tie and "a tie" in tie
-    assert "more than rounding explains" in lead(made_up(drafts, {"home": "id"}, same=23, gap=0.5)).lossless
+    assert "more than rounding explains" in lead(view(drafts, {"prose": "id"}, same=23, gap=0.5)).lossless
 
 
 def test_everything_from_outside_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
-    page = render_page(made_up({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"home": "id", f"x{evil}$y$": "ood"}))
+    page = render_page(view({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"prose": "id", f"x{evil}$y$": "ood"}))
     assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
 
@@ -205,28 +244,28 @@ def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft()
     for row in found["decoding"]:
         if row["verifier"] == "exact" and row["identical_outputs"]:
             row["identical_outputs"] = {"same": 24, "of": 24, "largest_gap": None}
-    page = render_page(found)
+    page = render_page(Results(found, Path()))
     rows = re.findall(r"<tr>.*?</tr>", page)
     lossy = [row for row in rows if "typical" in row]
     # Two drafts on two domains at two temperatures, decoded and timed.
     assert len(lossy) == 16 and all(">typical, lossless: false</td>" in row for row in lossy)
     assert not any("lossless: false" in row for row in rows if row not in lossy)
-    head = lead(found)
-    assert "typical, which is lossy by design (lossless: false)." in head.lossless
+    head = lead(Results(found, Path()))
+    assert "typical, lossy by design (lossless: false)." in head.lossless
     # Outputs of the lossy rule that differ are no failure of the lossless one.
     assert (
         "The others are lossless: at temperature 0, 96 of 96" in head.lossless
         and "more than rounding" not in head.lossless
     )
     assert "typical" not in " ".join(text for finding in head.findings for _, text in finding.points)
-    alone = dict(lead(made_up(drafts, BOTH, verifiers=("typical",))).findings[0].points)
+    alone = dict(lead(view(drafts, BOTH, verifiers=("typical",))).findings[0].points)
     assert "and typical (lossless: false)" in alone["Tokens per call"]
 
 
 def test_memory_latency_and_quantisation_are_shown() -> None:
-    found = made_up({"base": BASE}, {"home": "id"})
+    found = made_up({"base": BASE}, {"prose": "id"})
     found["models"]["target"]["quantize"] = "nf4"
-    page = render_page(found)
+    page = render_page(Results(found, Path()))
     assert "held 1.23 GB, all of the process included" in page
     assert "<td>4.12 MB</td>" in page and "nf4, float32" in page and "Draft alignment for t in nf4 ·" in page
     speed = found["speed"]["domains"][0]
@@ -236,9 +275,9 @@ def test_memory_latency_and_quantisation_are_shown() -> None:
 
 def test_a_tree_from_a_file_goes_by_the_name_of_the_file(tmp_path: Path) -> None:
     (file := tmp_path / "wide.json").write_text('{"parents": [-1, -1]}')
-    found = made_up({"base": BASE}, {"home": "id"}, trees=(f"static:{file}",), verifiers=("mcsd",))
+    found = made_up({"base": BASE}, {"prose": "id"}, trees=(f"static:{file}",), verifiers=("mcsd",))
     assert found["methods"][0]["tree"] == f"static:{file}"
-    page = render_page(found)
+    page = render_page(Results(found, Path()))
     assert ">static:wide.json</td>" in page and "static:wide.json, verifier mcsd" in page
     assert str(tmp_path) not in page
 
@@ -249,12 +288,12 @@ def test_bytes_for_people(size: int, text: str) -> None:
 
 
 def test_the_same_results_draw_the_same_page() -> None:
-    found = made_up({"base": BASE}, {"home": "id"})
-    assert render_page(found) == render_page(found)
+    found = made_up({"base": BASE}, {"prose": "id"})
+    assert render_page(Results(found, Path())) == render_page(Results(found, Path()))
 
 
 def test_undefined_figures_are_en_dashes() -> None:
-    page = render_page(made_up({"base": BASE}, {"home": "id"}, offered=False))
+    page = render_page(view({"base": BASE}, {"prose": "id"}, offered=False))
     assert "<td>–</td>" in page and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
 
 
@@ -262,13 +301,13 @@ def test_undefined_figures_are_en_dashes() -> None:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of one draft on one domain, and one of five long-named drafts on eight domains."""
     root = tmp_path_factory.mktemp("pages")
-    (root / "small.html").write_text(render_page(made_up({"base": BASE}, {"home": "id"})))
+    (root / "small.html").write_text(render_page(view({"base": BASE}, {"prose": "id"})))
     drafts: dict[str, dict[SuiteKind, float]] = {
         f"draft-{'with-a-long-name-' * 3}{i}": {"id": 0.05 * i, "ood": 0.02 * i} for i in range(5)
     }
     suites: dict[str, SuiteKind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
     trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
-    (root / "large.html").write_text(render_page(made_up(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
+    (root / "large.html").write_text(render_page(view(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
     return root
 
 

@@ -1,18 +1,19 @@
 """The answer in words, made from the numbers: what a report says before it shows anything.
 
-A change is called a change only when its interval leaves out zero.
+A change is called a change only when its interval leaves out zero. Sentences are templates, chosen by the sign of what
+they are about: 1 and -1 where the interval lies on one side of zero, 0 where it does not, None where there is none.
 """
 
 from dataclasses import dataclass
 
-from eval.report.figures import headline_temperature
-from eval.report.row_figure import MINUS, number, percent, tree_name
-from eval.schema import AlphaRow, DecodingRow, Difference, Estimate, ResultsDocument, TransferRow
+from eval.report.formats import KIND_TITLES, interval, number, percent, points, tree_name
+from eval.results import KINDS, Results
+from eval.schema import DecodingRow, Difference, Estimate, SpeedRow, SuiteKind
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said about one aligned draft: a label and a sentence each."""
+    """What is to be said about one draft: a label and a sentence each."""
 
     draft: str
     points: list[tuple[str, str]]
@@ -20,198 +21,44 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lead:
-    """The head of the report."""
+    """The head of the report: one sentence, the other temperatures, what to run, one finding per aligned draft."""
 
     headline: str
+    others: list[str]
+    decision: list[tuple[str, str]]
     findings: list[Finding]
     lossless: str
 
 
-def lead(results: ResultsDocument) -> Lead:
-    """Headline, one finding a draft that is not the base (or the base alone), and whether outputs are
-    unchanged."""
-    aligned = [draft for draft in results["drafts"] if draft != results["base"]]
-    if not aligned:
-        return Lead(_plain_headline(results), [_plain_finding(results)], _lossless(results))
-    best = max(aligned, key=lambda draft: _gain_value(_alpha(results, draft, "id")))
-    findings = [_finding(results, draft) for draft in [best, *(d for d in aligned if d != best)]]
-    return Lead(_headline(results, best, len(aligned)), findings, _lossless(results))
-
-
-def _alpha(results: ResultsDocument, draft: str, kind: str) -> AlphaRow | None:
-    temperature = headline_temperature(results)
-    for row in results["overall_alpha"]:
-        if (row["draft"], row["kind"], row["temperature"]) == (draft, kind, temperature):
-            return row
-    return None
-
-
-def _gain_value(row: AlphaRow | None) -> float:
-    gain = row["gain"]["value"] if row and row["gain"] else None
-    return gain if gain is not None else -1.0
-
-
-def overall_transfer(results: ResultsDocument, draft: str) -> TransferRow | None:
-    """transfer to all OOD suites together, at the headline temperature."""
-    rows = [
-        row
-        for row in results["transfer"]
-        if row["draft"] == draft and row["temperature"] == headline_temperature(results)
-    ]
-    return next((row for row in rows if row["domain"] is None), rows[0] if rows else None)
-
-
-def sign(gain: Difference | None) -> int | None:
-    """1 or -1 when the interval leaves out zero, 0 when it does not, None when there is no interval."""
-    if gain is None or gain["value"] is None or gain["low"] is None or gain["high"] is None:
-        return None
-    return 1 if gain["low"] > 0 else -1 if gain["high"] < 0 else 0
-
-
-def _headline(results: ResultsDocument, draft: str, count: int) -> str:
-    base, home = _alpha(results, results["base"], "id"), _alpha(results, draft, "id")
-    assert base is not None and home is not None
-    before, after = percent(base["alpha"]["value"]), percent(home["alpha"]["value"])
-    who = "Alignment" if count == 1 else f"The best of {count} alignments, {draft},"
-    match sign(home["gain"]):
-        case 1:
-            text = f"{who} raised acceptance at home from {before} to {after}"
-        case -1:
-            text = f"{who} lowered acceptance at home from {before} to {after}"
-        case 0:
-            text = f"{who} made no measurable change at home ({before} before, {after} after)"
-        case _:
-            text = f"{who} took acceptance at home from {before} to {after}, on too few prompts to judge"
-    away, share = _alpha(results, draft, "ood"), overall_transfer(results, draft)
-    if away is None:
-        return f"{text}."
-    gained, lost = (_domains_with(results, draft, wanted) for wanted in (1, -1))
-    if gained and lost:
-        return f"{text}; away from home it gained on {_listed(gained)} and lost on {_listed(lost)}."
-    match sign(away["gain"]):
-        case 1 if share is not None and share["value"] is not None:
-            return f"{text}; away from home {percent(share['value'])} of that gain survived."
-        case 1:
-            return f"{text}; away from home it gained {_points(away['gain'])}."
-        case -1:
-            return f"{text}; away from home it cost {_points(away['gain'], bare=True)}."
-        case 0:
-            return f"{text}; away from home nothing measurable changed."
-        case _:
-            return f"{text}; away from home there are too few prompts to judge."
-
-
-def _away_rows(results: ResultsDocument, draft: str) -> list[AlphaRow]:
-    """The draft's rows on each OOD suite at the headline temperature."""
-    temperature = headline_temperature(results)
-    return [
-        row
-        for row in results["alpha"]
-        if (row["draft"], row["kind"], row["temperature"]) == (draft, "ood", temperature) and row["domain"] is not None
-    ]
-
-
-def _domains_with(results: ResultsDocument, draft: str, wanted: int) -> list[str]:
-    return [str(row["domain"]) for row in _away_rows(results, draft) if sign(row["gain"]) == wanted]
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(names) if len(names) <= 2 else f"{len(names)} domains"
-
-
-def _plain_headline(results: ResultsDocument) -> str:
-    home, away = (_alpha(results, results["base"], kind) for kind in ("id", "ood"))
-    assert home is not None
-    text = f"The target accepts {percent(home['alpha']['value'])} of what {results['base']} drafts at home"
-    if away is None:
-        return f"{text}."
-    return f"{text} and {percent(away['alpha']['value'])} away from home."
-
-
-def _points(gain: Difference | None, *, bare: bool = False) -> str:
-    """A difference of shares in points, +4.2; `bare` drops the sign."""
-    if gain is None or gain["value"] is None:
-        return "–"
-    value = abs(gain["value"]) if bare else gain["value"]
-    return f"{value * 100:{'' if bare else '+'}.1f} points".replace("-", MINUS)
-
-
-def _bounds(low: float | None, high: float | None, scale: float, digits: int, plus: str = "") -> str:
-    if low is None or high is None:
-        return "no interval: too few prompts"
-    a, b = (f"{bound * scale:{plus}.{digits}f}".replace("-", MINUS) for bound in (low, high))
-    return f"95 % interval {a} to {b}"
-
-
-def _change(base: AlphaRow, new: AlphaRow) -> str:
-    gain = new["gain"]
-    assert gain is not None
-    before, after = percent(base["alpha"]["value"]), percent(new["alpha"]["value"])
-    detail = f"{_points(gain)}, {_bounds(gain['low'], gain['high'], 100, 1, '+')}"
-    match sign(gain):
-        case 1:
-            return f"Acceptance rose from {before} to {after} ({detail})."
-        case -1:
-            return f"Acceptance fell from {before} to {after} ({detail})."
-        case 0:
-            return f"No measurable change: {before} before, {after} after ({detail}, which holds zero)."
-        case _:
-            return f"Acceptance went from {before} to {after} ({detail})."
-
-
-def _finding(results: ResultsDocument, draft: str) -> Finding:
-    points = []
-    for kind, label in (("id", "At home"), ("ood", "Away")):
-        base, new = _alpha(results, results["base"], kind), _alpha(results, draft, kind)
-        if base is not None and new is not None:
-            points.append((label, _change(base, new) + (_by_domain(results, draft) if kind == "ood" else "")))
-    share = overall_transfer(results, draft)
-    if share is not None:
-        if share["value"] is None:
-            text = f"Undefined: {share['undefined']}."
-        else:
-            bounds = _bounds(share["low"], share["high"], 100, 0)
-            if share["high"] is not None and share["high"] < 0:
-                change = f"the change away from home is {percent(share['value'])} of the gain ({bounds})"
-                text = f"None of it: {change}."
-            elif share["low"] is not None and share["low"] <= 0:
-                text = f"Cannot be told from none: {percent(share['value'])} of the gain at home ({bounds})."
-            else:
-                text = f"{percent(share['value'])} of the gain at home holds away from home ({bounds})."
-        points.append(("Transfer", text))
-    return Finding(draft, points + _work(results, draft) + _training(results, draft))
-
-
-def _by_domain(results: ResultsDocument, draft: str) -> str:
-    """What the pooled change away from home is made of, where there are few enough domains to name."""
-    rows = _away_rows(results, draft)
-    if not 2 <= len(rows) <= 4:
-        return ""
-    parts = [
-        f"{row['domain']} {_points(row['gain'])}" + (" (holds zero)" if sign(row["gain"]) == 0 else "") for row in rows
-    ]
-    return f" By domain: {', '.join(parts)}."
-
-
-def _training(results: ResultsDocument, draft: str) -> list[tuple[str, str]]:
-    """What the draft was trained on and, for sequence-level KD, what it would need."""
-    training = results["models"][draft]["training"]
-    if training is None:
-        return []
-    text = (
-        f"{_objective(training['objective'])} on {training['response_tokens']:,} tokens "
-        f"of the target's answers, {training['epochs']:.1f} passes; best on held-out prompts at step "
-        f"{training['best_step']} of {training['steps']}."
-    )
-    if training["objective"] == "ce":
-        text += (
-            " A sampled token says less than the law it was drawn from: this objective usually needs more fresh "
-            "samples than token-level KD for the same gain, and a held-out stop against overfitting."
-        )
-    return [("Training", text)]
-
-
-_DIVERGENCES = {
+ID_HEADLINE = {
+    1: "{who} raised acceptance in distribution from {before} to {after}",
+    -1: "{who} lowered acceptance in distribution from {before} to {after}",
+    0: "{who} made no measurable change in distribution ({before} before, {after} after)",
+    None: "{who} took acceptance in distribution from {before} to {after}, on too few prompts to judge",
+}
+OOD_HEADLINE = {
+    1: "; out of distribution it gained {points}.",
+    -1: "; out of distribution it cost {lost}.",
+    0: "; out of distribution nothing measurable changed.",
+    None: "; out of distribution there are too few prompts to judge.",
+}
+OOD_KEPT = "; out of distribution {kept} of that gain survived."
+OOD_MIXED = "; out of distribution it gained on {gained} and lost on {lost}."
+CHANGE = {
+    1: "Acceptance rose from {before} to {after} ({detail}).",
+    -1: "Acceptance fell from {before} to {after} ({detail}).",
+    0: "No measurable change: {before} before, {after} after ({detail}, which includes zero).",
+    None: "Acceptance went from {before} to {after} ({detail}).",
+}
+TRAINED = (
+    "{objective} on {tokens:,} tokens of the target's answers, {epochs:.1f} passes; best on held-out prompts at step "
+    "{best} of {steps}."
+)
+TRAINED_ON_SAMPLES = (
+    " A sampled token says less than the distribution it was drawn from: this objective usually needs more fresh "
+    "samples than token-level KD for the same gain, and a held-out stop against overfitting."
+)
+DIVERGENCES = {
     "fkl": "forward KL",
     "rkl": "reverse KL",
     "jsd": "Jensen-Shannon divergence",
@@ -222,78 +69,206 @@ _DIVERGENCES = {
 }
 
 
+def sign(gain: Difference | None) -> int | None:
+    """1 or -1 when the interval leaves out zero, 0 when it does not, None when there is no interval."""
+    if gain is None or gain["value"] is None or gain["low"] is None or gain["high"] is None:
+        return None
+    return 1 if gain["low"] > 0 else -1 if gain["high"] < 0 else 0
+
+
+def lead(results: Results) -> Lead:
+    """Headline, what to run, one finding per aligned draft (or the base alone), and whether outputs are unchanged."""
+    if not results.aligned:
+        findings = [_plain_finding(results)]
+        return Lead(_plain_headline(results), [], _decision(results), findings, _lossless(results))
+    best = max(results.aligned, key=lambda draft: _value(results.gain(draft, "id")))
+    others = [
+        f"At temperature {temperature:g}, {_headline(results, best, temperature, best)}"
+        for temperature in sorted(results.temperatures, reverse=True)[1:]
+    ]
+    findings = [_finding(results, draft) for draft in [best, *(d for d in results.aligned if d != best)]]
+    count = len(results.aligned)
+    who = "Alignment" if count == 1 else f"The best of {count} alignments, {best},"
+    headline = _headline(results, best, results.top_temperature, who)
+    return Lead(headline, others, _decision(results), findings, _lossless(results))
+
+
+def _value(gain: Difference | None) -> float:
+    return gain["value"] if gain is not None and gain["value"] is not None else -1.0
+
+
+def _headline(results: Results, draft: str, temperature: float, who: str) -> str:
+    before, after = (percent(results.alpha(each, "id", temperature)["value"]) for each in (results.base, draft))
+    text = ID_HEADLINE[sign(results.gain(draft, "id", temperature))].format(who=who, before=before, after=after)
+    if not results.has("ood"):
+        return f"{text}."
+    gained, lost = (_domains_with(results, draft, temperature, wanted) for wanted in (1, -1))
+    if gained and lost:
+        return text + OOD_MIXED.format(gained=_listed(gained), lost=_listed(lost))
+    change, kept = results.gain(draft, "ood", temperature), results.transfer(draft, "ood", temperature)
+    if sign(change) == 1 and kept is not None and kept["value"] is not None:
+        return text + OOD_KEPT.format(kept=percent(kept["value"]))
+    return text + OOD_HEADLINE[sign(change)].format(points=points(change), lost=points(change, bare=True))
+
+
+def _domains_with(results: Results, draft: str, temperature: float, wanted: int) -> list[str]:
+    return [name for name in results.domains("ood") if sign(results.gain(draft, name, temperature)) == wanted]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) if len(names) <= 2 else f"{len(names)} domains"
+
+
+def _plain_headline(results: Results) -> str:
+    shares = {kind: percent(results.alpha(results.base, kind)["value"]) for kind in KINDS if results.has(kind)}
+    text = f"The target accepts {shares['id']} of what {results.base} drafts in distribution"
+    return f"{text} and {shares['ood']} out of distribution." if "ood" in shares else f"{text}."
+
+
+def _decision(results: Results) -> list[tuple[str, str]]:
+    """Which draft and tree to run, by temperature and kind of prompts: the fastest lossless one, or none."""
+    decided = []
+    for temperature in sorted(results.temperatures, reverse=True):
+        for kind in KINDS:
+            rows = [row for row in results.document["speed"]["overall"] if row["speedup"] and row["lossless"]]
+            rows = [row for row in rows if (row["kind"], row["temperature"]) == (kind, temperature)]
+            if rows:
+                decided.append((f"T = {temperature:g}, {kind.upper()}", _fastest(rows)))
+    return decided
+
+
+def _fastest(rows: list[SpeedRow]) -> str:
+    best = max(rows, key=lambda row: (row["speedup"]["value"] if row["speedup"] else None) or 0.0)
+    speedup = best["speedup"]
+    assert speedup is not None
+    what = f"{best['draft']} with {tree_name(best['tree'] or '')} and {best['verifier']}"
+    if speedup["low"] is None:
+        return f"Too few prompts to judge; {what} was fastest, {_figure(speedup)} times the target alone."
+    if speedup["low"] > 1:
+        return f"{what}: {_figure(speedup)} times the target alone."
+    if speedup["high"] is not None and speedup["high"] < 1:
+        return f"None: no draft pays. The fastest, {what}, is {_figure(speedup)} times the target alone."
+    return f"None is measurably faster than the target alone. The fastest, {what}: {_figure(speedup)} times."
+
+
+def _bounds(low: float | None, high: float | None, text: str) -> str:
+    return "no interval: too few prompts" if low is None or high is None else f"95 % interval {text}"
+
+
+def _finding(results: Results, draft: str) -> Finding:
+    said = []
+    for kind in KINDS:
+        if results.has(kind):
+            text = _change(results, draft, kind) + (_by_domain(results, draft) if kind == "ood" else "")
+            said.append((KIND_TITLES[kind], text))
+    said += _transfer(results, draft)
+    return Finding(draft, said + _work(results, draft) + _training(results, draft))
+
+
+def _change(results: Results, draft: str, kind: SuiteKind) -> str:
+    gain = results.gain(draft, kind)
+    assert gain is not None
+    before, after = (percent(results.alpha(each, kind)["value"]) for each in (results.base, draft))
+    spread = _bounds(gain["low"], gain["high"], interval(gain, 1, scale=100, sign=True))
+    return CHANGE[sign(gain)].format(before=before, after=after, detail=f"{points(gain)}, {spread}")
+
+
+def _by_domain(results: Results, draft: str) -> str:
+    """What the pooled change out of distribution is made of, where there are few enough domains to name."""
+    names = results.domains("ood")
+    if not 2 <= len(names) <= 4:
+        return ""
+    gains = {name: results.gain(draft, name) for name in names}
+    parts = [f"{name} {points(gain)}" + " (includes zero)" * (sign(gain) == 0) for name, gain in gains.items()]
+    return f" By domain: {', '.join(parts)}."
+
+
+def _transfer(results: Results, draft: str) -> list[tuple[str, str]]:
+    row = results.transfer(draft)
+    if row is None:
+        return []
+    share, bounds = percent(row["value"]), _bounds(row["low"], row["high"], interval(row, 0, scale=100))
+    if row["value"] is None:
+        text = f"Undefined: {row['undefined']}."
+    elif row["high"] is not None and row["high"] < 0:
+        text = f"None of it: the change out of distribution is {share} of the ID gain ({bounds})."
+    elif row["low"] is not None and row["low"] <= 0:
+        text = f"Cannot be told from none: {share} of the ID gain ({bounds})."
+    else:
+        text = f"{share} of the ID gain holds out of distribution ({bounds})."
+    return [("Transfer", text)]
+
+
+def _training(results: Results, draft: str) -> list[tuple[str, str]]:
+    """What the draft was trained on and, for sequence-level KD, what it would need."""
+    training = results.document["models"][draft]["training"]
+    if training is None:
+        return []
+    text = TRAINED.format(
+        objective=_objective(training["objective"]),
+        tokens=training["response_tokens"],
+        epochs=training["epochs"],
+        best=training["best_step"],
+        steps=training["steps"],
+    )
+    return [("Training", text + TRAINED_ON_SAMPLES * (training["objective"] == "ce"))]
+
+
 def _objective(spec: str) -> str:
-    """An objective in words; one that is a sum, or was not made here, as it is."""
+    """An objective in words; one that is a sum, or not one of draftsmith's, as it is."""
     if spec == "ce":
         return "Sequence-level KD (cross-entropy)"
-    name = _DIVERGENCES.get(spec.partition(":")[0])
+    name = DIVERGENCES.get(spec.partition(":")[0])
     return spec if name is None or "+" in spec or "@" in spec else f"Token-level KD ({name})"
 
 
-def _plain_finding(results: ResultsDocument) -> Finding:
-    points = []
-    for kind, label in (("id", "At home"), ("ood", "Away")):
-        row = _alpha(results, results["base"], kind)
-        if row is not None:
-            bounds = _bounds(row["alpha"]["low"], row["alpha"]["high"], 100, 1)
-            points.append(
-                (
-                    label,
-                    f"{percent(row['alpha']['value'])} of draft tokens are accepted ({bounds}).",
-                )
-            )
-    points.append(
-        (
-            "Alignment",
-            "Only one draft was measured, so there is no gain to report; add an aligned one.",
-        )
-    )
-    return Finding(results["base"], points + _work(results, results["base"]))
+def _plain_finding(results: Results) -> Finding:
+    said = []
+    for kind in KINDS:
+        if results.has(kind):
+            alpha = results.alpha(results.base, kind)
+            bounds = _bounds(alpha["low"], alpha["high"], interval(alpha, 1, scale=100))
+            said.append((KIND_TITLES[kind], f"{percent(alpha['value'])} of draft tokens are accepted ({bounds})."))
+    said.append(("Alignment", "Only one draft was measured, so there is no gain to report; add an aligned one."))
+    return Finding(results.base, said + _work(results, results.base))
 
 
-def _work(results: ResultsDocument, draft: str) -> list[tuple[str, str]]:
-    """Tokens per target call and speed, in distribution, with the way of decoding that does best there."""
-    temperature = headline_temperature(results)
-    rows = [
-        row
-        for row in results["overall_decoding"]
-        if (row["draft"], row["kind"], row["temperature"]) == (draft, "id", temperature)
-        and row["tau"]["value"] is not None
-    ]
+def _work(results: Results, draft: str) -> list[tuple[str, str]]:
+    """Tokens per target call and speed in distribution, with the method that does best there."""
+    rows = [results.decoding(draft, "id", None, way["tree"], way["verifier"]) for way in results.document["methods"]]
+    rows = [row for row in rows if row["tau"]["value"] is not None]
     if not rows:
         return []
-    speeds = {
-        (row["draft"], row["tree"], row["verifier"]): row["speedup"]
-        for row in results["speed"]["overall"]
-        if row["kind"] == "id" and row["temperature"] == temperature
-    }
+
+    def speedup(of: str, row: DecodingRow) -> Estimate | None:
+        timed = results.speed(of, "id", None, row["tree"], row["verifier"])
+        return timed["speedup"] if timed else None
 
     def merit(row: DecodingRow) -> tuple[bool, float, float]:
-        timed = speeds.get((draft, row["tree"], row["verifier"]))
+        timed = speedup(draft, row)
         # A lossy rule speaks for a draft only where nothing else was measured.
-        return (row["lossless"], timed["value"] or 0.0 if timed else 0.0, row["tau"]["value"] or 0.0)
+        return row["lossless"], (timed["value"] or 0.0) if timed else 0.0, row["tau"]["value"] or 0.0
 
     best = max(rows, key=merit)
-    base_tau = next(
-        row["tau"]
-        for row in results["overall_decoding"]
-        if (row["draft"], row["kind"], row["temperature"], row["tree"], row["verifier"])
-        == (results["base"], "id", temperature, best["tree"], best["verifier"])
-    )
-    gain = best["tau_gain"]
-    text = f"One call of the target yields {_figure(best['tau'])} tokens at home with {tree_name(best['tree'])}"
+    text = f"One target call yields {_figure(best['tau'])} tokens in distribution with {tree_name(best['tree'])}"
     if not best["lossless"]:
         text += f" and {best['verifier']} (lossless: false)"
-    if draft != results["base"]:
-        text += f"; with {results['base']}, {number(base_tau['value'], 2)}"
-        if sign(gain) == 0:
-            text += ", no measurable difference"
-    points = [("Tokens per call", f"{text}.")]
-    timed = speeds.get((draft, best["tree"], best["verifier"]))
+    if draft != results.base:
+        base = results.decoding(results.base, "id", None, best["tree"], best["verifier"])
+        text += f"; with {results.base}, {number(base['tau']['value'], 2)}"
+        text += ", no measurable difference" * (sign(best["tau_gain"]) == 0)
+    said = [("Tokens per call", f"{text}.")]
+    timed, before = speedup(draft, best), speedup(results.base, best)
     if timed is not None and timed["value"] is not None:
-        before = speeds.get((results["base"], best["tree"], best["verifier"]))
-        points.append(("Speed", _speed(timed, before if draft != results["base"] else None, results["base"])))
-    return points
+        text = f"{_figure(timed)} times the target alone in distribution, on this machine, one prompt at a time"
+        if timed["high"] is not None and timed["high"] < 1:
+            text += ": slower than no draft at all"
+        elif timed["low"] is not None and timed["low"] <= 1:
+            text += ": no measurable speedup"
+        if draft != results.base and before is not None and before["value"] is not None:
+            text += f"; {results.base} reached {number(before['value'], 2)}"
+        said.append(("Speed", f"{text}."))
+    return said
 
 
 def _figure(value: Estimate) -> str:
@@ -303,54 +278,36 @@ def _figure(value: Estimate) -> str:
     return f"{text} ({number(value['low'], 2)} to {number(value['high'], 2)})"
 
 
-def _speed(now: Estimate, before: Estimate | None, base: str) -> str:
-    text = f"{_figure(now)} times the target alone at home, on this machine, one prompt at a time"
-    if now["high"] is not None and now["high"] < 1:
-        text += ": slower than no draft at all"
-    elif now["low"] is not None and now["low"] <= 1:
-        text += ": no measurable speedup"
-    if before is not None and before["value"] is not None:
-        text += f"; {base} reached {number(before['value'], 2)}"
-    return f"{text}."
-
-
-def _lossless(results: ResultsDocument) -> str:
-    lossy = sorted({way["verifier"] for way in results["methods"] if not way["lossless"]})
+def _lossless(results: Results) -> str:
+    document = results.document
+    lossy = sorted({way["verifier"] for way in document["methods"] if not way["lossless"]})
     parts = []
     if lossy:
-        parts.append(
-            f"Outputs are not the target's own with {', '.join(lossy)}, which is lossy by design (lossless: false)."
-        )
-    checks = [row["identical_outputs"] for row in results["decoding"] if row["lossless"]]
-    found = [check for check in checks if check is not None]
-    if not found:
-        if len(lossy) < len({way["verifier"] for way in results["methods"]}):
-            parts.append(
-                "The verifiers keep the target's output law; temperature 0 was not measured, so outputs "
-                "were not "
-                "compared token for token."
-            )
-        return " ".join(parts)
+        parts.append(f"Outputs are not the target's own with {', '.join(lossy)}, lossy by design (lossless: false).")
+    found = [row["identical_outputs"] for row in document["decoding"] if row["lossless"] and row["identical_outputs"]]
     same, total = sum(check["same"] for check in found), sum(check["of"] for check in found)
-    if same == total:
+    if not found:
+        if any(way["lossless"] for way in document["methods"]):
+            parts.append(
+                "The verifiers keep the target's output distribution; temperature 0 was not measured, so outputs were "
+                "not compared token for token."
+            )
+    elif same == total:
         who = "The others are lossless" if lossy else "Lossless"
         parts.append(f"{who}: at temperature 0, {same} of {total} outputs equal the target's own, token for token.")
-        return " ".join(parts)
-    gap = max(check["largest_gap"] or 0.0 for check in found)
-    dtype = results["models"]["target"]["dtype"]
-    cause = (
-        "which is within the rounding of that type, a tie"
-        if gap <= _tie(dtype)
-        else "which is more than rounding explains: read the speeds with care"
-    )
-    parts.append(
-        f"At temperature 0, {same} of {total} outputs equal the target's own, token for token. Where "
-        f"the others part, "
-        f"the target's two logits differ by at most {gap:.2g} in {dtype}, {cause}."
-    )
+    else:
+        gap, dtype = max(check["largest_gap"] or 0.0 for check in found), document["models"]["target"]["dtype"]
+        cause = (
+            "which is within the rounding of that type, a tie"
+            if gap <= TIES.get(dtype, TIES["float32"])
+            else "which is more than rounding explains: read the speeds with care"
+        )
+        parts.append(
+            f"At temperature 0, {same} of {total} outputs equal the target's own, token for token. Where the others "
+            f"part, the target's two logits differ by at most {gap:.2g} in {dtype}, {cause}."
+        )
     return " ".join(parts)
 
 
-def _tie(dtype: str) -> float:
-    """The largest logit gap that rounding may turn over: some units in the last place of a logit of 32."""
-    return {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}.get(dtype, 2e-3)
+# The largest logit gap that rounding may turn over, by dtype: some units in the last place of a logit of 32.
+TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}

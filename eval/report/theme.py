@@ -1,8 +1,7 @@
-"""How figures are drawn: sizes, colours, and one drawing turned into a PNG and an SVG that follows the
-page's theme.
+"""How figures look: palettes, matplotlib settings, and one drawing as a PNG or as an SVG in the colours of the page.
 
-Colours are drawn as roles. A PNG gets the light palette; in an SVG every role becomes a CSS variable,
-so that the page decides. Lengths are points (1/72 inch), which are also the units of the SVG.
+Colours are drawn by role. A PNG has the light palette; in an SVG every role becomes a CSS variable, so that the page
+decides between light and dark.
 """
 
 import io
@@ -15,7 +14,6 @@ from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith_core.io import atomic_file
@@ -47,31 +45,19 @@ DARK = {
     "d5": "#e6c229",
     "d6": "#9fd3f0",
 }
-# Colours that occur nowhere else, drawn into the SVG and replaced there.
-_MARKS = {role: f"#fe01{index:02x}" for index, role in enumerate(LIGHT)}
+# Colours that occur nowhere else: drawn into an SVG and replaced by CSS variables there.
+MARKS = {role: f"#fe01{index:02x}" for index, role in enumerate(LIGHT)}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
-FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
-
-
-@dataclass(frozen=True)
-class Size:
-    """A figure's width and text, in points; `label` is the longest name in characters."""
-
-    name: str
-    width: float
-    text: float
-    label: int
-
-
-WIDE = Size("wide", 720, 11, 30)
-NARROW = Size("narrow", 350, 11, 15)
+_FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+# Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still read.
+WIDTH = 5.2
+TEXT = 11.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """One size in one palette, and the colour and marker of every draft."""
+    """A palette, and which of its roles each draft has."""
 
-    size: Size
     colours: dict[str, str]
     roles: dict[str, str]
 
@@ -84,14 +70,6 @@ class Look:
         role = self.roles[draft]
         return "o" if role == "base" else _MARKERS[(int(role[1:]) - 1) % len(_MARKERS)]
 
-    def short(self, text: str, longest: int | None = None) -> str:
-        """A name cut in its middle to fit; tables hold the whole one."""
-        longest = longest or self.size.label
-        if len(text) <= longest:
-            return text
-        tail = (longest - 1) // 2
-        return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
-
 
 def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:
     """A role for every draft: the base is grey, the others take the six colours in turn."""
@@ -100,63 +78,44 @@ def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:
 
 
 @contextmanager
-def drawing(look: Look) -> Iterator[None]:
-    """Matplotlib set up for one look. Names are drawn as they are: no mathematics between dollar signs."""
-    ink, soft, line = (look.colours[role] for role in ("ink", "soft", "line"))
+def drawing(colours: dict[str, str]) -> Iterator[None]:
+    """Matplotlib set up for a palette."""
+    ink, soft, line = (colours[role] for role in ("ink", "soft", "line"))
     settings: Any = {
+        "figure.facecolor": colours["paper"],
+        "figure.constrained_layout.use": True,
         "font.family": "DejaVu Sans",
-        "font.size": look.size.text,
+        "font.size": TEXT,
+        # Names are drawn as they are, not as mathematics between dollar signs.
         "text.parse_math": False,
         "text.color": ink,
         "axes.labelcolor": soft,
+        "axes.labelsize": TEXT,
         "axes.edgecolor": line,
         "axes.facecolor": "none",
-        "axes.labelsize": look.size.text,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.spines.left": False,
-        "axes.linewidth": 0.8,
+        "axes.titlesize": TEXT,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
         "axes.grid": True,
         "axes.axisbelow": True,
-        "axes.unicode_minus": True,
         "grid.color": line,
-        "grid.linewidth": 0.8,
-        "xtick.color": line,
         "xtick.labelcolor": soft,
-        "ytick.color": line,
         "ytick.labelcolor": soft,
-        "xtick.labelsize": look.size.text - 0.5,
-        "ytick.labelsize": look.size.text - 0.5,
         "xtick.major.size": 0,
         "ytick.major.size": 0,
+        "legend.frameon": False,
     }
     with matplotlib.rc_context(settings):
         yield
 
 
-def sheet(look: Look, height: float) -> Figure:
-    """An empty figure of the look's width."""
-    paper = look.colours["paper"]
-    return Figure(figsize=(look.size.width / 72, height / 72), facecolor=paper, edgecolor="none")
-
-
-def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes at a place given in points from the top left corner."""
-    total_width, total_height = (inches * 72 for inches in figure.get_size_inches())
-    return figure.add_axes(
-        (
-            left / total_width,
-            1 - (top + height) / total_height,
-            width / total_width,
-            height / total_height,
-        )
-    )
-
-
 def write_png(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, whole or not at all."""
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=144, metadata={"Software": "draftsmith"})
+        figure.savefig(temporary, format="png", dpi=180, metadata={"Software": "draftsmith"})
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> Markup:
@@ -168,29 +127,15 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "draftsmith"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    for role, mark in _MARKS.items():
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    for role, mark in MARKS.items():
         svg = svg.replace(mark, f"var(--{role})")
-    svg = re.sub(r"'DejaVu Sans'(, sans-serif)?", FONTS, svg)
+    svg = re.sub(r"'DejaVu Sans'(, sans-serif)?", _FONTS, svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    start = re.search(r'viewBox="[^"]*"', svg)
-    assert start is not None
-    head, rest = svg.split(">", 1)
-    del head
+    view = re.search(r'viewBox="[^"]*"', svg)
+    assert view is not None
     return Markup(
-        f'<svg class="figure-{escape(name.rsplit("-", 1)[-1])}" {start.group(0)} role="img" '
-        f'aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink">{rest}'
+        f'<svg {view.group(0)} role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink">{svg.split(">", 1)[1]}'
     )
-
-
-def light(size: Size, roles: dict[str, str]) -> Look:
-    """The look of a PNG."""
-    return Look(size, LIGHT, roles)
-
-
-def themed(size: Size, roles: dict[str, str]) -> Look:
-    """The look of an inline SVG."""
-    return Look(size, _MARKS, roles)

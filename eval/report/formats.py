@@ -1,0 +1,81 @@
+"""Figures as text for people: numbers, shares, intervals, bytes, names of domains and trees."""
+
+from pathlib import Path
+
+from eval.schema import Difference, Estimate, SuiteKind, TransferRow
+
+MINUS = "\N{MINUS SIGN}"
+NONE = "\N{EN DASH}"
+KIND_TITLES: dict[SuiteKind, str] = {"id": "In distribution", "ood": "Out of distribution"}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number; an en dash where there is none."""
+    return NONE if value is None else f"{value:.{digits}f}".replace("-", MINUS)
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """A difference with its sign; zero has none."""
+    if value is None:
+        return NONE
+    text = f"{value:+.{digits}f}"
+    return f"{0:.{digits}f}" if float(text) == 0 else text.replace("-", MINUS)
+
+
+def percent(value: float | None) -> str:
+    """A share of 1 as whole per cent."""
+    return NONE if value is None else f"{value * 100:.0f} %".replace("-", MINUS)
+
+
+def points(gain: Difference | None, *, bare: bool = False) -> str:
+    """A difference of shares in percentage points, +4.2 points; `bare` drops the sign."""
+    if gain is None or gain["value"] is None:
+        return NONE
+    return f"{number(abs(gain['value']) * 100, 1) if bare else signed(gain['value'] * 100, 1)} points"
+
+
+def interval(value: Estimate | Difference | TransferRow, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
+    """The interval alone, [0.120, 0.190]; empty where there is none."""
+    if value["low"] is None or value["high"] is None:
+        return ""
+    write = signed if sign else number
+    return f"[{write(value['low'] * scale, digits)}, {write(value['high'] * scale, digits)}]"
+
+
+def with_interval(value: Estimate | Difference | None, digits: int = 3, *, sign: bool = False) -> str:
+    """A figure and its interval."""
+    if value is None:
+        return NONE
+    write = signed if sign else number
+    return f"{write(value['value'], digits)} {interval(value, digits, sign=sign)}".strip()
+
+
+def transfer(row: TransferRow | None) -> str:
+    """A share of the gain with its interval, in per cent; an en dash where it is undefined."""
+    if row is None or row["value"] is None:
+        return NONE
+    return f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
+
+
+def memory(value: int) -> str:
+    """Bytes in decimal units."""
+    size, unit = float(value), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
+
+
+def tree_name(spec: str) -> str:
+    """A tree spec; of a file, its name without the folders. results.json has all of it."""
+    kind, colon, body = spec.partition(":")
+    return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia") and colon else spec
+
+
+def shortened(text: str, longest: int) -> str:
+    """A name cut in its middle to fit a figure; tables hold the whole one."""
+    if len(text) <= longest:
+        return text
+    tail = (longest - 1) // 2
+    return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
