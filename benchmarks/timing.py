@@ -3,7 +3,7 @@
 Legend: q tokens of one forward, T cells of a block.
 
 The library has no timers of its own; `Clock` wraps the two places that every forward goes through, ours
-(`decode.forward.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it is open. Both include
+(`decode.runner.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it is open. Both include
 the making of masks and positions. On CUDA it records events, which
 do not make the host wait, and reads them afterwards.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.forward import Block, Runner, attention_windows
 from decode.packed_linear import Packs
+from decode.runner import Block, Runner, attention_windows
 from draftsmith_core.models import context_length
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from decode.defaults import default_tree, default_verifier
 from decode.propose import PROPOSERS, ProposerKind
-from decode.tree import Drawing, Growth, Shape, Tree
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from decode.propose.retrieval import RetrievalProposer
     from decode.stats import DecodeStats
     from decode.stop_strings import Stop, stop_at
-    from decode.verify.rule import Verdict
+    from decode.verify.tree_walk import Verdict
 
 _LAZY = {
     "Batch": "decode.engine",
@@ -41,7 +41,7 @@ _LAZY = {
     "Session": "decode.propose.protocol",
     "SpeculativeDecoder": "decode.engine",
     "Stop": "decode.stop_strings",
-    "Verdict": "decode.verify.rule",
+    "Verdict": "decode.verify.tree_walk",
     "stop_at": "decode.stop_strings",
 }
 
@@ -61,7 +61,7 @@ __all__ = [
     "DraftModelProposer",
     "Drawing",
     "Generation",
-    "Growth",
+    "DynamicTree",
     "HeadProposer",
     "LookaheadProposer",
     "Outcome",
@@ -71,7 +71,7 @@ __all__ = [
     "ProposerKind",
     "RetrievalProposer",
     "Session",
-    "Shape",
+    "TreeShape",
     "SpeculativeDecoder",
     "Stop",
     "Tree",

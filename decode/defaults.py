@@ -2,7 +2,7 @@
 the benchmarks and `SpeculativeDecoder`. Needs no torch.
 """
 
-from decode.tree import Growth, Shape, Tree
+from decode.tree import DynamicTree, Tree, TreeShape
 
 CHAIN = 4  # tokens drafted per step when no tree is named
 
@@ -18,7 +18,7 @@ def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
     return Tree(tuple(range(-1, min(CHAIN, heads or CHAIN) - 1)))
 
 
-def default_verifier(tree: Shape, *, draws: bool = True, drafts: int = 1) -> str:
+def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) -> str:
     """The lossless rule of `VERIFIERS` for a tree whose tokens are drawn at random (`draws`) by one or more `drafts`.
 
     exact: for tokens that the context determines, such as copied ones and those of trees that grow by confidence.
@@ -30,7 +30,7 @@ def default_verifier(tree: Shape, *, draws: bool = True, drafts: int = 1) -> str
     `block` on chains and `traversal` on trees accept a little more per target call, but cost more time per step, and
     the acceptance that the evaluation predicts is that of the rules above. Name them to use them.
     """
-    if not draws or isinstance(tree, Growth):
+    if not draws or isinstance(tree, DynamicTree):
         return "exact"
     if drafts > 1:
         return "specinfer"

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.defaults import default_verifier
-from decode.forward import Block, Runner, attention_windows
 from decode.packed_linear import Packs
 from decode.propose.draft_model import check_context
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+from decode.runner import Block, Runner, attention_windows
 from decode.stats import Counter, DecodeStats
 from decode.stop_strings import Stop
-from decode.tree import Drawing, Shape, Tree
+from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
@@ -77,7 +77,7 @@ class SpeculativeDecoder:
         self,
         target: PreTrainedModel,
         proposer: Proposer | None = None,
-        tree: str | Shape | None = None,
+        tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         *,
         fast: bool = True,
@@ -89,7 +89,7 @@ class SpeculativeDecoder:
                     "tree and verifier say how drafts are made and kept, and proposer=None drafts nothing; "
                     "leave them out, or pass a proposer"
                 )
-            self.tree: Shape = Tree(())
+            self.tree: TreeShape = Tree(())
             self.verifier = VERIFIERS["exact"]
         else:
             self.tree = _shape(proposer, tree)
@@ -179,14 +179,14 @@ class SpeculativeDecoder:
         return time.perf_counter()
 
 
-def _shape(proposer: Proposer, tree: str | Shape | None) -> Shape:
+def _shape(proposer: Proposer, tree: str | TreeShape | None) -> TreeShape:
     shape = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
     if shape.size == 0:
         raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
     return shape
 
 
-def _verifier(proposer: Proposer, tree: Shape, verifier: str | Verifier | None) -> Verifier:
+def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | None) -> Verifier:
     if isinstance(verifier, Verifier):
         return verifier
     if verifier is None:
@@ -197,7 +197,7 @@ def _verifier(proposer: Proposer, tree: Shape, verifier: str | Verifier | None) 
     return VERIFIERS[verifier]
 
 
-def _drawing(verifier: Verifier, proposer: Proposer | None, tree: Shape) -> Drawing:
+def _drawing(verifier: Verifier, proposer: Proposer | None, tree: TreeShape) -> Drawing:
     """The first way of choosing children that the verifier wants and the proposer has; ValueError when none is."""
     if proposer is None:
         return "deterministic"
@@ -363,7 +363,7 @@ class _Run:
         return fresh.to(self.runner.device)
 
 
-def _widest(tree: Shape) -> TreeBatch:
+def _widest(tree: TreeShape) -> TreeBatch:
     """A tree that takes at least as many uniforms as any that may be drafted on this shape."""
     if isinstance(tree, Tree) and not tree.size:
         return TreeBatch.build(tree, torch.device("cpu"))

@@ -27,7 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decode.engine import SpeculativeDecoder
 from decode.propose.protocol import Proposer
 from decode.stop_strings import Stop
-from decode.tree import Shape
+from decode.tree import TreeShape
 from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator
 
@@ -37,7 +37,7 @@ _UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "
 
 def speculative(
     proposer: Proposer | None,
-    tree: str | Shape | None = None,
+    tree: str | TreeShape | None = None,
     verifier: str | Verifier | None = None,
     *,
     stop: Stop | None = None,

@@ -99,7 +99,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Growth:
+class DynamicTree:
     """A tree that the draft's confidence shapes anew at every step and in every row; its children are the most
     probable tokens (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
 
@@ -155,4 +155,4 @@ class Growth:
         return self.beam == 1
 
 
-Shape = Tree | Growth
+TreeShape = Tree | DynamicTree

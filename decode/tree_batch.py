@@ -27,7 +27,7 @@ class TreeBatch:
     its own (R = B).
 
     `parents_RN` and `depths_RN` are as in `Tree`. `children_RMK` holds M indices in rank order, 0
-    where there is none. `slots_RM` is the row of `Proposal.q_BEV` with the law that the children of
+    where there is none. `groups_RM` is the row of `Proposal.q_BEV` with the law that the children of
     a node were drawn from (0 for a leaf). `sees_RMM` is the ancestor mask with the root.
     `widths[d]` bounds the children of a node at depth d, so that `len(widths)` is the depth D.
     """
@@ -35,7 +35,7 @@ class TreeBatch:
     parents_RN: Tensor
     depths_RN: Tensor
     children_RMK: Tensor
-    slots_RM: Tensor
+    groups_RM: Tensor
     sees_RMM: Tensor
     widths: tuple[int, ...]
 
@@ -55,12 +55,12 @@ class TreeBatch:
         size = tree.size
         most = max((len(nodes) for nodes in tree.children), default=0)
         children_MK = torch.zeros(size + 1, max(most, 1), dtype=torch.long)
-        slots_M = torch.zeros(size + 1, dtype=torch.long)
+        groups_M = torch.zeros(size + 1, dtype=torch.long)
         slot = 0
         for node, below in enumerate(tree.children):
             if below:
                 children_MK[node, : len(below)] = torch.tensor(below)
-                slots_M[node] = slot
+                groups_M[node] = slot
                 slot += 1
         sees_MM = torch.zeros(size + 1, size + 1, dtype=torch.bool)
         sees_MM[:, 0] = True
@@ -69,7 +69,7 @@ class TreeBatch:
             parents_RN=torch.tensor([tree.parents], dtype=torch.long, device=device),
             depths_RN=torch.tensor([tree.depths], dtype=torch.long, device=device),
             children_RMK=children_MK.unsqueeze(0).to(device),
-            slots_RM=slots_M.unsqueeze(0).to(device),
+            groups_RM=groups_M.unsqueeze(0).to(device),
             sees_RMM=sees_MM.unsqueeze(0).to(device),
             widths=tree.widths,
         )
@@ -99,12 +99,12 @@ def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> 
     for _ in range(depth):
         sees_BMM = sees_BMM | sees_BMM.gather(1, index_BMM)
     inner_BM = (children_BMK > 0).any(2)
-    slots_BM = (inner_BM.cumsum(1) - 1).clamp_(min=0) * inner_BM
+    groups_BM = (inner_BM.cumsum(1) - 1).clamp_(min=0) * inner_BM
     return TreeBatch(
         parents_RN=above_BN - 1,
         depths_RN=sees_BMM[:, 1:, 1:].sum(2),
         children_RMK=children_BMK,
-        slots_RM=slots_BM,
+        groups_RM=groups_BM,
         sees_RMM=sees_BMM,
         widths=(most,) * depth,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import MAX_NODES, Growth, Shape, Tree
+from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def kary(branching: tuple[int, ...]) -> Tree:
     return Tree(tuple(parents))
 
 
-def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> Shape:
+def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeShape:
     """The shape that a spec of `TREES` stands for.
 
     `read(path)` returns the parsed JSON of a file that a spec names; this package opens none itself. Raises ValueError
@@ -143,7 +143,7 @@ def _counted(kind: str, body: str) -> Tree:
     return replace(tree, stop=_decimal(options, "stop", 0.0))
 
 
-def _growth(kind: str, words: Sequence[str]) -> Growth:
+def _growth(kind: str, words: Sequence[str]) -> DynamicTree:
     keys = ("depth", "beam", "nodes") if kind == "eagle2" else ("nodes", "depth", "gain")
     options = _options(words, keys, TREES[kind].example)
     nodes = _count(options, "nodes", 60 if kind == "eagle2" else 50)
@@ -151,9 +151,9 @@ def _growth(kind: str, words: Sequence[str]) -> Growth:
     depth = _count(options, "depth", min(6 if kind == "eagle2" else 10, nodes))
     if kind == "eagle2":
         beam = _count(options, "beam", min(10, nodes))
-        return Growth(depth, beam, nodes if "nodes" in options else min(nodes, beam + (depth - 1) * beam**2))
+        return DynamicTree(depth, beam, nodes if "nodes" in options else min(nodes, beam + (depth - 1) * beam**2))
     # OPT-Tree leaves the beam to the budget, and its threshold is about t_draft / t_target.
-    return Growth(depth, nodes, nodes, _decimal(options, "gain", 0.1))
+    return DynamicTree(depth, nodes, nodes, _decimal(options, "gain", 0.1))
 
 
 def _options(words: Sequence[str], keys: Sequence[str], example: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from benchmarks.sections import Bench
 from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
 from benchmarks.widen import main as widen_main
 from benchmarks.widen import spread, wide_config, widen
-from decode.forward import Runner
+from decode.runner import Runner
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer

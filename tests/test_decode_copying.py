@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode.engine import SpeculativeDecoder
-from decode.propose.candidate_trie import Forest, NgramIndex, Trie, batch_of
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession
 from decode.propose.prompt_lookup import PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session
 from decode.propose.retrieval import RetrievalProposer
+from decode.propose.text_proposer import Forest, NgramIndex, Trie, batch_of
 from decode.suffix_index import SuffixIndex
-from decode.tree import Growth, Shape, Tree
+from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import grow_batch
 from decode.tree_spec import kary, parse_tree
 from draftsmith_core.sampling import Sampling, generator
@@ -60,7 +60,7 @@ def counting(text: Sequence[int]) -> int:
     return (text[-1] + 1) % VOCAB
 
 
-def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: Shape) -> Session:
+def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape) -> Session:
     return proposer.start(prompts, tree, "deterministic", GREEDY, 100, (), CPU)
 
 
@@ -99,7 +99,9 @@ def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) ->
     return Outcome(accepted, emitted, [[]] * len(texts), p_BMV)
 
 
-def drive(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: Shape, target: Target, steps: int) -> list[str]:
+def drive(
+    proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape, target: Target, steps: int
+) -> list[str]:
     """By row, everything that was drafted and emitted, as text."""
     session, texts = start(proposer, prompts, tree), [list(prompt) for prompt in prompts]
     seen = ["" for _ in prompts]
@@ -199,7 +201,7 @@ def test_host_and_device_build_the_same_arrays(rows: list[list[list[int]]]) -> N
     exists_BN = torch.tensor([[node < len(row) for node in range(size)] for row in parents])
     device, host = grow_batch(padded_BN, exists_BN, depth, 3), batch_of(parents, (3,) * 5, CPU)
     assert host.widths == device.widths
-    for name in ("parents_RN", "depths_RN", "children_RMK", "slots_RM", "sees_RMM"):
+    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
         assert torch.equal(getattr(host, name), getattr(device, name)), name
 
 
@@ -428,7 +430,7 @@ def test_trees_that_need_confidences_are_refused(name: str) -> None:
     proposer, tree = proposers()[name]
     target = tiny_llama(0)
     proposer.check(target, tree)
-    for shape in (Growth(depth=2, beam=2, nodes=4), Tree(tree.parents, stop=0.1)):
+    for shape in (DynamicTree(depth=2, beam=2, nodes=4), Tree(tree.parents, stop=0.1)):
         with pytest.raises(ValueError, match="has no confidences") as caught:
             proposer.check(target, shape)
         assert "\n" not in str(caught.value)

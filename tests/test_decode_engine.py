@@ -20,8 +20,18 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import DraftModelProposer, Drawing, Generation, Outcome, Proposal, Proposer, Shape, SpeculativeDecoder, Tree
-from decode.forward import Block, Runner
+from decode import (
+    DraftModelProposer,
+    Drawing,
+    Generation,
+    Outcome,
+    Proposal,
+    Proposer,
+    SpeculativeDecoder,
+    Tree,
+    TreeShape,
+)
+from decode.runner import Block, Runner
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling, generator
 
@@ -342,7 +352,7 @@ class TwoShapes(Proposer):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,
@@ -368,7 +378,7 @@ class TwoShapes(Proposer):
             parents_RN=stack("parents_RN"),
             depths_RN=stack("depths_RN"),
             children_RMK=stack("children_RMK"),
-            slots_RM=stack("slots_RM"),
+            groups_RM=stack("groups_RM"),
             sees_RMM=stack("sees_RMM"),
             widths=(2, 1, 1),
         )

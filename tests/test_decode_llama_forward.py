@@ -23,9 +23,9 @@ from transformers import (
 
 from decode import forward as forward_module
 from decode import packed_linear as packed_module
-from decode.forward import Block, Runner, attention_windows
 from decode.llama_forward import lean_forward
 from decode.packed_linear import PackedLinear, Packs, packing_available
+from decode.runner import Block, Runner, attention_windows
 from decode.tree import Tree
 from decode.tree_batch import TreeBatch
 

@@ -279,11 +279,11 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert statistic(made, LAW, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
-        whole = decode.propose.static_tree.LevelSession._proposal
+        whole = decode.propose.static_tree.StaticTreeSession._proposal
 
         def pruned(self: object, tokens_BM: Tensor, laws: list[Tensor], depth: int) -> object:
             kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
             return whole(self, kept, laws, depth)  # type: ignore[arg-type]
 
-        patch.setattr(decode.propose.static_tree.LevelSession, "_proposal", pruned)
+        patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
         assert statistic(made, LAW, 16_000) > 1.5

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, parse_tree
 from decode.cache import TreeCache
 from decode.engine import _Run
-from decode.forward import Runner
+from decode.runner import Runner
 from decode.tree_batch import ancestor_mask
 from decode.tree_spec import kary
 from draftsmith_core.sampling import Sampling, generator

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from decode import VERIFIERS, DraftModelProposer, Proposal, SpeculativeDecoder, Tree
 from decode.tree_batch import TreeBatch
 from decode.verify import Verifier
-from decode.verify.rule import residual
+from decode.verify.tree_walk import residual
 from draftsmith_core.sampling import Sampling, draw_without_replacement, generator, probs
 
 VOCAB = 5

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.sequoia import Size, best_size, expected_length, optimal_tree
-from decode.tree import MAX_CANDIDATES, MAX_NODES, Growth, Shape, Tree
+from decode.tree import MAX_CANDIDATES, MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
 
@@ -34,7 +34,7 @@ def paths_of(tree: Tree) -> list[list[int]]:
     return paths
 
 
-def parse_file(kind: str, content: object) -> Shape:
+def parse_file(kind: str, content: object) -> TreeShape:
     """Parse `KIND:file.json` whose file holds `content`, through JSON as a real reader would."""
     return parse_tree(f"{kind}:file.json", {"file.json": json.loads(json.dumps(content))}.__getitem__)
 
@@ -56,18 +56,18 @@ def error_of(spec: str, content: object = None) -> str:
         ("chain:3,stop=0.4", Tree((-1, 0, 1), 0.4)),
         ("chain:2,stop=0", Tree((-1, 0))),
         ("kary:2,1,stop=.25", Tree((-1, -1, 0, 1), 0.25)),
-        ("eagle2", Growth(6, 10, 60)),
-        ("eagle2:depth=3,beam=4,nodes=20", Growth(3, 4, 20)),
-        ("eagle2:nodes=59", Growth(6, 10, 59)),
-        ("eagle2:nodes=4", Growth(4, 4, 4)),
-        ("eagle2:depth=2,beam=3", Growth(2, 3, 12)),
-        ("eagle2:beam=1", Growth(6, 1, 6)),
-        ("opt", Growth(10, 50, 50, 0.1)),
-        ("opt:gain=0.3,nodes=8", Growth(8, 8, 8, 0.3)),
-        ("opt:nodes=7,depth=2,gain=0", Growth(2, 7, 7)),
+        ("eagle2", DynamicTree(6, 10, 60)),
+        ("eagle2:depth=3,beam=4,nodes=20", DynamicTree(3, 4, 20)),
+        ("eagle2:nodes=59", DynamicTree(6, 10, 59)),
+        ("eagle2:nodes=4", DynamicTree(4, 4, 4)),
+        ("eagle2:depth=2,beam=3", DynamicTree(2, 3, 12)),
+        ("eagle2:beam=1", DynamicTree(6, 1, 6)),
+        ("opt", DynamicTree(10, 50, 50, 0.1)),
+        ("opt:gain=0.3,nodes=8", DynamicTree(8, 8, 8, 0.3)),
+        ("opt:nodes=7,depth=2,gain=0", DynamicTree(2, 7, 7)),
     ],
 )
-def test_a_spec_is_the_shape_it_says(spec: str, shape: Shape) -> None:
+def test_a_spec_is_the_shape_it_says(spec: str, shape: TreeShape) -> None:
     assert parse_tree(spec) == shape
 
 
@@ -239,24 +239,24 @@ def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth: int, bea
         reached += min(level, beam) * beam
         level *= beam
     if beam <= nodes and depth <= nodes <= reached:
-        growth = Growth(depth, beam, nodes)
+        growth = DynamicTree(depth, beam, nodes)
         assert growth.candidates == reached and growth.is_chain == (beam == 1)
     else:
         with pytest.raises(ValueError, match="^tree: .*use "):
-            Growth(depth, beam, nodes)
+            DynamicTree(depth, beam, nodes)
 
 
 def test_the_fix_that_an_error_names_works() -> None:
     with pytest.raises(ValueError, match="use nodes=30, or more depth or beam"):
-        Growth(2, 5, 31)
-    assert Growth(2, 5, 30).candidates == 30
+        DynamicTree(2, 5, 31)
+    assert DynamicTree(2, 5, 30).candidates == 30
     with pytest.raises(ValueError, match=f"more than {MAX_CANDIDATES}; use fewer levels"):
-        Growth(2, 1024, 1024)
+        DynamicTree(2, 1024, 1024)
     with pytest.raises(ValueError, match=r"gain=1.0 is not in \[0, 1\)"):
-        Growth(2, 5, 30, 1.0)
+        DynamicTree(2, 5, 30, 1.0)
     for depth, beam, nodes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
-            Growth(depth, beam, nodes)
+            DynamicTree(depth, beam, nodes)
 
 
 # A batch of trees against single ones
@@ -288,7 +288,7 @@ def test_a_batch_of_trees_holds_what_each_holds_alone(several: list[Tree], rando
         children_MK = torch.nn.functional.pad(at_M[alone.children_RMK[0]], (0, most - alone.children_RMK.shape[2]))
         assert torch.equal(batch.children_RMK[row, at_M], children_MK)
         inner_M = (alone.children_RMK[0] > 0).any(1)
-        assert torch.equal(batch.slots_RM[row, at_M][inner_M], alone.slots_RM[0][inner_M])
+        assert torch.equal(batch.groups_RM[row, at_M][inner_M], alone.groups_RM[0][inner_M])
         gone_M = torch.ones(size + 1, dtype=torch.bool)
         gone_M[at_M] = False
         assert not batch.sees_RMM[row][at_M][:, gone_M].any(), "a node sees one that does not exist"
@@ -303,7 +303,7 @@ def test_a_whole_tree_is_the_same_both_ways(tree: Tree) -> None:
     alone = TreeBatch.build(tree, CPU)
     most = alone.children_RMK.shape[2]
     batch = grow_batch(alone.parents_RN, torch.ones_like(alone.parents_RN, dtype=torch.bool), tree.depth, most)
-    for name in ("parents_RN", "depths_RN", "children_RMK", "slots_RM", "sees_RMM"):
+    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
         assert torch.equal(getattr(batch, name), getattr(alone, name)), name
 
 

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.propose.protocol import Proposal
 from decode.transport_bound import optimal_acceptance
-from decode.tree import Drawing, Growth, Tree
+from decode.tree import Drawing, DynamicTree, Tree
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.verify import VERIFIERS, Verifier
-from decode.verify.kseq import accept, solve
-from decode.verify.rule import Verdict
+from decode.verify.kseq import any_accepted, solve_rho
+from decode.verify.tree_walk import Verdict
 from draftsmith_core.sampling import (
     draw,
     draw_top_and_one,
@@ -287,10 +287,10 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(
         u_BU = torch.rand(400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double)
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
-            for module in ("rule", "exact", "mcsd", "greedy", "kseq", "speculative", "traversal"):
-                patch.setattr(f"decode.verify.{module}.nowhere", lambda mask: False)
+            for module in ("tree_walk", "exact", "mcsd", "greedy", "kseq", "speculative", "traversal"):
+                patch.setattr(f"decode.verify.{module}.known_empty", lambda mask: False)
             for module in ("mcsd", "traversal"):
-                patch.setattr(f"decode.verify.{module}.among", lambda mask: slice(None))
+                patch.setattr(f"decode.verify.{module}.rows_of", lambda mask: slice(None))
             with NoQuestions():  # type: ignore[no-untyped-call]
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
@@ -424,9 +424,9 @@ def test_kseq_keeps_its_promise_where_it_is_tight() -> None:
         p, q = (torch.randn(2, 1, 30, generator=random) * 3).softmax(-1)
         for k in (1, 2, 4, 8):
             count = torch.tensor([[k]])
-            rho = solve(p, q, count)
+            rho = solve_rho(p, q, count)
             beta = torch.minimum(q.double(), p / rho).sum(1, keepdim=True)
-            reached = float(accept(beta, count))
+            reached = float(any_accepted(beta, count))
             assert reached <= float(rho * beta) + 1e-7
             assert reached >= float(rho * beta) - 1e-4
             bound = float(optimal_acceptance(p[0], q[0], k, "with_replacement"))
@@ -524,7 +524,7 @@ def test_verifiers_describe_themselves() -> None:
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_check_refuses_in_one_line_with_the_fix(name: str) -> None:
     verifier = VERIFIERS[name]
-    grown = Growth(depth=3, beam=1 if verifier.chains_only else 2, nodes=3)
+    grown = DynamicTree(depth=3, beam=1 if verifier.chains_only else 2, nodes=3)
     for drawing in DRAWINGS:
         if drawing in verifier.drawings:
             verifier.check(CHAIN, drawing)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode import VERIFIERS, Growth, Tree
+from decode import VERIFIERS, DynamicTree, Tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import Prompt
@@ -34,7 +34,7 @@ def test_trees_from_files_and_trees_that_grow_are_accepted(tmp_path: Path) -> No
     assert [method.verifier for method in methods] == ["mcsd", "mcsd", "exact", "exact"]
     assert methods[0].shape == Tree((-1, -1, 0), 0.1)
     assert methods[1].shape.size == 6 and methods[1].shape.depth <= 3
-    assert methods[2].shape == Growth(6, 10, 60)
+    assert methods[2].shape == DynamicTree(6, 10, 60)
 
 
 def test_every_verifier_is_accepted_on_a_chain() -> None:

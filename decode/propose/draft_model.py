@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.forward import Block, Runner, attention_windows
 from decode.packed_linear import Packs
-from decode.propose.dynamic_tree import GrowthSession
+from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.protocol import Outcome, Proposer, Session
-from decode.propose.static_tree import Frontier, LevelSession, Network, Plan, fit_vocabulary, pending_block
-from decode.tree import Drawing, Growth, Shape, Tree
+from decode.propose.static_tree import Frontier, Network, Plan, StaticTreeSession, fit_vocabulary, pending_block
+from decode.runner import Block, Runner, attention_windows
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.sampling import Sampling
 
@@ -43,18 +43,18 @@ class DraftModelProposer(Proposer):
         self._pending: dict[torch.device, dict[int, Block]] = {}
         self._vocabulary = vocabulary_size(self.models[0])
 
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any way for one draft; only independent draws keep several drafts' laws apart."""
-        if isinstance(tree, Growth):
+        if isinstance(tree, DynamicTree):
             return frozenset({"deterministic"})
         if self.drafts > 1:
             return frozenset({"with_replacement"})
         return frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse what cannot be drafted for this target."""
         self._vocabulary = vocabulary_size(target)
-        if isinstance(tree, Growth) and self.drafts > 1:
+        if isinstance(tree, DynamicTree) and self.drafts > 1:
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -69,7 +69,7 @@ class DraftModelProposer(Proposer):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,
@@ -90,7 +90,7 @@ class DraftModelProposer(Proposer):
 
 def make_session(
     network: Network,
-    tree: Shape,
+    tree: TreeShape,
     drawing: Drawing,
     sampling: Sampling,
     plans: dict[tuple[Tree, torch.device, torch.device], Plan],
@@ -98,17 +98,17 @@ def make_session(
     target_device: torch.device,
 ) -> Session:
     """The session of a network on `device` for a static tree or for one that grows."""
-    if isinstance(tree, Growth):
-        return GrowthSession(network, tree, sampling, target_device)
+    if isinstance(tree, DynamicTree):
+        return DynamicTreeSession(network, tree, sampling, target_device)
     key = (tree, device, target_device)
     if key not in plans:
         plans[key] = Plan.build(tree, device, target_device)
-    return LevelSession(network, plans[key], drawing, sampling)
+    return StaticTreeSession(network, plans[key], drawing, sampling)
 
 
-def room_for(tree: Shape) -> int:
+def room_for(tree: TreeShape) -> int:
     """Cells that one step needs behind the text: pending tokens and every node that may be expanded."""
-    if isinstance(tree, Growth):
+    if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size
 

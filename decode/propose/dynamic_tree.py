@@ -14,22 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode.forward import Block
 from decode.propose.protocol import Outcome, Proposal
 from decode.propose.static_tree import Frontier, Network
-from decode.tree import Growth
+from decode.runner import Block
+from decode.tree import DynamicTree
 from decode.tree_batch import grow_batch
 from draftsmith_core.sampling import Sampling, probs
 
 
-class GrowthSession:
+class DynamicTreeSession:
     """A network drafting trees of its own shape for the rows of one `generate` call."""
 
-    def __init__(self, network: Network, growth: Growth, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, network: Network, growth: DynamicTree, sampling: Sampling, device: torch.device) -> None:
         self.network, self.growth, self.sampling, self.device = network, growth, sampling, device
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Grow every row's tree by `Growth.depth` forwards of the network, and keep its best nodes."""
+        """Grow every row's tree by `DynamicTree.depth` forwards of the network, and keep its best nodes."""
         growth = self.growth
         tokens_Bk, values_Bk = self._children(self.network.open())
         rows, device = tokens_Bk.shape[0], tokens_Bk.device

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.defaults import default_tree
-from decode.forward import Block, Runner
 from decode.packed_linear import Packs
 from decode.propose.draft_model import make_session, room_for
 from decode.propose.protocol import Outcome, Proposer, Session
 from decode.propose.static_tree import Frontier, Plan, fit_vocabulary, pending_block
-from decode.tree import Drawing, Shape, Tree
+from decode.runner import Block, Runner
+from decode.tree import Drawing, Tree, TreeShape
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
@@ -55,11 +55,11 @@ class HeadProposer(Proposer):
         heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else None
         return default_tree(heads=heads)
 
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method on a static tree."""
         return _ANY if isinstance(tree, Tree) else frozenset({"deterministic"})
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree that is deeper than there are heads, and a target of another size."""
         self._vocabulary = vocabulary_size(target)
         width = int(target.config.get_text_config().hidden_size)
@@ -81,7 +81,7 @@ class HeadProposer(Proposer):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,

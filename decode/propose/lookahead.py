@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
 from decode.propose.protocol import Outcome, Proposal, Proposer
-from decode.tree import Drawing, Shape, Tree
+from decode.propose.text_proposer import NOTHING, Flat, Forest, Trie, check_static
+from decode.tree import Drawing, Tree, TreeShape
 from draftsmith_core.sampling import Sampling
 
 
@@ -58,7 +58,7 @@ class LookaheadProposer(Proposer):
             above = first
         return Tree(tuple(parents))
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree without room for window and candidates."""
         needed = self.default_tree()
         given, least = check_static("lookahead", tree).widths, needed.widths
@@ -71,7 +71,7 @@ class LookaheadProposer(Proposer):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.candidate_trie import NOTHING, Flat, Forest, NgramIndex, check_static
 from decode.propose.protocol import Outcome, Proposal, Proposer
-from decode.tree import Drawing, Shape
+from decode.propose.text_proposer import NOTHING, Flat, Forest, NgramIndex, check_static
+from decode.tree import Drawing, TreeShape
 from draftsmith_core.sampling import Sampling
 
 
@@ -33,14 +33,14 @@ class PromptLookupProposer(Proposer):
             raise ValueError(f"max_ngram={max_ngram}, min_ngram={min_ngram}: needs 1 <= min_ngram <= max_ngram")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse trees that grow by confidence."""
         check_static("prompt_lookup", tree)
 
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,

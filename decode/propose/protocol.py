@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.defaults import default_tree
-from decode.tree import Drawing, Shape, Tree
+from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling
 
@@ -30,7 +30,7 @@ class Proposal:
     `tokens_BM` are the drafted tokens in M indexing: column 0 (the root) is -1, and so is a node
     that does not exist in that row. `q_BEV` are the fp32 laws over the target's vocabulary that
     children were drawn from, before any removal; None when deterministic. With several drafts
-    the child of rank k was drawn by draft `k % drafts`, from law `slots_RM * drafts + k % drafts`.
+    the child of rank k was drawn by draft `k % drafts`, from law `groups_RM * drafts + k % drafts`.
     """
 
     tree: TreeBatch
@@ -108,13 +108,13 @@ class Proposer(Protocol):
         """The tree that is drafted when none is named."""
         return default_tree()
 
-    def drawings(self, tree: Shape) -> frozenset[Drawing]:
+    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """The methods by which it can choose children on such a tree above temperature 0. At temperature 0 every
         proposer is deterministic.
         """
         return frozenset({"deterministic"})
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Raise ValueError, in one line with the fix, when it cannot draft this tree for this target."""
         return
 
@@ -125,7 +125,7 @@ class Proposer(Protocol):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,

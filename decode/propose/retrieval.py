@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.candidate_trie import NOTHING, Flat, Forest, Trie, check_static
 from decode.propose.protocol import Outcome, Proposal, Proposer
+from decode.propose.text_proposer import NOTHING, Flat, Forest, Trie, check_static
 from decode.suffix_index import SuffixIndex
-from decode.tree import Drawing, Shape
+from decode.tree import Drawing, TreeShape
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import Sampling
 
@@ -35,7 +35,7 @@ class RetrievalProposer(Proposer):
             raise ValueError(f"max_suffix={max_suffix}, min_suffix={min_suffix}: needs 1 <= min_suffix <= max_suffix")
         self.index, self.max_suffix, self.min_suffix = index, max_suffix, min_suffix
 
-    def check(self, target: PreTrainedModel, tree: Shape) -> None:
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse trees that grow by confidence, and an index of tokens that the target does not have."""
         check_static("retrieval", tree)
         if self.index.largest >= vocabulary_size(target):
@@ -47,7 +47,7 @@ class RetrievalProposer(Proposer):
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        tree: Shape,
+        tree: TreeShape,
         drawing: Drawing,
         sampling: Sampling,
         max_new_tokens: int,

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode.forward import Block
 from decode.propose.protocol import Outcome, Proposal
+from decode.runner import Block
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch, ancestor_mask, grow_batch
 from draftsmith_core.sampling import (
@@ -168,7 +168,7 @@ class Plan:
         return tuple(blocks)
 
 
-class LevelSession:
+class StaticTreeSession:
     """A network drafting one static tree for the rows of one `generate` call."""
 
     def __init__(self, network: Network, plan: Plan, drawing: Drawing, sampling: Sampling) -> None:
@@ -278,8 +278,8 @@ def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Te
     above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN) + 1
     parents_BN = place_BM.gather(1, above_BN) - 1
     grown = grow_batch(parents_BN, exists_BN.gather(1, order_BN), batch.depth, batch.children_RMK.shape[2])
-    slots_BM = batch.slots_RM.expand(rows, -1).gather(1, origin_BM)
-    return replace(grown, slots_RM=slots_BM, widths=batch.widths), tokens_BM.gather(1, origin_BM), origin_BM
+    groups_BM = batch.groups_RM.expand(rows, -1).gather(1, origin_BM)
+    return replace(grown, groups_RM=groups_BM, widths=batch.widths), tokens_BM.gather(1, origin_BM), origin_BM
 
 
 def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequence[int], drafts: int) -> Tensor:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from decode.tree import Drawing, Growth, Shape
+from decode.tree import Drawing, DynamicTree, TreeShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from decode.propose.protocol import Proposal
     from decode.tree_batch import TreeBatch
-    from decode.verify.rule import Verdict
+    from decode.verify.tree_walk import Verdict
 
 # `run(proposal, p_BMV, u_BU)`, see `Verifier`.
 Rule = Callable[["Proposal", "Tensor", "Tensor | None"], "Verdict"]
@@ -58,7 +58,7 @@ class Verifier:
     uniforms: Callable[["TreeBatch"], int]
     run: Rule
 
-    def check(self, tree: Shape, drawing: Drawing | None, drafts: int = 1) -> None:
+    def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
         """Raise ValueError, in one line with the fix, when the rule is not valid for this tree, this drawing or this
         number of drafts. A `drawing` of None stands for temperature 0, at which any will do.
         """
@@ -69,7 +69,7 @@ class Verifier:
             )
         if drawing is None:
             return
-        if isinstance(tree, Growth):
+        if isinstance(tree, DynamicTree):
             drawing = "deterministic"
         if drawing not in self.drawings:
             raise ValueError(

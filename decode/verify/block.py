@@ -1,8 +1,8 @@
-"""Block verification (Sun et al. 2024, arXiv 2403.10444): the tokens of a chain are accepted jointly, which is the best
-that can be done on one path.
+"""Block verification (Sun et al. 2024, arXiv 2403.10444): the tokens of a chain are accepted jointly; no rule for one
+path accepts more.
 
-Legend: B rows, D depth, M nodes with the root, V vocabulary, U = D + 1 uniforms a row: one a depth, one for the last
-token.
+Legend: B rows, D depth, M nodes with the root, V vocabulary, U = D + 1 uniforms per row: one per depth, one for the
+last token.
 """
 
 import torch
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.verify.exact import verify as exact
-from decode.verify.rule import Verdict, chain_nodes, finish, landing, walk
+from decode.verify.tree_walk import Verdict, chain_nodes, finish, hit_by_target, walk
 from draftsmith_core.sampling import draw
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """Accept the longest prefix that passes its own test; what comes before need not have passed.
 
-    w(0) = 1 and w(i) = min(1, w(i - 1) p(x)/q(x)) for the i-th token x. Prefix i passes with probability `keep` of
-    w(i), and the chain as a whole with probability w. After it the token is drawn from norm((w p - q)+), and at the
-    end of the chain from p. A deterministic chain is the case of one-hot q, in which the rule is `exact`.
+    w(0) = 1 and w(i) = min(1, w(i - 1) p(x)/q(x)) for the i-th token x. Prefix i passes with the
+    `keep_probability` of w(i), and the chain as a whole with probability w. After it the token is drawn from
+    norm((w p - q)+), and at the end of the chain from p. A deterministic chain is the case of one-hot q, in which the rule is `exact`.
     """
     if u_BU is None:
         return exact(proposal, p_BMV, None)
     tree, rows, depth = proposal.tree, p_BMV.shape[0], proposal.tree.depth
     if proposal.q_BEV is None or depth == 0:
-        return walk(proposal, p_BMV, u_BU, landing, per_node=1)
+        return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
     u_BU = u_BU.to(p_BMV.device)
     rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)
     nodes_BD = chain_nodes(tree, rows)
@@ -33,8 +33,8 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     tokens_BD = proposal.tokens_BM.gather(1, nodes_BD)
     offered_BD = (tokens_BD >= 0).cumprod(1) > 0
     x_BD = tokens_BD.clamp(min=0)
-    slots_BD = tree.slots_RM.expand(rows, -1).gather(1, above_BD)
-    p_BDV, q_BDV = p_BMV[rows_B1, above_BD], proposal.q_BEV[rows_B1, slots_BD]
+    groups_BD = tree.groups_RM.expand(rows, -1).gather(1, above_BD)
+    p_BDV, q_BDV = p_BMV[rows_B1, above_BD], proposal.q_BEV[rows_B1, groups_BD]
     p_x_BD1, q_x_BD1 = p_BDV.gather(2, x_BD.unsqueeze(2)), q_BDV.gather(2, x_BD.unsqueeze(2))
     w_B1 = torch.ones_like(p_x_BD1[:, 0])
     weights = [w_B1]
@@ -45,30 +45,30 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     w_BD1 = torch.stack(weights[:-1], dim=1)
     excess_BDV = (w_BD1 * p_BDV - q_BDV).clamp_(min=0)
     mass_BD1 = excess_BDV.sum(2, keepdim=True)
-    # Entry i is the test of the prefix of i + 1 tokens: `keep` where the chain goes on behind it, else w.
-    keep_BD = torch.cat([keep(w_BD1, mass_BD1)[:, 1:, 0], w_B1], dim=1)
+    # Entry i is the test of the prefix of i + 1 tokens: `keep_probability` where the chain goes on behind it, else w.
+    keep_BD = torch.cat([keep_probability(w_BD1, mass_BD1)[:, 1:, 0], w_B1], dim=1)
     ends_BD = torch.nn.functional.pad(~offered_BD[:, 1:], (0, 1), value=True)
     keep_BD = torch.where(ends_BD, torch.cat(weights[1:], dim=1), keep_BD)
     passed_BD = (u_BU[:, :depth] < keep_BD) & offered_BD
     steps_D = torch.arange(1, depth + 1, device=p_BMV.device)
     accepted_B = torch.where(passed_BD, steps_D, 0).max(1).values
     nodes_BD = nodes_BD.masked_fill(steps_D > accepted_B.unsqueeze(1), 0)
-    law_BV = p_BMV[rows_B1, nodes_BD.max(1, keepdim=True).values].squeeze(1)
+    end_BV = p_BMV[rows_B1, nodes_BD.max(1, keepdim=True).values].squeeze(1)
     last_B1 = accepted_B.clamp(max=depth - 1).unsqueeze(1)
     open_B = (accepted_B < depth) & offered_BD.gather(1, last_B1).squeeze(1)
     mass_B1 = mass_BD1[rows_B1, last_B1].squeeze(1)
     left_BV = excess_BDV[rows_B1, last_B1].squeeze(1)
-    # As in `residual`: what rounding leaves without mass is drawn from p.
-    law_BV = torch.where(open_B.unsqueeze(1) & (mass_B1 > 0), left_BV, law_BV)
-    return finish(proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(law_BV, u_BU[:, -1]))
+    # As in `residual`: where rounding leaves no mass, the token is drawn from p.
+    end_BV = torch.where(open_B.unsqueeze(1) & (mass_B1 > 0), left_BV, end_BV)
+    return finish(proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(end_BV, u_BU[:, -1]))
 
 
 def weight(w: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
-    """min(1, w p(x)/q(x)): how much of a path the target pays for, from that of the path without its last token x."""
+    """min(1, w p(x)/q(x)): the weight of a path that ends in token x, from the weight w of the path without x."""
     return (w * p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp_(max=1)
 
 
-def keep(w: Tensor, mass: Tensor) -> Tensor:
+def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
     """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of it is refused."""
     lack = 1 - w
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)

@@ -1,42 +1,41 @@
 """Exact match: draw from the target, and accept the draft's token if it is the same.
 
-Lossless for every tree, also for a pruned one. At temperature 0 it is plain token equality; for
-deterministic drafts it reaches the best acceptance any rule can (see the identity for a
-deterministic set in Hu et al., ICLR 2025).
+Lossless for every tree, also for a pruned one. At temperature 0 it is plain token equality; for deterministic drafts
+no rule accepts more (the identity for a deterministic set in Hu et al., ICLR 2025, arXiv 2502.18779).
 
-Legend: B rows, D depth, K siblings, M nodes with the root, U uniforms a row.
+Legend: B rows, D depth, K siblings, M nodes with the root, U uniforms per row.
 """
 
 import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.rule import Verdict, finish, first, nowhere
+from decode.verify.tree_walk import Verdict, finish, first, known_empty
 from draftsmith_core.sampling import draw
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
-    """Draw y from the target's law at each node reached; descend while a child carries y; emit the
-    first y that none does.
+    """Draw y from the target's distribution at each node reached; go on at the child that carries y; emit the first y
+    that no child carries.
 
-    The output is drawn from the target alone, so this is lossless whatever was drafted. It is also
-    what every lossless rule comes to when p is one-hot, and `u_BU` is then None.
+    The output is drawn from the target alone, so this is lossless whatever was drafted. Every lossless rule comes to
+    this when p is one-hot (`u_BU` is None).
     """
     if u_BU is None and p_BMV.device.type == "cpu":
-        return _match_on_host(proposal, p_BMV)
+        return _verify_on_host(proposal, p_BMV)
     tree, tokens_BM = proposal.tree, proposal.tokens_BM
     rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
     children_BMK = tree.children_RMK.expand(len(rows_B), -1, -1)
-    # max is several times faster than argmax on a CPU, and a one-hot law has no ties.
+    # max is several times faster than argmax on a CPU, and a one-hot distribution has no ties.
     best_BM = p_BMV.max(-1).indices if u_BU is None else None
     at_B = torch.zeros_like(rows_B)
     walking_B = torch.ones_like(rows_B, dtype=torch.bool)
     open_B = torch.zeros_like(walking_B)
     accepted_B = torch.zeros_like(at_B)
-    final_B = at_B
+    last_B = at_B
     nodes: list[Tensor] = []
     for depth in range(tree.depth + 1):
-        if nowhere(walking_B):
+        if known_empty(walking_B):
             nodes += [torch.zeros_like(at_B)] * (tree.depth - depth)
             break
         if best_BM is not None:
@@ -44,13 +43,12 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
         else:
             assert u_BU is not None
             y_B = draw(p_BMV[rows_B, at_B], u_BU[:, depth])
-        final_B = torch.where(walking_B, y_B, final_B)
+        last_B = torch.where(walking_B, y_B, last_B)
         if depth == tree.depth:
             break
         kids_BK = children_BMK[rows_B, at_B]
         offer_BK = tokens_BM.gather(1, kids_BK)
-        # At most one sibling carries y when siblings differ; with repeated tokens the first in rank
-        # order stands.
+        # At most one sibling carries y when siblings differ; of repeated tokens the first in rank order is taken.
         hit_BK = offer_BK == y_B.unsqueeze(1)
         next_B = kids_BK.gather(1, first(hit_BK).clamp(min=0).unsqueeze(1)).squeeze(1)
         next_B = torch.where(hit_BK.any(1) & walking_B, next_B, 0)
@@ -59,11 +57,11 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
         accepted_B = accepted_B + walking_B
         at_B = torch.where(walking_B, next_B, at_B)
         nodes.append(next_B)
-    return finish(proposal, nodes, accepted_B, open_B, final_B)
+    return finish(proposal, nodes, accepted_B, open_B, last_B)
 
 
-def _match_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
-    """`verify` at temperature 0 where tensors can be read without waiting: a walk over lists, a tenth of the time."""
+def _verify_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
+    """`verify` at temperature 0 where tensors can be read without waiting: lists take a tenth of the time."""
     tree = proposal.tree
     best_BM, tokens_BM = p_BMV.max(-1).indices.tolist(), proposal.tokens_BM.tolist()
     children_RMK = tree.children_RMK.tolist()

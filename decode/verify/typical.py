@@ -1,7 +1,7 @@
-"""Typical acceptance (Cai et al. 2024, Medusa, arXiv 2401.10774). Lossy: the output is not a sample of
-the target; tokens that the target finds plausible enough are taken as they were drafted.
+"""Typical acceptance (Cai et al. 2024, Medusa, arXiv 2401.10774). Lossy: the output is not a sample of the target;
+tokens that the target finds plausible enough are taken as they were drafted.
 
-Legend: B rows, M nodes with the root, N drafted nodes, V vocabulary, U uniforms a row.
+Legend: B rows, M nodes with the root, N drafted nodes, V vocabulary, U uniforms per row.
 """
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.verify.exact import verify as exact
-from decode.verify.rule import Verdict, finish_at
+from decode.verify.tree_walk import Verdict, finish_at
 from draftsmith_core.sampling import draw
 
 EPSILON = 0.09  # no token of at least this probability is refused
-DELTA = 0.3  # with high entropy less will do: delta exp(-entropy); delta = sqrt(epsilon), as the paper has it
+DELTA = 0.3  # at high entropy the bound falls to delta exp(-entropy); delta = sqrt(epsilon), as in the paper
 
 
 def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
@@ -34,9 +34,9 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     sees_BNN = tree.sees_RMM[:, 1:, 1:]
     fine_path_BN = ~(sees_BNN & ~fine_BN.unsqueeze(1)).any(2)
     logp_BN = (sees_BNN * p_x_BN.clamp(min=torch.finfo(p_x_BN.dtype).tiny).log().unsqueeze(1)).sum(2)
-    # Depth counts first: a path's probability adds at most a half. The root, with no tokens, comes
-    # between: it beats a path that is refused, and every path that is not beats it.
+    # Depth counts first: a path's probability adds at most 0.5 to it. Refused paths score 0, and the root, which has no
+    # tokens, scores 0.75: above every refused path and below every accepted one, which has depth 1 or more.
     score_BN = torch.where(fine_path_BN, tree.depths_RN + logp_BN.exp() / 2, 0.0)
     best = torch.nn.functional.pad(score_BN, (1, 0), value=0.75).max(1)
-    law_BV = p_BMV[rows_B1, best.indices.unsqueeze(1)].squeeze(1)
-    return finish_at(proposal, best.indices, draw(law_BV, u_BU[:, 0]))
+    end_BV = p_BMV[rows_B1, best.indices.unsqueeze(1)].squeeze(1)
+    return finish_at(proposal, best.indices, draw(end_BV, u_BU[:, 0]))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from decode.propose.protocol import Proposal
-from decode.tree import Shape, Tree
+from decode.tree import Tree, TreeShape
 from decode.tree_batch import TreeBatch
 
 
@@ -196,13 +196,13 @@ def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: tor
         parents_RN=torch.from_numpy(parents).to(device),
         depths_RN=torch.from_numpy(depths).to(device),
         children_RMK=torch.from_numpy(children).to(device),
-        slots_RM=torch.from_numpy(slots).to(device),
+        groups_RM=torch.from_numpy(slots).to(device),
         sees_RMM=torch.from_numpy(sees).to(device),
         widths=widths[: int(depths.max())],
     )
 
 
-def check_static(name: str, tree: Shape) -> Tree:
+def check_static(name: str, tree: TreeShape) -> Tree:
     """`tree` if it can bound what the proposer `name` copies, else ValueError: there are no confidences here."""
     if not isinstance(tree, Tree):
         raise ValueError(

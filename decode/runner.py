@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.attention_masks import GrowingMask, additive, causal_mask
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
-from decode.masks import LiveMask, additive, causal_mask
 from decode.packed_linear import Packs
 
 # Prompts go in by so many cells at a time: the memory of a mask and of the activations is then bounded.
@@ -131,7 +131,7 @@ class Runner:
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self._packs = (Packs(model) if fast is True else fast) or None
         self._lean = lean_forward(model, self._packs) if self._packs else None
-        self._live: LiveMask | None = None
+        self._live: GrowingMask | None = None
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -303,7 +303,7 @@ class Runner:
         live = self._live
         if live is None or live.rows != rows or live.queries < queries:
             queries = queries if live is None else max(queries, live.queries)
-            live = self._live = LiveMask(rows, queries, self.cache.capacity, self.dtype, self.device)
+            live = self._live = GrowingMask(rows, queries, self.cache.capacity, self.dtype, self.device)
             self._advanced = False
         if not self._advanced:
             live.advance([self.column] if rows == 1 else self.lengths, self.column)

@@ -27,7 +27,7 @@ def causal_mask(begin: int, end: int, window: int | None, dtype: torch.dtype, de
     return additive(allowed_qC[None, None], dtype)
 
 
-class LiveMask:
+class GrowingMask:
     """The additive mask of rows with full attention whose prefixes grow: cell c of row b is seen when c is below the
     row's length, and the block behind the longest row as its tree says.
 
