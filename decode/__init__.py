@@ -15,19 +15,19 @@ from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
-    from decode.engine import Batch, Generation, SpeculativeDecoder
+    from decode.engine import BatchOutput, Generation, SpeculativeDecoder
     from decode.propose.draft_model import DraftModelProposer
     from decode.propose.head_proposers import HeadProposer
     from decode.propose.lookahead import LookaheadProposer
     from decode.propose.prompt_lookup import PromptLookupProposer
-    from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+    from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
     from decode.propose.retrieval import RetrievalProposer
     from decode.stats import DecodeStats
-    from decode.stop_strings import Stop, stop_at
+    from decode.stop_strings import StopCondition, StopStrings
     from decode.verify.tree_walk import Verdict
 
 _LAZY = {
-    "Batch": "decode.engine",
+    "BatchOutput": "decode.engine",
     "DecodeStats": "decode.stats",
     "DraftModelProposer": "decode.propose.draft_model",
     "Generation": "decode.engine",
@@ -39,10 +39,11 @@ _LAZY = {
     "Proposer": "decode.propose.protocol",
     "RetrievalProposer": "decode.propose.retrieval",
     "Session": "decode.propose.protocol",
+    "SessionSetup": "decode.propose.protocol",
     "SpeculativeDecoder": "decode.engine",
-    "Stop": "decode.stop_strings",
+    "StopCondition": "decode.stop_strings",
+    "StopStrings": "decode.stop_strings",
     "Verdict": "decode.verify.tree_walk",
-    "stop_at": "decode.stop_strings",
 }
 
 
@@ -56,7 +57,7 @@ __all__ = [
     "PROPOSERS",
     "TREES",
     "VERIFIERS",
-    "Batch",
+    "BatchOutput",
     "DecodeStats",
     "DraftModelProposer",
     "Drawing",
@@ -71,9 +72,11 @@ __all__ = [
     "ProposerKind",
     "RetrievalProposer",
     "Session",
+    "SessionSetup",
     "TreeShape",
     "SpeculativeDecoder",
-    "Stop",
+    "StopCondition",
+    "StopStrings",
     "Tree",
     "TreeKind",
     "Verdict",
@@ -81,5 +84,4 @@ __all__ = [
     "default_tree",
     "default_verifier",
     "parse_tree",
-    "stop_at",
 ]

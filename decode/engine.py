@@ -1,13 +1,10 @@
-"""The speculative decoder: draft a tree, score it with one target forward, keep what the verifier
-accepts.
+"""The speculative decoder: draft a tree, score it with one target forward, keep what the verifier accepts.
 
-Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary,
-U uniforms a row.
+Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary, U uniforms per row.
 
-One step of a row takes N uniforms for the proposer and then those of the verifier from the row's
-own generator, in that order, always the same number: a row's output depends on its prompt and its
-generator, not on its batch mates (law 4). At temperature 0 none are taken. A row that has ended leaves
-the batch at once; the last rows move into the holes.
+At each step a row takes N uniforms for the proposer and then those of the verifier from its own generator, in that
+order, always the same number: a row's output depends on its prompt and its generator, not on its batch mates (law 4).
+At temperature 0 none are taken. A row that has ended leaves the batch at once; the last rows move up into its place.
 """
 
 import time
@@ -21,26 +18,28 @@ from transformers import PreTrainedModel
 from decode.defaults import default_verifier
 from decode.packed_linear import Packs
 from decode.propose.draft_model import check_context
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.runner import Block, Runner, attention_windows
 from decode.stats import Counter, DecodeStats
-from decode.stop_strings import Stop
+from decode.stop_strings import StopCondition
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
-from draftsmith_core.models import context_length
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.models import eos_ids as eos_of
 from draftsmith_core.sampling import Sampling, generator, probs, row_seed, uniforms
 
 _KEPT_BLOCKS = 64
+_ALL_FINITE = 3  # see `_finite`
 OnTokens = Callable[[int, list[int], list[bool]], None]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's output: new tokens only, EOS included if the model ended ("stop"), else cut
-    ("length").
+    """One prompt's output: new tokens only. `finish_reason` is "stop" when it ended at an EOS token, which is included,
+    or where a stop condition said; "length" when it was cut at `max_new_tokens`. `from_draft` marks drafted tokens.
     """
 
     output_ids: list[int]
@@ -50,8 +49,8 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """All outputs in prompt order, and the wall clock of the two phases in seconds."""
+class BatchOutput:
+    """All outputs in prompt order, and the wall clock of prefill and decoding in seconds."""
 
     generations: list[Generation]
     prefill_s: float
@@ -83,6 +82,8 @@ class SpeculativeDecoder:
         fast: bool = True,
     ) -> None:
         self.target, self.proposer = target, proposer
+        if isinstance(proposer, PreTrainedModel):
+            raise ValueError("proposer: a model cannot draft by itself; pass DraftModelProposer(model)")
         if proposer is None:
             if tree is not None or verifier is not None:
                 raise ValueError(
@@ -111,10 +112,10 @@ class SpeculativeDecoder:
         generators: Sequence[torch.Generator] | None = None,
         eos_ids: Collection[int] | None = None,
         on_tokens: OnTokens | None = None,
-        stop: Stop | None = None,
+        stop: StopCondition | None = None,
         *,
         seed: int = 0,
-    ) -> Batch:
+    ) -> BatchOutput:
         """Continue all prompts (token ids) as one batch, greedily unless `sampling` says otherwise.
 
         Prompt b draws from a generator of its own, seeded with a hash of `seed` and b, and so does not depend on what
@@ -123,24 +124,22 @@ class SpeculativeDecoder:
         `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. Raises ValueError for
         an empty prompt, a prompt that does not fit the context, or a number of generators that differs.
         """
+        if generators is not None and seed:
+            raise ValueError(f"seed: {seed} would not be used, because generators were given; pass one of the two")
         if generators is None:
             generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
         if eos_ids is None:
             eos_ids = eos_of(self.target)
-        self._check(prompts, max_new_tokens, generators)
+        self._check(prompts, sampling, max_new_tokens, generators)
         if not prompts:
-            return Batch([], 0.0, 0.0)
-        if self.target.training:
-            raise ValueError(
-                "the target is in training mode; call target.eval() first, dropout would change its outputs"
-            )
+            return BatchOutput([], 0.0, 0.0)
         began = self._clock()
         run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
         prefilled = self._clock()
         while run.live:
             run.step()
         ended = self._clock()
-        return Batch([row.generation for row in run.rows], prefilled - began, ended - prefilled)
+        return BatchOutput([row.generation for row in run.rows], prefilled - began, ended - prefilled)
 
     def block(self, tree: TreeBatch) -> Block:
         """The target's block of [root] + tree; kept for trees that all rows share."""
@@ -149,7 +148,7 @@ class SpeculativeDecoder:
             offsets_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
             block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1)
             if tree.rows == 1:
-                # A static proposer hands out the same few arrays: its tree, and that tree cut to a depth.
+                # A static proposer gives the same few objects again: its tree, and that tree cut to a depth.
                 if len(self._blocks) >= _KEPT_BLOCKS:
                     self._blocks.clear()
                 self._blocks[tree] = block
@@ -158,20 +157,35 @@ class SpeculativeDecoder:
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
         max_new_tokens: int,
         generators: Sequence[torch.Generator],
     ) -> None:
+        if self.target.training:
+            raise ValueError(
+                "the target is in training mode; call target.eval() first, dropout would change its outputs"
+            )
         if len(generators) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(generators)} generators: pass one generator a prompt")
+            raise ValueError(f"{len(prompts)} prompts but {len(generators)} generators: pass one generator per prompt")
+        if not sampling.greedy and len({id(each) for each in generators}) < len(generators):
+            raise ValueError("two prompts share a generator, so that each would depend on the other; pass one for each")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is below 1; ask for at least one token")
-        if not prompts:
-            return
-        if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
-            raise ValueError(f"prompt {empty[0]} has no tokens; start it with the model's BOS token")
-        check_context("target", self._limit, prompts, max_new_tokens)
-        if self.proposer is not None:
-            self.proposer.check_lengths(prompts, max_new_tokens)
+        vocabulary = vocabulary_size(self.target)
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, str | int):
+                raise ValueError(f"prompt {row} is {prompt!r}; expected a list of token ids: encode the text first")
+            if not len(prompt):
+                raise ValueError(f"prompt {row} has no tokens; start it with the model's BOS token")
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(
+                    f"prompt {row} holds a token outside 0..{vocabulary - 1}, the target's vocabulary; "
+                    f"encode it with the target's tokenizer"
+                )
+        if prompts:
+            check_context("target", self._limit, prompts, max_new_tokens)
+            if self.proposer is not None:
+                self.proposer.check_lengths(prompts, max_new_tokens)
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
@@ -198,7 +212,7 @@ def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | No
 
 
 def _drawing(verifier: Verifier, proposer: Proposer | None, tree: TreeShape) -> Drawing:
-    """The first way of choosing children that the verifier wants and the proposer has; ValueError when none is."""
+    """The first method of drawing that the verifier prefers and the proposer has; ValueError when there is none."""
     if proposer is None:
         return "deterministic"
     offered = proposer.drawings(tree)
@@ -241,8 +255,8 @@ class _NoDraft:
 
 
 class _Run:
-    """One `generate` call. `rows` are all prompts, `batch` the indices of those in the tensors,
-    `live` the unfinished.
+    """One `generate` call. `rows` are all prompts, `batch` the indices of those in the tensors, `live` the number of
+    those that have not ended.
     """
 
     def __init__(
@@ -254,12 +268,12 @@ class _Run:
         generators: Sequence[torch.Generator],
         eos_ids: frozenset[int],
         on_tokens: OnTokens | None,
-        stop: Stop | None,
+        stop: StopCondition | None,
     ) -> None:
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
         self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
         tree, proposer = decoder.tree, decoder.proposer
-        # One-hot laws leave nothing to draw: every proposer then takes the most probable tokens.
+        # From a one-hot distribution there is nothing to draw: every proposer then takes the most probable tokens.
         drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
         pairs = zip(prompts, generators, strict=True)
         self.rows = [_Row(prompt, generator, tree.depth) for prompt, generator in pairs]
@@ -269,11 +283,21 @@ class _Run:
         self.runner = Runner(decoder.target, decoder._windows, decoder._limit, fast=decoder._packs)
         hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
-        self.session: Session = (
-            proposer.start(prompts, tree, drawing, sampling, max_new_tokens, hidden, device)
-            if proposer
-            else _NoDraft(len(self.rows), device)
-        )
+        self.session: Session
+        if proposer is None:
+            self.session = _NoDraft(len(self.rows), device)
+        else:
+            setup = SessionSetup(
+                prompts=prompts,
+                tree=tree,
+                drawing=drawing,
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                hidden_BTH=hidden,
+                device=device,
+                vocabulary=vocabulary_size(decoder.target),
+            )
+            self.session = proposer.start(setup)
         self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
         self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
 
@@ -290,13 +314,14 @@ class _Run:
         logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
         p_BMV = probs(logits_BMV, self.sampling)
         verdict = self.decoder.verifier.run(proposal, p_BMV, None if u_BU is None else u_BU[:, split:])
-        # The one synchronisation of a step: everything the host has to know, in one transfer.
+        # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
         exists_BM = proposal.tokens_BM >= 0
         drafted_B = exists_BM.sum(1)
         offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
         facts = torch.cat(
             [
-                torch.stack([verdict.accepted_B, verdict.open_B, drafted_B, offered_B], dim=1),
+                torch.stack([_finite(logits_BMV, proposal.finite), verdict.accepted_B, verdict.open_B], dim=1),
+                torch.stack([drafted_B, offered_B], dim=1),
                 verdict.nodes_BD,
                 verdict.tokens_BD1,
             ],
@@ -308,7 +333,9 @@ class _Run:
         depth = proposal.tree.depth
         paths: list[list[int]] = []
         blocks: list[list[int]] = []
-        for index, (accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
+        for index, (finite, accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
+            if finite != _ALL_FINITE:
+                self._refuse(finite, index)
             tokens = rest[depth : depth + accepted + 1]
             tokens = self._emit(index, tokens, accepted, bool(is_open), drafted, offered)
             ended = bool(self.rows[index].finish_reason)
@@ -324,6 +351,18 @@ class _Run:
             rows = self.runner.remove(ended_places)
             self.batch = [self.batch[place] for place in rows]
             self.session.select_rows(rows)
+
+    def _refuse(self, finite: int, index: int) -> None:
+        """Raise InputError that names the model whose logits are NaN or infinite."""
+        target, proposer = self.decoder.target, self.decoder.proposer
+        name = f"target {target.name_or_path or type(target).__name__}"
+        if finite & 1 and proposer is not None:
+            name = proposer.name
+        raise InputError(
+            f"the {name} gave logits that are not finite (NaN or infinite) after {len(self.rows[index].ids)} new "
+            f"tokens of prompt {index}; its weights are damaged, or its dtype is too narrow for them: "
+            f"check the checkpoint, or use another dtype such as float32"
+        )
 
     def _emit(self, index: int, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
@@ -344,8 +383,7 @@ class _Run:
         kept = min(accepted, len(tokens))
         from_draft = [place < kept for place in range(len(tokens))]
         row.from_draft += from_draft
-        # A further depth was reached only if the token that was emitted instead of it is still in
-        # the block.
+        # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
         reached = kept + int(is_open and len(tokens) == accepted + 1)
         row.counter.step(emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth)
         row.last = tokens[-1]
@@ -359,8 +397,16 @@ class _Run:
         if self.sampling.greedy:
             return None
         fresh = uniforms([self.rows[index].generator for index in self.batch], self.num_uniforms)
-        # All that a step draws goes over in one copy, so that no rule waits for the host.
+        # All uniforms of a step go over in one copy, so that no rule waits for the host.
         return fresh.to(self.runner.device)
+
+
+def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
+    """`[B]`: 1 where the target's logits are finite, plus 2 if the draft's are. The largest logit is NaN or infinite
+    when any logit is NaN or plus infinity; minus infinity is a token that is impossible.
+    """
+    target_B = logits_BMV.amax((1, 2)).isfinite().long()
+    return target_B + 2 if draft is None else target_B + 2 * draft
 
 
 def _widest(tree: TreeShape) -> TreeBatch:

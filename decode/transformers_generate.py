@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decode.engine import SpeculativeDecoder
 from decode.propose.protocol import Proposer
-from decode.stop_strings import Stop
+from decode.stop_strings import StopCondition
 from decode.tree import TreeShape
 from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator
@@ -40,13 +40,13 @@ def speculative(
     tree: str | TreeShape | None = None,
     verifier: str | Verifier | None = None,
     *,
-    stop: Stop | None = None,
+    stop: StopCondition | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """A function for the `custom_generate` argument of `model.generate`; the arguments are `SpeculativeDecoder`'s.
 
     The model on which `generate` is called is the target. Randomness comes from torch's global generator, as in
     `generate` itself. A `streamer` and the `tokenizer` that `stop_strings` need never reach a `custom_generate`
-    function: pass `stop=stop_at(tokenizer, strings)` here, and use `SpeculativeDecoder.generate` with
+    function: pass `stop=StopStrings(tokenizer, strings)` here, and use `SpeculativeDecoder.generate` with
     `on_tokens` to stream. Raises ValueError, in one line, for settings that it cannot honour exactly.
     """
     decoders: list[SpeculativeDecoder] = []

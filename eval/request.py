@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from decode import VERIFIERS, Shape, default_verifier, parse_tree
+from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling_options import Sampling
@@ -28,7 +28,7 @@ class Method:
         return VERIFIERS[self.verifier].lossless
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> TreeShape:
         """The tree itself, read once, because a file may change during the run. ValueError as `parse_tree`."""
         return parse_tree(self.tree, read_tree_file)
 

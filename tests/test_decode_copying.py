@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode.engine import SpeculativeDecoder
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession
-from decode.propose.prompt_lookup import PromptLookupProposer
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session
+from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.propose.retrieval import RetrievalProposer
-from decode.propose.text_proposer import Forest, NgramIndex, Trie, batch_of
+from decode.propose.text_proposer import Forest, Trie, batch_of
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import grow_batch
@@ -61,7 +61,17 @@ def counting(text: Sequence[int]) -> int:
 
 
 def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape) -> Session:
-    return proposer.start(prompts, tree, "deterministic", GREEDY, 100, (), CPU)
+    setup = SessionSetup(
+        prompts=prompts,
+        tree=tree,
+        drawing="deterministic",
+        sampling=GREEDY,
+        max_new_tokens=100,
+        hidden_BTH=(),
+        device=CPU,
+        vocabulary=VOCAB,
+    )
+    return proposer.start(setup)
 
 
 def paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
@@ -179,11 +189,11 @@ def test_a_trie_keeps_its_bounds_and_merges(candidates: list[list[int]], widths:
     for node, below in enumerate(tree.children):
         assert len(below) <= (widths[len(found[node])] if below else 0)
     for tokens, end in zip(candidates, ends, strict=True):
-        reached = found[flat.places[end]]
+        reached = found[flat.indices[end]]
         assert reached == tuple(tokens[: len(reached)])
         # A candidate is cut only for want of room.
         if len(reached) < min(len(tokens), len(widths)):
-            assert trie.full or len(tree.children[flat.places[end]]) == widths[len(reached)]
+            assert trie.full or len(tree.children[flat.indices[end]]) == widths[len(reached)]
     assert trie.full == (tree.size == size)
 
 
@@ -323,7 +333,7 @@ def test_lookahead_harvests_what_the_definition_says(window: int, ngram: int, ca
     text = [3, 1, 4, 1, 5]
     session = start(proposer, [text], proposer.default_tree())
     assert isinstance(session, LookaheadSession)
-    row = session._rows[0]
+    row = session.rows[0]
     assert row is not None
     definition = Definition(row.levels)
     pool: dict[int, list[tuple[int, ...]]] = {}

@@ -22,6 +22,7 @@ from decode import (
     Proposal,
     Proposer,
     Session,
+    SessionSetup,
     SpeculativeDecoder,
     Tree,
     Verifier,
@@ -32,6 +33,7 @@ from decode import (
 from decode.tree_batch import TreeBatch
 from decode.verify import uniforms_per_depth
 from decode.verify.exact import verify
+from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
 GREEDY = Sampling(temperature=0.0)
@@ -160,8 +162,9 @@ def test_the_targets_own_end_of_text_is_the_default() -> None:
 class Repeat(Proposer):
     """The example of `decode.propose.protocol.Proposer`: it drafts the last token again and again."""
 
-    def start(self, prompts: Any, tree: Any, *rest: Any) -> Session:
-        return RepeatSession(TreeBatch.build(tree, torch.device("cpu")), [prompt[-1] for prompt in prompts])
+    def start(self, setup: SessionSetup) -> Session:
+        assert isinstance(setup.tree, Tree)
+        return RepeatSession(TreeBatch.build(setup.tree, setup.device), [prompt[-1] for prompt in setup.prompts])
 
 
 class RepeatSession(Session):
@@ -208,3 +211,50 @@ def test_every_proposer_of_the_table_can_be_made() -> None:
             assert kind.make(None).drawings(parse_tree("chain:1")) == {"deterministic"} and not kind.draws
     assert PROPOSERS["draft"].make([tiny(1)]).drafts == 1 and PROPOSERS["draft"].draws
     assert set(TREES) == {"chain", "kary", "static", "sequoia", "eagle2", "opt"}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])
+@pytest.mark.parametrize("bad", ["target", "draft"])
+@pytest.mark.parametrize("tree", ["chain:2", "kary:2,2", "eagle2:depth=2,beam=2,nodes=4"])
+def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree: str, bad: str, sampling: Sampling) -> None:
+    target, draft = tiny(1), tiny(2)
+    target.name_or_path, draft.name_or_path = "the/target", "the/draft"
+    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree)
+    damaged = target if bad == "target" else draft
+    with torch.no_grad():
+        damaged.lm_head.weight[3, 5] = torch.nan
+    with pytest.raises(InputError, match=rf"^the {bad} the/{bad} gave logits that are not finite.*; its weights are"):
+        decoder.generate(PROMPTS, sampling, 8)
+    with torch.no_grad():
+        damaged.lm_head.weight[3, 5] = torch.inf
+    with pytest.raises(InputError, match=rf"^the {bad} the/{bad} gave logits that are not finite"):
+        decoder.generate(PROMPTS * 4, sampling, 40)
+
+
+def test_what_generate_cannot_use_is_refused_in_one_line() -> None:
+    decoder = SpeculativeDecoder(tiny(1), DraftModelProposer(tiny(2)))
+    warm, shared = Sampling(temperature=1.0), generator(3)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompts": ["text"]}, "prompt 0 is 'text'; expected a list of token ids"),
+        ({"prompts": [1, 2]}, "prompt 0 is 1; expected a list of token ids"),
+        ({"prompts": [[1], [11]]}, "prompt 1 holds a token outside 0..10"),
+        ({"prompts": [[1], [2, -1]]}, "prompt 1 holds a token outside 0..10"),
+        ({"prompts": [[1]], "generators": [shared], "seed": 4}, "seed: 4 would not be used"),
+        ({"prompts": [[1], [2]], "generators": [shared, shared], "sampling": warm}, "share a generator"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(ValueError, match=words) as caught:
+            decoder.generate(**arguments)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"pass DraftModelProposer\(model\)"):
+        SpeculativeDecoder(tiny(1), tiny(2))  # type: ignore[arg-type]
+
+
+def test_a_proposer_serves_targets_of_several_vocabularies() -> None:
+    """What a proposer learned of one target must not leak into the decoder of another."""
+    proposer = DraftModelProposer(tiny(2))
+    decoder = SpeculativeDecoder(tiny(1), proposer)
+    before = decoder.generate(PROMPTS, GREEDY, 12).generations
+    wide = LlamaForCausalLM(LlamaConfig(**{**tiny(1).config.to_dict(), "vocab_size": 19}))
+    SpeculativeDecoder(wide.eval(), proposer).generate(PROMPTS, GREEDY, 12)
+    assert decoder.generate(PROMPTS, GREEDY, 12).generations == before

@@ -1,4 +1,4 @@
-"""The engine's laws: rows are independent, blocks are cut and counted right, cached forwards equal
+"""The engine's distributions: rows are independent, blocks are cut and counted right, cached forwards equal
 plain ones.
 """
 
@@ -22,14 +22,13 @@ from transformers import (
 
 from decode import (
     DraftModelProposer,
-    Drawing,
     Generation,
     Outcome,
     Proposal,
     Proposer,
+    SessionSetup,
     SpeculativeDecoder,
     Tree,
-    TreeShape,
 )
 from decode.runner import Block, Runner
 from decode.tree_batch import TreeBatch
@@ -349,19 +348,12 @@ class TwoShapes(Proposer):
         self.texts: list[list[int]] = []
         self.states: list[list[Tensor]] = []
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> "TwoShapes":
-        self.texts = [list(prompt) for prompt in prompts]
-        self.states = [[layer[row, : len(prompt) - 1] for layer in hidden_BTH] for row, prompt in enumerate(prompts)]
-        self.live = list(range(len(prompts)))
+    def start(self, setup: SessionSetup) -> "TwoShapes":
+        self.texts = [list(prompt) for prompt in setup.prompts]
+        self.states = [
+            [layer[row, : len(prompt) - 1] for layer in setup.hidden_BTH] for row, prompt in enumerate(setup.prompts)
+        ]
+        self.live = list(range(len(setup.prompts)))
         return self
 
     def propose(self, u_BN: Tensor | None) -> Proposal:

@@ -1,7 +1,7 @@
 """Laws 1, 2 and 4 for every way of drafting, every tree and every verifier that claims to be lossless.
 
 Worlds of five tokens: at temperature 0 outputs equal the target's own token for token, alone and in a batch of four;
-above it a chi-square test against the enumerated law; a row's output never depends on its batch mates. What is
+above it a chi-square test against the enumerated distribution; a row's output never depends on its batch mates. What is
 invalid is refused in one line, and what is valid is written down here, so that nothing drops out unseen.
 """
 
@@ -41,7 +41,7 @@ PROMPT = [1, 3]
 PROMPTS = [[1, 3], [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
 NEW_TOKENS = 18
 GREEDY = Sampling(temperature=0.0)
-LAW = Sampling(temperature=0.8, top_p=0.95)
+SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
 @cache
@@ -192,9 +192,9 @@ def test_greedy_is_the_targets_own(way: str) -> None:
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in COSTLY else []) for way in WAYS])
 def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
     for tree, verifier in valid(way):
-        together = run(decoder(way, tree, verifier), [3, 1, 0, 2], LAW)
+        together = run(decoder(way, tree, verifier), [3, 1, 0, 2], SAMPLED)
         for place, row in enumerate([3, 1, 0, 2]):
-            alone = run(decoder(way, tree, verifier), [row], LAW)[0]
+            alone = run(decoder(way, tree, verifier), [row], SAMPLED)[0]
             assert (alone.output_ids, alone.stats) == (together[place].output_ids, together[place].stats), (
                 tree,
                 verifier,
@@ -203,7 +203,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
 
 
 @torch.inference_mode()
-def exact_law(sampling: Sampling) -> Tensor:
+def exact_distribution(sampling: Sampling) -> Tensor:
     """Probability of every continuation of PROMPT, `[V ** LENGTH]`."""
     sequences = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
     inputs = torch.cat([torch.tensor(PROMPT).expand(len(sequences), -1), sequences], dim=1)
@@ -212,15 +212,15 @@ def exact_law(sampling: Sampling) -> Tensor:
 
 
 def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) -> float:
-    """Chi-square of decoded rows against the exact law, over its 1e-5 critical value; infinite for the impossible."""
+    """Chi-square of decoded rows against the exact distribution over its 1e-5 critical value; inf if impossible."""
     generators = [generator(1000 + row) for row in range(draws)]
     batch = made.generate([PROMPT] * draws, sampling, LENGTH, generators)
     ids = torch.tensor([g.output_ids for g in batch.generations])
     code = (ids * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
-    counts, law = torch.bincount(code, minlength=VOCAB**LENGTH).double(), exact_law(sampling)
-    if float(counts[law == 0].sum()):
+    counts, distribution = torch.bincount(code, minlength=VOCAB**LENGTH).double(), exact_distribution(sampling)
+    if float(counts[distribution == 0].sum()):
         return float("inf")
-    expected = law / law.sum() * draws
+    expected = distribution / distribution.sum() * draws
     large = expected >= 8
     seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
     wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
@@ -237,14 +237,14 @@ def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) 
         for way, verifier in itertools.product(WAYS, LOSSLESS)
     ],
 )
-def test_output_law_is_the_targets(way: str, verifier: str) -> None:
+def test_output_distribution_is_the_targets(way: str, verifier: str) -> None:
     trees = [tree for tree, name in valid(way) if name == verifier]
-    # One plain tree and one that depends on what was drawn: the law of the others follows from the same code.
+    # One plain tree and one that depends on what was drawn: the distribution of the others follows from the same code.
     chosen = {next((t for t in trees if "kary:3,2" == t), trees[0] if trees else ""), trees[-1] if trees else ""} - {""}
     if not chosen:
         pytest.skip(f"{way} gives nothing that {verifier} is valid for")
     for tree in sorted(chosen):
-        assert statistic(decoder(way, tree, verifier), LAW) < 1, tree
+        assert statistic(decoder(way, tree, verifier), SAMPLED) < 1, tree
 
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
@@ -268,22 +268,22 @@ def test_below_a_node_that_does_not_exist_there_is_nothing(verifier: str, parent
 def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same test, with one thing wrong at a time."""
     made = decoder("draft", "kary:3,2", "mcsd")
-    assert statistic(made, LAW, 16_000) < 1
+    assert statistic(made, SAMPLED, 16_000) < 1
     with monkeypatch.context() as patch:
         # Children drawn with replacement under the rule for draws without.
         patch.setattr(decode.propose.static_tree, "draw_without_replacement", draw_with_replacement)
-        assert statistic(made, LAW, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 16_000) > 1.5
     with monkeypatch.context() as patch:
-        # The target's law without its temperature.
+        # The target's distribution without its temperature.
         patch.setattr("decode.engine.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
-        assert statistic(made, LAW, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
         whole = decode.propose.static_tree.StaticTreeSession._proposal
 
-        def pruned(self: object, tokens_BM: Tensor, laws: list[Tensor], depth: int) -> object:
+        def pruned(self: object, tokens_BM: Tensor, *rest: object) -> object:
             kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
-            return whole(self, kept, laws, depth)  # type: ignore[arg-type]
+            return whole(self, kept, *rest)  # type: ignore[arg-type]
 
         patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
-        assert statistic(made, LAW, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 16_000) > 1.5

@@ -63,12 +63,13 @@ def test_a_chain_is_a_kary_of_ones() -> None:
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_ancestors_are_the_path_to_the_root(branching: list[int]) -> None:
     tree = kary(tuple(branching))
+    mask_NN = ancestor_mask(tree)
     for node in range(tree.size):
         path, at = set(), node
         while at >= 0:
             path.add(at)
             at = tree.parents[at]
-        assert set(ancestor_mask(tree)[node].nonzero().flatten().tolist()) == path
+        assert set(mask_NN[node].nonzero().flatten().tolist()) == path
         assert len(path) == tree.depths[node]
 
 

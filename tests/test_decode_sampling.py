@@ -1,5 +1,5 @@
-"""Law 1 above temperature 0: the output law is the target's, by a chi-square test against the
-enumerated law.
+"""Law 1 above temperature 0: the output distribution is the target's, by a chi-square test against the
+enumerated distribution.
 
 The same test must reject verifiers that are wrong in the ways that are known to happen.
 """
@@ -71,23 +71,23 @@ def tiny_llama(seed: int) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def exact_law(model: PreTrainedModel, sampling: Sampling) -> Tensor:
+def exact_distribution(model: PreTrainedModel, sampling: Sampling) -> Tensor:
     """Probability of every continuation of PROMPT, `[V ** LENGTH]`, from teacher-forced forwards."""
     sequences = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
     inputs = torch.cat([torch.tensor(PROMPT).expand(len(sequences), -1), sequences], dim=1)
     logits = model(input_ids=inputs).logits[:, len(PROMPT) - 1 : -1]
-    law = probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1)
-    return law.double().prod(1)
+    distribution = probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1)
+    return distribution.double().prod(1)
 
 
-def statistic(counts: Tensor, law: Tensor) -> tuple[float, float]:
+def statistic(counts: Tensor, distribution: Tensor) -> tuple[float, float]:
     """Chi-square over its 1e-4 critical value, and the number of impossible outcomes seen.
 
     Cells that expect fewer than 8 draws are pooled.
     """
     counts, total = counts.double(), float(counts.sum())
-    impossible = float(counts[law == 0].sum())
-    expected = law / law.sum() * total
+    impossible = float(counts[distribution == 0].sum())
+    expected = distribution / distribution.sum() * total
     large = expected >= 8
     seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
     wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
@@ -97,38 +97,38 @@ def statistic(counts: Tensor, law: Tensor) -> tuple[float, float]:
 
 
 def sample(verifier: str, tree: str, sampling: Sampling, draws: int = DRAWS) -> tuple[float, float]:
-    """Decode `draws` rows with the real engine and compare with the exact law of the target."""
+    """Decode `draws` rows with the real engine and compare with the exact distribution of the target."""
     target, draft = tiny_llama(2), tiny_llama(7)
     decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree=tree, verifier=verifier)
     generators = [generator(1000 + row) for row in range(draws)]
     batch = decoder.generate([PROMPT] * draws, sampling, LENGTH, generators)
     ids = torch.tensor([g.output_ids for g in batch.generations])
     code = (ids * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
-    return statistic(torch.bincount(code, minlength=VOCAB**LENGTH), exact_law(target, sampling))
+    return statistic(torch.bincount(code, minlength=VOCAB**LENGTH), exact_distribution(target, sampling))
 
 
-def test_the_laws_differ_enough_to_tell() -> None:
-    """Guards the tests below: the draft is useful but far from the target, and no law is
+def test_the_distributions_differ_enough_to_tell() -> None:
+    """Guards the tests below: the draft is useful but far from the target, and no distribution is
     degenerate.
     """
     for sampling in SAMPLINGS.values():
-        p, q = exact_law(tiny_llama(2), sampling), exact_law(tiny_llama(7), sampling)
+        p, q = exact_distribution(tiny_llama(2), sampling), exact_distribution(tiny_llama(7), sampling)
         overlap = float(torch.minimum(p, q).sum())
         assert 0.1 < overlap < 0.8
         assert int((p * DRAWS > 8).sum()) >= 6
         assert abs(float(p.sum()) - 1) < 1e-5
 
 
-@pytest.mark.parametrize("law", SAMPLINGS)
+@pytest.mark.parametrize("distribution", SAMPLINGS)
 @pytest.mark.parametrize(("verifier", "tree"), PAIRS)
-def test_output_law_is_the_targets(verifier: str, tree: str, law: str) -> None:
-    value, impossible = sample(verifier, tree, SAMPLINGS[law])
+def test_output_distribution_is_the_targets(verifier: str, tree: str, distribution: str) -> None:
+    value, impossible = sample(verifier, tree, SAMPLINGS[distribution])
     assert value < 1
     assert impossible == 0
 
 
 @pytest.mark.parametrize(("verifier", "tree"), [("speculative", "chain:3"), ("mcsd", "kary:3,2")])
-def test_output_law_is_the_targets_in_a_large_sample(verifier: str, tree: str) -> None:
+def test_output_distribution_is_the_targets_in_a_large_sample(verifier: str, tree: str) -> None:
     value, impossible = sample(verifier, tree, SAMPLINGS["T=1"], draws=30_000)
     assert value < 1
     assert impossible == 0
@@ -171,7 +171,7 @@ def test_broken_verifiers_are_rejected(
     assert value > 3
 
 
-# One node at a time, with laws chosen by hand.
+# One node at a time, with distributions chosen by hand.
 P = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.3])
 NODE_LAWS = {
     "full support": torch.tensor([0.3, 0.1, 0.2, 0.25, 0.15]),
@@ -193,7 +193,7 @@ def node_outcome(verifier: Verifier, q: Tensor | None, tokens: Tensor, k: int) -
         drawing="deterministic" if q is None else "without_replacement",
     )
     u_BU = torch.rand(rows, verifier.uniforms(tree), generator=generator(7), dtype=torch.float64)
-    # Leaf laws are NaN: nothing may leak from a node that the walk does not stand on.
+    # Leaf distributions are NaN: nothing may leak from a node that the walk does not stand on.
     p_BMV = torch.full((rows, k + 1, VOCAB), torch.nan)
     p_BMV[:, 0] = P
     p_BMV[:, 1:] = P.flip(0)
@@ -202,9 +202,9 @@ def node_outcome(verifier: Verifier, q: Tensor | None, tokens: Tensor, k: int) -
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("law", NODE_LAWS)
-def test_mcsd_node_is_exact_when_support_is_smaller_than_k(law: str, k: int) -> None:
-    q, rows = NODE_LAWS[law], 40_000
+@pytest.mark.parametrize("distribution", NODE_LAWS)
+def test_mcsd_node_is_exact_when_support_is_smaller_than_k(distribution: str, k: int) -> None:
+    q, rows = NODE_LAWS[distribution], 40_000
     u = torch.rand(rows, k, generator=generator(3), dtype=torch.float64)
     drawn = draw_without_replacement(q.expand(rows, -1), u)
     assert int((drawn >= 0).sum()) == rows * min(k, int((q > 0).sum()))
@@ -215,7 +215,7 @@ def test_mcsd_node_is_exact_when_support_is_smaller_than_k(law: str, k: int) -> 
         assert abs(float(accepted.double().mean()) - float(torch.minimum(P, q).sum())) < 0.01
         plain, _ = node_outcome(VERIFIERS["speculative"], q, drawn, k)
         assert torch.equal(plain, emitted)
-    if law == "equal to p":
+    if distribution == "equal to p":
         assert int(accepted.sum()) == rows
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from decode import DraftModelProposer
-from decode.stop_strings import stop_at
+from decode.stop_strings import StopStrings
 from decode.transformers_generate import speculative
 from draftsmith_core.models import load_model
 
@@ -43,11 +43,11 @@ def test_stop_strings(target: PreTrainedModel, draft_dir: str, target_dir: str) 
     text = str(tokenizer.decode(plain[6:8]))
     end = next(n for n in range(1, 31) if text in tokenizer.decode(plain[:n]))
     proposer = DraftModelProposer(load_model(draft_dir, device="cpu"))
-    stopping = speculative(proposer, "chain:3", stop=stop_at(tokenizer, ["never in it", text]))
+    stopping = speculative(proposer, "chain:3", stop=StopStrings(tokenizer, ["never in it", text]))
     assert generate(target, ids, custom_generate=stopping, **options)[0, 2:].tolist() == plain[:end]
 
 
-def test_sampling_follows_the_seed_and_the_law(target: PreTrainedModel, ours: Any) -> None:
+def test_sampling_follows_the_seed_and_the_distribution(target: PreTrainedModel, ours: Any) -> None:
     ids = torch.tensor([[60, 70]])
     options: dict[str, Any] = {"do_sample": True, "top_k": 2, "temperature": 0.7, "max_new_tokens": 1}
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ KINDS = ["random", "peaked", "one-hot p", "one-hot q", "disjoint", "truncated", 
 DRAWINGS: list[Drawing] = ["with_replacement", "without_replacement", "top_and_one", "deterministic"]
 
 
-def laws(kind: str, seed: int) -> tuple[Tensor, Tensor]:
+def distributions(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     """p and q, `[V]`."""
     p, q = (torch.randn(2, VOCAB, generator=generator(seed)) * (4 if kind == "peaked" else 1.2)).softmax(-1)
     places = torch.arange(VOCAB)
@@ -36,29 +36,29 @@ def laws(kind: str, seed: int) -> tuple[Tensor, Tensor]:
 
 def candidates(q: Tensor, k: int, drawing: Drawing) -> dict[frozenset[int], float]:
     """Probability of each set of candidates, by enumeration."""
-    law = [float(x) for x in q.double() / q.double().sum()]
-    ranked = sorted(range(len(law)), key=lambda x: -law[x])
+    distribution = [float(x) for x in q.double() / q.double().sum()]
+    ranked = sorted(range(len(distribution)), key=lambda x: -distribution[x])
     found: dict[frozenset[int], float] = {}
     if drawing == "deterministic":
-        return {frozenset(x for x in ranked[:k] if law[x] > 0): 1.0}
+        return {frozenset(x for x in ranked[:k] if distribution[x] > 0): 1.0}
     top = ranked[: k - 1] if drawing == "top_and_one" else []
     draws = 1 if drawing == "top_and_one" else k
     if drawing == "without_replacement":
-        draws = min(k, sum(x > 0 for x in law))
-    kept = [x for x in range(len(law)) if x not in top and law[x] > 0]
+        draws = min(k, sum(x > 0 for x in distribution))
+    kept = [x for x in range(len(distribution)) if x not in top and distribution[x] > 0]
     if not kept:
-        return {frozenset(x for x in top if law[x] > 0): 1.0}
+        return {frozenset(x for x in top if distribution[x] > 0): 1.0}
     for drawn in itertools.product(kept, repeat=draws):
-        chance, left = 1.0, sum(law[x] for x in kept)
+        chance, left = 1.0, sum(distribution[x] for x in kept)
         for place, x in enumerate(drawn):
             if drawing == "without_replacement" and x in drawn[:place]:
                 chance = 0.0
                 break
             if drawing == "without_replacement":
-                left = sum(law[y] for y in kept if y not in drawn[:place])
-            chance *= law[x] / left
+                left = sum(distribution[y] for y in kept if y not in drawn[:place])
+            chance *= distribution[x] / left
         if chance > 0:
-            key = frozenset(drawn) | frozenset(x for x in top if law[x] > 0)
+            key = frozenset(drawn) | frozenset(x for x in top if distribution[x] > 0)
             found[key] = found.get(key, 0.0) + chance
     return found
 
@@ -66,12 +66,12 @@ def candidates(q: Tensor, k: int, drawing: Drawing) -> dict[frozenset[int], floa
 def transport(p: Tensor, sets: dict[frozenset[int], float]) -> float:
     """The most that any coupling of candidates and output can accept, as a linear programme."""
     arcs = [(s, x) for s in sets for x in sorted(s)]
-    law = (p.double() / p.double().sum()).numpy()
-    rows = np.zeros((len(sets) + len(law), len(arcs)))
+    distribution = (p.double() / p.double().sum()).numpy()
+    rows = np.zeros((len(sets) + len(distribution), len(arcs)))
     for column, (s, x) in enumerate(arcs):
         rows[list(sets).index(s), column] = 1
         rows[len(sets) + x, column] = 1
-    limits = np.concatenate([list(sets.values()), law])
+    limits = np.concatenate([list(sets.values()), distribution])
     solved = linprog(-np.ones(len(arcs)), A_ub=rows, b_ub=limits, method="highs")
     assert solved.success
     return -float(solved.fun)
@@ -82,13 +82,13 @@ def transport(p: Tensor, sets: dict[frozenset[int], float]) -> float:
 def test_bound_is_the_linear_programmes(drawing: Drawing, k: int) -> None:
     for kind in KINDS:
         for seed in range(2):
-            p, q = laws(kind, seed)
+            p, q = distributions(kind, seed)
             bound = float(optimal_acceptance(p, q, k, drawing))
             assert bound == pytest.approx(transport(p, candidates(q, k, drawing)), abs=1e-9)
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
-def test_bound_takes_batches_and_laws_with_tiny_tokens(drawing: Drawing) -> None:
+def test_bound_takes_batches_and_distributions_with_tiny_tokens(drawing: Drawing) -> None:
     q = torch.tensor([[1 - 3e-9, 2e-9, 1e-9, 0], [0.6, 0.4, 1e-30, 1e-31], [1.0, 1e-12, 0, 0]], dtype=torch.double)
     p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.double).expand(3, -1)
     for k in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_bound_takes_batches_and_laws_with_tiny_tokens(drawing: Drawing) -> None
 
 
 def test_bound_of_one_candidate_is_the_overlap() -> None:
-    p, q = laws("random", 1)
+    p, q = distributions("random", 1)
     for drawing in DRAWINGS[:3]:
         overlap = float(torch.minimum(p, q).sum())
         assert float(optimal_acceptance(p, q, 1, drawing)) == pytest.approx(overlap, abs=1e-6)

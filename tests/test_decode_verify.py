@@ -1,5 +1,5 @@
-"""Every rule of verification on small worlds whose law is known: lossless ones give the target's law whatever was
-drafted, wrong pairs of drawing and rule are told apart by the same test, and no rule beats the transport bound.
+"""Every verification rule on small worlds that can be enumerated: lossless ones give the target's distribution whatever
+was drafted, wrong pairs of drawing and rule are told apart by the same test, and no rule beats the transport bound.
 
 Legend: B rows, E nodes with children, M nodes with the root, V = 4 tokens, L = 3 tokens of output.
 """
@@ -45,44 +45,44 @@ class World:
     p: list[Tensor]
     q: list[Tensor]
 
-    def law(self) -> Tensor:
+    def distribution(self) -> Tensor:
         """Probability of each output, `[V ** L]`."""
-        law = torch.ones(1, dtype=torch.double)
+        distribution = torch.ones(1, dtype=torch.double)
         for p in self.p:
-            law = (law.unsqueeze(1) * (p.double() / p.double().sum(1, keepdim=True))).flatten()
-        return law
+            distribution = (distribution.unsqueeze(1) * (p.double() / p.double().sum(1, keepdim=True))).flatten()
+        return distribution
 
 
-def truncated(law: Tensor, count: int) -> Tensor:
+def truncated(distribution: Tensor, count: int) -> Tensor:
     """Only the `count` most probable tokens, as top-k leaves them."""
-    best = law.topk(count, dim=-1)
-    kept = torch.zeros_like(law).scatter_(-1, best.indices, best.values)
+    best = distribution.topk(count, dim=-1)
+    kept = torch.zeros_like(distribution).scatter_(-1, best.indices, best.values)
     return kept / kept.sum(-1, keepdim=True)
 
 
 def world(kind: str, seed: int = 0, drafts: int = 1, vocab: int = VOCAB, length: int = LENGTH) -> World:
     random = generator(seed)
 
-    def laws(scale: float, *shape: int) -> Tensor:
+    def distributions(scale: float, *shape: int) -> Tensor:
         return (torch.randn(*shape, vocab, generator=random) * scale).softmax(-1)
 
-    p = [laws(1.2, vocab**depth) for depth in range(length)]
-    q = [laws(1.2, drafts, vocab**depth) for depth in range(length)]
+    p = [distributions(1.2, vocab**depth) for depth in range(length)]
+    q = [distributions(1.2, drafts, vocab**depth) for depth in range(length)]
     half = torch.arange(vocab) < vocab // 2
     if kind == "one-hot p":
-        p = [truncated(law, 1) for law in p]
+        p = [truncated(distribution, 1) for distribution in p]
     elif kind == "one-hot q":
-        q = [truncated(law, 1) for law in q]
+        q = [truncated(distribution, 1) for distribution in q]
     elif kind == "disjoint":
-        p, q = [law * half for law in p], [law * ~half for law in q]
-        p, q = ([law / law.sum(-1, keepdim=True) for law in each] for each in (p, q))
+        p, q = [distribution * half for distribution in p], [distribution * ~half for distribution in q]
+        p, q = ([distribution / distribution.sum(-1, keepdim=True) for distribution in each] for each in (p, q))
     elif kind == "truncated":
-        p, q = [truncated(law, 3) for law in p], [truncated(law, 2) for law in q]
+        p, q = [truncated(distribution, 3) for distribution in p], [truncated(distribution, 2) for distribution in q]
     elif kind == "equal":
-        q = [law.expand(drafts, -1, -1) for law in p]
+        q = [distribution.expand(drafts, -1, -1) for distribution in p]
     elif kind == "rounded":
-        # fp32 laws need not sum to one.
-        p, q = [law * (1 + 4e-6) for law in p], [law * (1 - 4e-6) for law in q]
+        # fp32 distributions need not sum to one.
+        p, q = [distribution * (1 + 4e-6) for distribution in p], [distribution * (1 - 4e-6) for distribution in q]
     return World(p, q)
 
 
@@ -90,7 +90,7 @@ KINDS = ["random", "one-hot p", "one-hot q", "disjoint", "truncated", "equal", "
 
 
 def children(drawing: Drawing, q_BdV: Tensor, count: int, random: torch.Generator) -> Tensor:
-    """Siblings `[B, count]` from the laws of one node."""
+    """Siblings `[B, count]` from the distributions of one node."""
     rows, drafts = q_BdV.shape[:2]
     u = torch.rand(rows, count, generator=random, dtype=torch.double)
     if drawing == "with_replacement":
@@ -104,19 +104,19 @@ def children(drawing: Drawing, q_BdV: Tensor, count: int, random: torch.Generato
 
 
 def propose(world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: int = 1) -> tuple[Proposal, Tensor]:
-    """A proposal drawn as the world's draft would, and the target's laws at all nodes."""
+    """A proposal drawn as the world's draft would, and the target's distributions at all nodes."""
     random = generator(seed)
     tokens_BM = torch.full((rows, tree.size + 1), -1)
     code_BM = torch.zeros(rows, tree.size + 1, dtype=torch.long)
     depth_of = (0, *tree.depths)
     p_BMV = torch.stack([world.p[0].expand(rows, -1)] * (tree.size + 1), dim=1).clone()
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     for node, below in enumerate(tree.children):
         p_BMV[:, node] = world.p[depth_of[node]][code_BM[:, node]]
         if not below:
             continue
         q_BdV = world.q[depth_of[node]][:, code_BM[:, node]].transpose(0, 1)
-        laws += list(q_BdV.unbind(1))
+        distributions += list(q_BdV.unbind(1))
         tokens = children(drawing, q_BdV, len(below), random)
         if node:
             tokens = tokens.masked_fill(tokens_BM[:, node : node + 1] < 0, -1)
@@ -124,7 +124,7 @@ def propose(world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: 
         code_BM[:, list(below)] = code_BM[:, node : node + 1] * p_BMV.shape[2] + tokens.clamp(min=0)
     q_BEV = None
     if drawing != "deterministic":
-        q_BEV = torch.stack(laws, dim=1) if laws else torch.zeros(rows, 0, p_BMV.shape[2])
+        q_BEV = torch.stack(distributions, dim=1) if distributions else torch.zeros(rows, 0, p_BMV.shape[2])
     return Proposal(TreeBatch.build(tree, CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]), p_BMV
 
 
@@ -149,13 +149,13 @@ def outputs(world: World, verdict: Verdict) -> Tensor:
     return torch.bincount(code_B, minlength=vocab**LENGTH)
 
 
-def statistic(counts: Tensor, law: Tensor) -> float:
+def statistic(counts: Tensor, distribution: Tensor) -> float:
     """Chi-square over its 1e-4 critical value; infinite when something impossible was seen. Cells that expect fewer
     than 8 draws are pooled.
     """
-    if int(counts[law == 0].sum()):
+    if int(counts[distribution == 0].sum()):
         return float("inf")
-    expected = law / law.sum() * counts.sum()
+    expected = distribution / distribution.sum() * counts.sum()
     large = expected >= 8
     seen = torch.cat([counts[large].double(), counts[~large].double().sum().unsqueeze(0)])
     wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
@@ -169,24 +169,24 @@ def value(name: str, drawing: Drawing, kind: str, tree: Tree | None = None, seed
     verifier = VERIFIERS[name]
     made = world(kind, seed, drafts)
     proposal, p_BMV = propose(made, tree or (CHAIN if verifier.chains_only else BUSHY), drawing)
-    return statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.law())
+    return statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_output_law_is_the_targets(name: str, drawing: Drawing, kind: str) -> None:
+def test_output_distribution_is_the_targets(name: str, drawing: Drawing, kind: str) -> None:
     assert value(name, drawing, kind) < 1
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSLESS if VERIFIERS[name].several_drafts])
-def test_siblings_of_several_drafts_give_the_targets_law(name: str) -> None:
+def test_siblings_of_several_drafts_give_the_targets_distribution(name: str) -> None:
     for kind in ("random", "disjoint", "truncated"):
         assert value(name, "with_replacement", kind, drafts=2) < 1
 
 
 @pytest.mark.parametrize("tree", [Tree(()), Tree((-1,)), Tree((-1,) * 4), Tree((-1, -1, 0, 1, 1))], ids=str)
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_output_law_is_the_targets_on_other_trees(name: str, drawing: Drawing, tree: Tree) -> None:
+def test_output_distribution_is_the_targets_on_other_trees(name: str, drawing: Drawing, tree: Tree) -> None:
     if VERIFIERS[name].chains_only and not tree.is_chain:
         with pytest.raises(ValueError, match="valid on chains only"):
             VERIFIERS[name].check(tree, drawing)
@@ -209,14 +209,14 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name: str, draw
         tokens.append(torch.nn.functional.pad(proposal.tokens_BM, (0, missing), value=-1))
         p.append(torch.nn.functional.pad(p_BMV, (0, 0, 0, missing), value=torch.nan))
         if drawing != "deterministic":
-            laws = proposal.q_BEV
-            assert laws is not None
-            q.append(torch.nn.functional.pad(laws, (0, 0, 0, 3 - laws.shape[1]), value=torch.nan))
+            distributions = proposal.q_BEV
+            assert distributions is not None
+            q.append(torch.nn.functional.pad(distributions, (0, 0, 0, 3 - distributions.shape[1]), value=torch.nan))
     widest = max(len(below) for tree in trees for below in tree.children)
     batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=3, most=widest)
     mixed = Proposal(batch, torch.cat(tokens), torch.cat(q) if q else None, drawing)
     verdict = verify(verifier, mixed, torch.cat(p))
-    assert statistic(outputs(made, verdict), made.law()) < 1
+    assert statistic(outputs(made, verdict), made.distribution()) < 1
     assert not verdict.accepted_B[-(ROWS // 3) :].any() and not verdict.open_B[-(ROWS // 3) :].any()
     if name == "traversal":
         # One uniform a node, so that it can be compared with the shared tree row by row.
@@ -236,7 +236,7 @@ def test_temperature_0_is_token_equality(name: str) -> None:
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, "deterministic", rows=300)
     verdict = verifier.run(proposal, p_BMV, None)
     counts = outputs(made, verdict)
-    assert int(counts.max()) == 300 and int(counts.argmax()) == int(made.law().argmax())
+    assert int(counts.max()) == 300 and int(counts.argmax()) == int(made.distribution().argmax())
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
@@ -335,7 +335,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
 def test_rules_on_other_drawings_are_rejected(name: str, drawing: Drawing) -> None:
     made = world("random", 6)
     proposal, p_BMV = propose(made, BUSHY, drawing, rows=40_000)
-    assert statistic(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.law()) > 2
+    assert statistic(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
     if name != "typical":
         with pytest.raises(ValueError, match=f"^verifier '{name}' is not valid for drafts drawn '{drawing}'"):
             VERIFIERS[name].check(BUSHY, drawing)
@@ -348,7 +348,7 @@ def test_a_last_token_without_temperature_is_rejected(name: str) -> None:
     proposal, p_BMV = propose(made, tree, verifier.drawings[0], rows=40_000)
     leaves = [node for node, below in enumerate(tree.children) if not below]
     p_BMV[:, leaves] = (p_BMV[:, leaves].log() * 0.3).softmax(-1)
-    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.law()) > 2
+    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
 
 
 @pytest.mark.parametrize("name", ["exact", "naive", "mcsd", "traversal"])
@@ -367,17 +367,17 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
     )
     p_leaf = made.p[1][kept]
     verdict = verify(VERIFIERS[name], pruned, torch.cat([p_BMV[:, :1], p_leaf], dim=1))
-    assert (statistic(outputs(made, verdict), made.law()) < 1) == (name in ("exact", "naive"))
+    assert (statistic(outputs(made, verdict), made.distribution()) < 1) == (name in ("exact", "naive"))
 
 
 @pytest.mark.parametrize(
     ("name", "broken", "replacement"),
     [
-        ("kseq", "decode.verify.kseq.solve", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
-        ("block", "decode.verify.block.keep", lambda w, mass: w),
-        ("traversal", "decode.verify.traversal.keep", lambda w, mass: w),
+        ("kseq", "decode.verify.kseq.solve_rho", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
+        ("block", "decode.verify.block.keep_probability", lambda w, mass: w),
+        ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.without", lambda q, x: q),
-        ("greedy", "decode.verify.greedy.rest", lambda q, top: q),
+        ("greedy", "decode.verify.greedy.without_top", lambda q, top: q),
         ("specinfer", "decode.verify.mcsd.residual", lambda p, q: p),
     ],
 )
@@ -387,7 +387,7 @@ def test_broken_rules_are_rejected(
     monkeypatch.setattr(broken, replacement)
     verifier, made = VERIFIERS[name], world("random", 6)
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000)
-    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.law()) > 2
+    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
 
 
 # How much is accepted.
@@ -477,13 +477,13 @@ def test_deterministic_children_are_accepted_with_their_mass(name: str) -> None:
     proposal, p_BMV = propose(made, BUSHY, "deterministic", rows=40_000)
     verdict = verify(VERIFIERS[name], proposal, p_BMV)
     ends = torch.bincount(verdict.nodes_BD.max(1).values, minlength=BUSHY.size + 1)
-    law = torch.ones(BUSHY.size + 1, dtype=torch.double)
+    distribution = torch.ones(BUSHY.size + 1, dtype=torch.double)
     for node, below in enumerate(BUSHY.children):
         for child in below:
-            law[child] = law[node] * p_BMV[0, node, proposal.tokens_BM[0, child]]
+            distribution[child] = distribution[node] * p_BMV[0, node, proposal.tokens_BM[0, child]]
     for node, below in enumerate(BUSHY.children):
-        law[node] -= sum(law[child] for child in below)
-    assert statistic(ends, law) < 1
+        distribution[node] -= sum(distribution[child] for child in below)
+    assert statistic(ends, distribution) < 1
 
 
 def test_a_deterministic_chain_is_a_one_hot_draft() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode import PROPOSERS, Outcome, parse_tree
+from decode import PROPOSERS, Outcome, SessionSetup, parse_tree
 from drafts.heads import Head, save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
@@ -101,13 +101,16 @@ def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: i
     proposer.check(target, parse_tree("chain:1"))
     with torch.inference_mode():
         session = proposer.start(
-            [row.prompt_ids],
-            parse_tree("chain:1"),
-            "without_replacement",
-            LAW,
-            10,
-            [state[:, :first] for state in states],
-            torch.device("cpu"),
+            SessionSetup(
+                prompts=[row.prompt_ids],
+                tree=parse_tree("chain:1"),
+                drawing="without_replacement",
+                sampling=LAW,
+                max_new_tokens=10,
+                hidden_BTH=[state[:, :first] for state in states],
+                device=torch.device("cpu"),
+                vocabulary=target.config.vocab_size,
+            )
         )
         for step, token in enumerate(row.output_ids):
             q_BEV = session.propose(torch.tensor([[0.5]], dtype=torch.float64)).q_BEV

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.engine import SpeculativeDecoder
 from decode.propose import PROPOSERS
-from decode.propose.protocol import Outcome, Proposal
+from decode.propose.protocol import Outcome, Proposal, SessionSetup
 from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.heads import HEADS, head_kind
@@ -108,9 +108,9 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._proposer, name)
 
-    def start(self, prompts: Sequence[Sequence[int]], *rest: Any) -> Any:
-        assert len(prompts) == 1
-        session, text, heard = self._proposer.start(prompts, *rest), list(prompts[0]), self.heard
+    def start(self, setup: SessionSetup) -> Any:
+        assert len(setup.prompts) == 1
+        session, text, heard = self._proposer.start(setup), list(setup.prompts[0]), self.heard
 
         class Heard:
             def propose(self, u_BN: Tensor | None) -> Proposal:

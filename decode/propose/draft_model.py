@@ -1,10 +1,10 @@
-"""Small language models draft the tree, one forward a level; several of them propose siblings in turn (SpecInfer).
+"""Small language models draft the tree, one forward per level; several of them propose siblings in turn (SpecInfer).
 
 Legend: B rows, W pending tokens, e nodes of a level, d drafts, V vocabulary of the target.
 
-A draft's cache lags behind the text: the target's own token was never forwarded by the draft, and neither was the
-last node of a fully accepted path, because nothing hangs below it. These one or two *pending* tokens of each row go
-in with the next step's first forward, right-aligned, so that the root is the last of them in every row.
+A draft's cache lags behind the text: the draft never forwarded the target's own token, nor the last node of a fully
+accepted path, because nothing hangs below it. These one or two *pending* tokens of each row are forwarded first in the
+next step, right-aligned, so that the root is the last of them in every row.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 
 from decode.packed_linear import Packs
 from decode.propose.dynamic_tree import DynamicTreeSession
-from decode.propose.protocol import Outcome, Proposer, Session
-from decode.propose.static_tree import Frontier, Network, Plan, StaticTreeSession, fit_vocabulary, pending_block
+from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
+from decode.propose.static_tree import DraftingPlan, Frontier, Network, StaticTreeSession, fit_vocabulary, pending_block
 from decode.runner import Block, Runner, attention_windows
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith_core.models import context_length, vocabulary_size
-from draftsmith_core.sampling import Sampling
+
+# Plans by tree, the device that drafts and the device of the target.
+Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
 
 
 class DraftModelProposer(Proposer):
@@ -35,16 +37,16 @@ class DraftModelProposer(Proposer):
         if not self.models:
             raise ValueError("no draft model was given; pass at least one")
         self.drafts = len(self.models)
-        # Packed once, and let go with the proposer.
+        self.name = "draft " + " or ".join(model.name_or_path or type(model).__name__ for model in self.models)
+        # Weights are packed once per proposer; the copies are freed with it.
         self._packs = [Packs(model) if fast else False for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
-        self._plans: dict[tuple[Tree, torch.device, torch.device], Plan] = {}
+        self._plans: Plans = {}
         self._pending: dict[torch.device, dict[int, Block]] = {}
-        self._vocabulary = vocabulary_size(self.models[0])
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        """Any way for one draft; only independent draws keep several drafts' laws apart."""
+        """Any method for one draft. With several, only independent draws let each sibling have its own distribution."""
         if isinstance(tree, DynamicTree):
             return frozenset({"deterministic"})
         if self.drafts > 1:
@@ -53,7 +55,6 @@ class DraftModelProposer(Proposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse what cannot be drafted for this target."""
-        self._vocabulary = vocabulary_size(target)
         if isinstance(tree, DynamicTree) and self.drafts > 1:
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
@@ -66,48 +67,32 @@ class DraftModelProposer(Proposer):
         for limit in self._limits:
             check_context("draft", limit, prompts, max_new_tokens)
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> Session:
+    def start(self, setup: SessionSetup) -> Session:
         """Prefill the drafts' caches with every prompt but its last token."""
-        networks: list[LanguageModel] = []
+        networks: list[DraftModelNetwork] = []
+        roots = [prompt[-1] for prompt in setup.prompts]
         for model, windows, limit, packs in zip(self.models, self._windows, self._limits, self._packs, strict=True):
             runner = Runner(model, windows, limit, fast=packs)
-            known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in prompts]
-            runner.prefill(known, max_new_tokens + room_for(tree))
+            known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
+            runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
             blocks = self._pending.setdefault(runner.device, {})
-            networks.append(LanguageModel(runner, blocks, [[p[-1]] for p in prompts], self._vocabulary))
-        network = networks[0] if len(networks) == 1 else Several(networks)
-        return make_session(network, tree, drawing, sampling, self._plans, networks[0].runner.device, device)
+            networks.append(DraftModelNetwork(runner, blocks, [[root] for root in roots], setup.vocabulary))
+        network = networks[0] if len(networks) == 1 else SeveralNetworks(networks)
+        return make_session(network, setup, self._plans, networks[0].runner.device)
 
 
-def make_session(
-    network: Network,
-    tree: TreeShape,
-    drawing: Drawing,
-    sampling: Sampling,
-    plans: dict[tuple[Tree, torch.device, torch.device], Plan],
-    device: torch.device,
-    target_device: torch.device,
-) -> Session:
+def make_session(network: Network, setup: SessionSetup, plans: Plans, device: torch.device) -> Session:
     """The session of a network on `device` for a static tree or for one that grows."""
-    if isinstance(tree, DynamicTree):
-        return DynamicTreeSession(network, tree, sampling, target_device)
-    key = (tree, device, target_device)
+    if isinstance(setup.tree, DynamicTree):
+        return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
+    key = (setup.tree, device, setup.device)
     if key not in plans:
-        plans[key] = Plan.build(tree, device, target_device)
-    return StaticTreeSession(network, plans[key], drawing, sampling)
+        plans[key] = DraftingPlan.build(setup.tree, device, setup.device)
+    return StaticTreeSession(network, plans[key], setup.drawing, setup.sampling)
 
 
-def room_for(tree: TreeShape) -> int:
-    """Cells that one step needs behind the text: pending tokens and every node that may be expanded."""
+def slots_per_step(tree: TreeShape) -> int:
+    """Cache slots that one step needs behind the text: pending tokens and every node that may be expanded."""
     if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size
@@ -125,7 +110,7 @@ def check_context(name: str, limit: int | None, prompts: Sequence[Sequence[int]]
         )
 
 
-class LanguageModel:
+class DraftModelNetwork:
     """One draft model, its cache and its pending tokens."""
 
     drafts = 1
@@ -151,16 +136,16 @@ class LanguageModel:
         """Forward the nodes of a level."""
         return self._forward(frontier.tokens_Be, frontier.block, 0)
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Keep the accepted path in the cache; what was never forwarded becomes pending."""
         kept: list[list[int]] = []
-        for row, (path, emitted) in enumerate(zip(cells, outcome.tokens, strict=True)):
+        for row, (path, emitted) in enumerate(zip(expanded, outcome.tokens, strict=True)):
             if not emitted:
                 kept.append([])
                 continue
-            behind = [cell for cell in path if cell is not None]
-            kept.append([*range(self._lead[row], self.width), *(self.width + cell for cell in behind)])
-            self._pending[row] = list(emitted[len(behind) :])
+            cached = [index for index in path if index is not None]
+            kept.append([*range(self._lead[row], self.width), *(self.width + index for index in cached)])
+            self._pending[row] = list(emitted[len(cached) :])
         self.runner.keep(kept)
         for row, emitted in enumerate(outcome.tokens):
             if not emitted:
@@ -181,12 +166,12 @@ class LanguageModel:
         return fit_vocabulary(logits, self._vocabulary)
 
 
-class Several:
-    """Several drafts led through one tree together; their laws stand side by side at every node."""
+class SeveralNetworks:
+    """Several drafts on one tree; at every node their logits stand side by side."""
 
     reads_paths = False
 
-    def __init__(self, networks: Sequence[LanguageModel]) -> None:
+    def __init__(self, networks: Sequence[DraftModelNetwork]) -> None:
         self.networks = networks
         self.drafts = len(networks)
 
@@ -203,10 +188,10 @@ class Several:
         """Logits of every draft at every node."""
         return self._beside([network.extend(frontier) for network in self.networks])
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """All of them learn the same."""
         for network in self.networks:
-            network.commit(cells, outcome)
+            network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

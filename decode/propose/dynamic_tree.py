@@ -1,12 +1,12 @@
 """Drafting a tree that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with
 the draft tree of every node's budget and an early end OPT-Tree, arXiv 2406.17276).
 
-Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T cells, W
-pending tokens, V vocabulary.
+Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T expanded
+nodes so far, W pending tokens, V vocabulary.
 
-Children are the most probable tokens, a function of the context alone, so pruning them afterwards looks at nothing
-that was drawn. Above temperature 0 the confidence of a token is its probability under the sampling law; at
-temperature 0, where that is one-hot, its probability at temperature 1.
+Children are the most probable tokens, which the context determines, so pruning them afterwards does not look at
+anything that was drawn. Above temperature 0 the confidence of a token is its probability in the distribution that is
+sampled from; at temperature 0, where that is one-hot, its probability at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,13 @@ from draftsmith_core.sampling import Sampling, probs
 class DynamicTreeSession:
     """A network drafting trees of its own shape for the rows of one `generate` call."""
 
-    def __init__(self, network: Network, growth: DynamicTree, sampling: Sampling, device: torch.device) -> None:
-        self.network, self.growth, self.sampling, self.device = network, growth, sampling, device
+    def __init__(self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device) -> None:
+        self.network, self.tree, self.sampling, self.device = network, tree, sampling, device
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         """Grow every row's tree by `DynamicTree.depth` forwards of the network, and keep its best nodes."""
-        growth = self.growth
+        self._finite = torch.ones((), dtype=torch.bool, device=self.device)
+        shape = self.tree
         tokens_Bk, values_Bk = self._children(self.network.open())
         rows, device = tokens_Bk.shape[0], tokens_Bk.device
         tokens, values = [tokens_Bk], [values_Bk]
@@ -40,11 +41,11 @@ class DynamicTreeSession:
         paths_Bed = tokens_Bk.new_zeros(rows, 1, 0)
         growing_B1 = torch.ones(rows, 1, dtype=torch.bool, device=device)
         first, reached = 0, self._expected(values)
-        for _ in range(1, growth.depth):
+        for _ in range(1, shape.depth):
             # In order of the candidates, so that siblings stay side by side and parents in order.
-            best_Be = values[-1].topk(min(growth.beam, values[-1].shape[1]), dim=1).indices.sort(dim=1).values
+            best_Be = values[-1].topk(min(shape.beam, values[-1].shape[1]), dim=1).indices.sort(dim=1).values
             inputs_Be, above_Be = tokens[-1].gather(1, best_Be), parents[-1].gather(1, best_Be)
-            # Only the nodes of the level before can be parents; their places among themselves and among all.
+            # Only nodes of the level before can be parents: here their index in that level, below among all.
             place_Be = (expanded[-1].unsqueeze(1) == above_Be.unsqueeze(2)).int().argmax(2)
             count = inputs_Be.shape[1]
             paths_Bed = torch.cat([_rows(paths_Bed, place_Be), inputs_Be.unsqueeze(2)], dim=2)
@@ -58,11 +59,11 @@ class DynamicTreeSession:
             expanded.append(best_Be + first)
             parents.append(expanded[-1].repeat_interleave(tokens_Bek.shape[2], dim=1))
             first += values[-2].shape[1]
-            if growth.gain:
-                # A row that has ended its tree gets no deeper nodes, however long its batch mates go on.
+            if shape.gain:
+                # A row whose tree has ended gets no deeper nodes while its batch mates go on.
                 values[-1] = values[-1].masked_fill(~growing_B1, -torch.inf)
                 before, reached = reached, self._expected(values)
-                growing_B1 = growing_B1 & (reached - before >= growth.gain).unsqueeze(1)
+                growing_B1 = growing_B1 & (reached - before >= shape.gain).unsqueeze(1)
                 if not bool(growing_B1.any()):
                     break
         self._expanded = torch.cat(expanded[1:], dim=1) if len(expanded) > 1 else None
@@ -71,14 +72,14 @@ class DynamicTreeSession:
     def commit(self, outcome: Outcome) -> None:
         """Tell the network which expanded nodes were accepted."""
         candidates = self._kept_BN.tolist()
-        places: list[dict[int, int]] = [{} for _ in candidates]
+        numbers: list[dict[int, int]] = [{} for _ in candidates]
         if self._expanded is not None:
-            places = [{c: i for i, c in enumerate(row)} for row in self._expanded.tolist()]
-        cells = [
-            [place.get(row[m - 1]) for m in path]
-            for path, row, place in zip(outcome.paths, candidates, places, strict=True)
+            numbers = [{c: i for i, c in enumerate(row)} for row in self._expanded.tolist()]
+        expanded = [
+            [number.get(row[m - 1]) for m in path]
+            for path, row, number in zip(outcome.paths, candidates, numbers, strict=True)
         ]
-        self.network.commit(cells, outcome)
+        self.network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
@@ -89,23 +90,24 @@ class DynamicTreeSession:
         axis of length 1 is dropped.
         """
         logits = logits.squeeze(-2)
+        self._finite = self._finite & logits.amax().isfinite().to(self.device)
         if self.sampling.greedy:
             log_q = logits.float().log_softmax(-1)
         else:
             log_q = probs(logits, self.sampling).log()
-        best = log_q.topk(min(self.growth.beam, log_q.shape[-1]), dim=-1)
+        best = log_q.topk(min(self.tree.beam, log_q.shape[-1]), dim=-1)
         return best.indices, best.values
 
     def _expected(self, values: list[Tensor]) -> Tensor:
         """Expected accepted tokens if the best nodes so far were the tree, `[B]`."""
-        if not self.growth.gain:
+        if not self.tree.gain:
             return values[0].new_zeros(())
         everything = torch.cat(values, dim=1)
-        best: Tensor = everything.topk(min(self.growth.nodes, everything.shape[1]), dim=1).values.exp().sum(1)
+        best: Tensor = everything.topk(min(self.tree.nodes, everything.shape[1]), dim=1).values.exp().sum(1)
         return best
 
     def _block(self, sees_BeT: Tensor, expanded: Sequence[Tensor]) -> Block:
-        """Cells of the pending tokens, then all expanded nodes; queries are those of the last level."""
+        """The pending tokens, then all expanded nodes; the queries are those of the last level."""
         rows, count, _ = sees_BeT.shape
         width, device = self.network.width, sees_BeT.device
         pending = torch.ones(rows, count, width, dtype=torch.bool, device=device)
@@ -118,7 +120,7 @@ class DynamicTreeSession:
     def _rerank(self, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, depth: int) -> Proposal:
         """Keep the best nodes of all candidates; of equal values the shallower, which comes first."""
         rows, total = values_BC.shape
-        count = min(self.growth.nodes, total)
+        count = min(self.tree.nodes, total)
         ranked_BC = values_BC.sort(dim=1, descending=True, stable=True).indices
         kept_BN = ranked_BC[:, :count].sort(dim=1).values
         numbers_BN = torch.arange(1, count + 1, device=kept_BN.device).expand(rows, -1)
@@ -129,8 +131,8 @@ class DynamicTreeSession:
         drafted_BN = tokens_BC.gather(1, kept_BN).masked_fill(~exists_BN, -1)
         self._kept_BN = kept_BN
         tokens_BM = torch.nn.functional.pad(drafted_BN, (1, 0), value=-1).to(self.device)
-        tree = grow_batch(parents_BN.to(self.device), exists_BN.to(self.device), depth, self.growth.beam)
-        return Proposal(tree=tree, tokens_BM=tokens_BM, q_BEV=None, drawing="deterministic")
+        tree = grow_batch(parents_BN.to(self.device), exists_BN.to(self.device), depth, self.tree.beam)
+        return Proposal(tree, tokens_BM, None, "deterministic", finite=self._finite)
 
 
 def _rows(values_Ben: Tensor, index_Bk: Tensor) -> Tensor:

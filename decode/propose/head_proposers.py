@@ -1,15 +1,16 @@
 """Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, and blockwise parallel decoding.
 
-Legend: B rows, W pending tokens, e nodes of a level, d depth, K heads, T cells, V vocabulary, H feature size.
+Legend: B rows, W pending tokens, e nodes of a level, E nodes expanded so far, d depth, K heads, T positions, V
+vocabulary, H feature size.
 
-A feature is the target's hidden state at a position; the token that stands after it was chosen from it. EAGLE heads
-forward every token of the text with the feature of the position before it, and drafted tokens with features that the
-head itself predicted; once the target has scored them, the accepted ones are forwarded again with true features
-(arXiv 2401.15077, section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads have no cache: they read
-the feature from which the root was chosen.
+A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE heads forward every
+token of the text with the feature of the position before it, and drafted tokens with features that the head itself
+predicted. Once the target has scored them, the accepted ones are forwarded again with true features (arXiv 2401.15077,
+section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads have no cache: they read the feature from which
+the root was chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,15 @@ from transformers import PreTrainedModel
 
 from decode.defaults import default_tree
 from decode.packed_linear import Packs
-from decode.propose.draft_model import make_session, room_for
-from decode.propose.protocol import Outcome, Proposer, Session
-from decode.propose.static_tree import Frontier, Plan, fit_vocabulary, pending_block
+from decode.propose.draft_model import Plans, make_session, slots_per_step
+from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
+from decode.propose.static_tree import Frontier, fit_vocabulary, pending_block
 from decode.runner import Block, Runner
 from decode.tree import Drawing, Tree, TreeShape
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling
 
 AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 _ANY: frozenset[Drawing] = frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
@@ -42,13 +41,13 @@ class HeadProposer(Proposer):
 
     def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
         self.head = head
+        self.name = f"draft head {type(head).__name__}"
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
-        self._vocabulary = head.vocab_size
-        self._plans: dict[tuple[Tree, torch.device, torch.device], Plan] = {}
+        self._plans: Plans = {}
         self._pending: dict[int, Block] = {}
-        self._fed = _Fed(head) if isinstance(head, EagleHead | Eagle3Head) else None
-        self._packs = Packs(self._fed) if self._fed is not None and fast else False
+        self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
+        self._packs = Packs(self._model) if self._model is not None and fast else False
 
     def default_tree(self) -> Tree:
         """The usual chain, no longer than there are heads."""
@@ -61,7 +60,6 @@ class HeadProposer(Proposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree that is deeper than there are heads, and a target of another size."""
-        self._vocabulary = vocabulary_size(target)
         width = int(target.config.get_text_config().hidden_size)
         if feature_size(self.head) != width:
             raise ValueError(f"head for hidden size {feature_size(self.head)}, target has {width}; use its own target")
@@ -74,33 +72,22 @@ class HeadProposer(Proposer):
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Heads reach as far as their target, whose own context is checked; one in training is refused."""
+        """Refuse a head in training. Heads reach as far as their target, whose own context is checked."""
         if self.head.training:
             raise ValueError("the head is in training mode; call eval() on it first")
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> Session:
+    def start(self, setup: SessionSetup) -> Session:
         """Begin on the features of the prompts."""
-        network: Recurrent | Independent | Sequential
-        roots = [prompt[-1] for prompt in prompts]
+        network: EagleNetwork | MedusaNetwork | HydraNetwork
         if isinstance(self.head, EagleHead | Eagle3Head):
-            room = max_new_tokens + room_for(tree)
-            assert self._fed is not None
-            runner = Runner(self._fed, {"full_attention": None}, None, fast=self._packs)  # type: ignore[arg-type]
-            network = Recurrent(self._fed, runner, prompts, hidden_BTH, room, self._pending, self._vocabulary)
+            assert self._model is not None
+            runner = Runner(self._model, {"full_attention": None}, None, fast=self._packs)  # type: ignore[arg-type]
+            network = EagleNetwork(self._model, runner, setup, self._pending)
         elif isinstance(self.head, MedusaHeads):
-            network = Independent(self.head, last_features(prompts, hidden_BTH[0]), self._vocabulary)
+            network = MedusaNetwork(self.head, setup)
         else:
-            network = Sequential(self.head, last_features(prompts, hidden_BTH[0]), roots, self._vocabulary)
-        return make_session(network, tree, drawing, sampling, self._plans, device, device)
+            network = HydraNetwork(self.head, setup)
+        return make_session(network, setup, self._plans, setup.device)
 
 
 def feature_size(head: AnyHead) -> int:
@@ -108,13 +95,12 @@ def feature_size(head: AnyHead) -> int:
     return head.config.layer.hidden_size if isinstance(head, EagleHead | Eagle3Head) else head.config.hidden_size
 
 
-def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> Tensor:
-    """`[B, H]`: the state that the last prompt token was chosen from; zeros when there is none before it."""
-    rows = [
+def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:
+    """By row `[H]`: the state that the last prompt token was chosen from; zeros when no token is before it."""
+    return [
         hidden_BTH[row, len(prompt) - 2] if len(prompt) > 1 else hidden_BTH.new_zeros(hidden_BTH.shape[2])
         for row, prompt in enumerate(prompts)
     ]
-    return torch.stack(rows)
 
 
 @dataclass(frozen=True)
@@ -124,24 +110,26 @@ class _Output:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What a runner asks of a configuration."""
+class _HeadConfig:
+    """What a `Runner` reads from a configuration."""
 
     num_hidden_layers: int
     hidden_size: int
 
-    def get_text_config(self, decoder: bool = True) -> "_Shape":
+    def get_text_config(self, decoder: bool = True) -> "_HeadConfig":
         return self
 
 
-class _Fed(nn.Module):
-    """An EAGLE head as the model of a `Runner`: the features of the coming tokens are laid ready in `features_BTH`."""
+class _HeadAsModel(nn.Module):
+    """An EAGLE head in the form of a model for a `Runner`, which passes tokens only: `features_BTH` holds the features
+    that belong to the tokens of the coming forwards.
+    """
 
     def __init__(self, head: EagleHead | Eagle3Head) -> None:
         super().__init__()
         self.head: EagleHead | Eagle3Head = head
         self.features_BTH: Tensor | None = None
-        self.config: Any = _Shape(1, feature_size(head))
+        self.config: Any = _HeadConfig(1, feature_size(head))
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.eval()
@@ -158,39 +146,30 @@ class _Fed(nn.Module):
         use_cache: bool,
         **options: Any,
     ) -> _Output:
-        """Forward the next `input_ids.shape[1]` of the features laid ready."""
+        """Forward tokens with the next `input_ids.shape[1]` features."""
         assert self.features_BTH is not None
-        now, self.features_BTH = self.features_BTH.split(
-            [input_ids.shape[1], self.features_BTH.shape[1] - input_ids.shape[1]], 1
-        )
-        logits, features = self.head(input_ids, now, attention_mask, position_ids, past_key_values)
+        now = input_ids.shape[1]
+        features, self.features_BTH = self.features_BTH.split([now, self.features_BTH.shape[1] - now], 1)
+        logits, features = self.head(input_ids, features, attention_mask, position_ids, past_key_values)
         return _Output(logits, (features,))
 
 
-class Recurrent:
+class EagleNetwork:
     """An EAGLE or EAGLE-3 head, its cache, and its pending tokens with their true features."""
 
     drafts = 1
     reads_paths = False
 
-    def __init__(
-        self,
-        model: _Fed,
-        runner: Runner,
-        prompts: Sequence[Sequence[int]],
-        hidden_BTH: Sequence[Tensor],
-        room: int,
-        blocks: dict[int, Block],
-        vocabulary: int,
-    ) -> None:
-        self.model, self.runner, self._blocks, self._vocabulary = model, runner, blocks, vocabulary
-        self.head = head = model.head
-        self.fuse: Callable[[Sequence[Tensor]], Tensor] = head.fuse if isinstance(head, Eagle3Head) else lambda h: h[0]
-        features_BTH = self.fuse(hidden_BTH)
+    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup, blocks: dict[int, Block]) -> None:
+        self.model, self.runner, self._blocks, self._vocabulary = model, runner, blocks, setup.vocabulary
+        self.head = model.head
+        features_BTH = self._fuse(setup.hidden_BTH)
         self.model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
-        self.runner.prefill([prompt[1:-1] for prompt in prompts], room)
-        self._tokens = [[prompt[-1]] for prompt in prompts]
-        self._features = list(last_features(prompts, features_BTH).unsqueeze(1))
+        self.runner.prefill(
+            [prompt[1:-1] for prompt in setup.prompts], setup.max_new_tokens + slots_per_step(setup.tree)
+        )
+        self._tokens = [[prompt[-1]] for prompt in setup.prompts]
+        self._features = [feature.unsqueeze(0) for feature in last_features(setup.prompts, features_BTH)]
         self.width = 1
 
     def open(self) -> Tensor:
@@ -215,8 +194,8 @@ class Recurrent:
         self._outputs_BEH = torch.cat([self._outputs_BEH, features_BeH], dim=1)
         return logits
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Keep only what was forwarded with true features; the emitted tokens now have theirs."""
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """Keep only what was forwarded with true features; the emitted tokens now have theirs and are pending."""
         live = [bool(tokens) for tokens in outcome.tokens]
         self.runner.keep(
             [[*range(lead, self.width)] if alive else [] for lead, alive in zip(self._lead, live, strict=True)]
@@ -227,13 +206,16 @@ class Recurrent:
                 self._tokens[row], self._features[row] = self._tokens[row][-1:], self._features[row][-1:]
                 continue
             self._tokens[row] = list(tokens)
-            self._features[row] = self.fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
+            self._features[row] = self._fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.runner.select_rows(rows)
         self._tokens = [self._tokens[row] for row in rows]
         self._features = [self._features[row] for row in rows]
+
+    def _fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        return self.head.fuse(hidden) if isinstance(self.head, Eagle3Head) else hidden[0]
 
     def _forward(self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int) -> tuple[Tensor, Tensor]:
         self.model.features_BTH = features_BqH
@@ -244,16 +226,16 @@ class Recurrent:
         return fit_vocabulary(logits, self._vocabulary), features
 
 
-class Independent:
-    """Medusa heads: head d gives one law for all nodes of depth d + 1, whatever their path."""
+class MedusaNetwork:
+    """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
 
     drafts = 1
     reads_paths = False
     width = 1
 
-    def __init__(self, heads: MedusaHeads, features_BH: Tensor, vocabulary: int) -> None:
-        self.heads, self._vocabulary = heads, vocabulary
-        self._features = list(features_BH)
+    def __init__(self, heads: MedusaHeads, setup: SessionSetup) -> None:
+        self.heads, self._vocabulary = heads, setup.vocabulary
+        self._features = last_features(setup.prompts, setup.hidden_BTH[0])
 
     def open(self) -> Tensor:
         """All heads at once."""
@@ -263,11 +245,11 @@ class Independent:
         return self._logits_BKV[:, :1]
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """The next head's law, once a node."""
+        """The next head's logits, repeated for every node."""
         self._depth += 1
         return self._logits_BKV[:, self._depth : self._depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """The new root was chosen at the last accepted node."""
         for row, states in enumerate(outcome.hidden):
             if outcome.tokens[row]:
@@ -278,16 +260,17 @@ class Independent:
         self._features = [self._features[row] for row in rows]
 
 
-class Sequential:
+class HydraNetwork:
     """Hydra heads: head d reads the feature and the tokens from the root down to a node of depth d."""
 
     drafts = 1
     reads_paths = True
     width = 1
 
-    def __init__(self, heads: HydraHeads, features_BH: Tensor, roots: Sequence[int], vocabulary: int) -> None:
-        self.heads, self._vocabulary = heads, vocabulary
-        self._features, self._roots = list(features_BH), list(roots)
+    def __init__(self, heads: HydraHeads, setup: SessionSetup) -> None:
+        self.heads, self._vocabulary = heads, setup.vocabulary
+        self._features = last_features(setup.prompts, setup.hidden_BTH[0])
+        self._roots = [prompt[-1] for prompt in setup.prompts]
 
     def open(self) -> Tensor:
         """The first head, below the root."""
@@ -302,7 +285,7 @@ class Sequential:
         logits = self.heads(self._features_B1H.expand(-1, count, -1), tokens_Bed)
         return fit_vocabulary(logits, self._vocabulary)
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """The new root was chosen at the last accepted node."""
         for row, states in enumerate(outcome.hidden):
             if outcome.tokens[row]:

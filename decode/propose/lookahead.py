@@ -1,37 +1,36 @@
 """Lookahead decoding: the target drafts for itself, with a Jacobi window and the n-grams that it leaves behind.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, W columns of the window, V vocabulary, T prompt positions,
-H hidden size.
+Legend: L rows that have not ended, W columns of the window.
 
 Fu et al. 2024 (arXiv 2402.02057), section 3. The window is `ngram - 1` levels of W guessed tokens; the token at level
-l in column j stands l + j places behind the root. It sees the root, level 0 up to its column, and the levels above it
-in its column. Level 0, column 0 is the root itself. What the target says behind the last level is the next level: the
-oldest moves out, and each column is an n-gram that goes into a pool under its first token. The pool's n-grams that
-begin with the root's token are the candidates of a step.
+l in column j stands l + j positions after the root. It sees the root, level 0 up to its column, and the levels above it
+in its column. Level 0, column 0 is the root itself. The target's tokens after the last level are the next level: the
+oldest level is dropped, and each column is an n-gram that goes into a pool under its first token. The pool's n-grams
+that begin with the root's token are the candidates of a step.
 
 Window and candidates are one tree: level 0 is a chain, the columns hang from it, the candidates from the root, and
-what begins alike is merged. So a right guess in the window is accepted like any candidate, and behind a candidate
-that is accepted whole the target's own token comes for free.
+what begins alike is merged. So a right guess in the window is accepted like any candidate, and after a candidate that
+is accepted whole comes the target's own token, as after any path.
 """
 
 import random
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import Outcome, Proposal, Proposer
-from decode.propose.text_proposer import NOTHING, Flat, Forest, Trie, check_static
-from decode.tree import Drawing, Tree, TreeShape
-from draftsmith_core.sampling import Sampling
+from decode.propose.protocol import Outcome, SessionSetup
+from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextSession, Trie, check_static
+from decode.tree import Tree, TreeShape
 
 
-class LookaheadProposer(Proposer):
-    """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them a step.
+class LookaheadProposer(TextProposer):
+    """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them per step.
 
     `from_text` also puts the n-grams of the prompt and the output into the pool.
     """
+
+    name = "lookahead"
 
     def __init__(self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True) -> None:
         if window < 1 or ngram < 2 or candidates < 1:
@@ -61,29 +60,21 @@ class LookaheadProposer(Proposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree without room for window and candidates."""
         needed = self.default_tree()
-        given, least = check_static("lookahead", tree).widths, needed.widths
+        given, least = check_static(self.name, tree).widths, needed.widths
         if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
             raise ValueError(
                 f"lookahead drafts up to {needed.size} nodes {needed.depth} deep, and this tree lacks room for them; "
                 f"use the tree of LookaheadProposer.default_tree() (the default), or lower window, ngram or candidates"
             )
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> "LookaheadSession":
+    def start(self, setup: SessionSetup) -> "LookaheadSession":
         """Fill the windows with tokens of the prompts."""
-        return LookaheadSession(self, prompts, Forest(check_static("lookahead", tree), device))
+        windows = [Window(self, prompt) for prompt in setup.prompts]
+        return LookaheadSession(windows, Forest(check_static(self.name, setup.tree), setup.device))
 
 
 class Pool:
-    """n-grams by their first token, at most `most` of a token; the least recently entered go first."""
+    """n-grams by their first token, at most `most` for each; the least recently entered are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -108,7 +99,7 @@ class Window:
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
         self._ngram = proposer.ngram
         self._from_text = proposer.from_text
-        # Guesses to begin with. Seeded alike for every row and used by it alone: rows do not depend on their mates.
+        # Guesses to begin with, from a generator of the row's own, so that a row does not depend on its batch mates.
         pick = random.Random(0)
         self.levels = [pick.choices(prompt, k=proposer.window) for _ in range(proposer.ngram - 1)]
         self.levels[0][0] = prompt[-1]
@@ -118,8 +109,8 @@ class Window:
         self._read(prompt)
         self.ends: list[int] = []
 
-    def draft(self, trie: Trie) -> Flat:
-        """Enter candidates and window; `ends` are then the M indices of the columns' last cells."""
+    def draft(self, trie: Trie) -> FlatTrie:
+        """Enter candidates and window; `ends` are then the M indices of the columns' last nodes."""
         for rest in self.pool.get(self.levels[0][0]):
             trie.add(rest)
         chain, deeper = self.levels[0], self.levels[1:]
@@ -127,22 +118,22 @@ class Window:
             trie.add([*chain[1 : column + 1], *(level[column] for level in deeper)]) for column in range(len(chain))
         ]
         flat = trie.flatten()
-        self.ends = [flat.places[end] for end in ends]
+        self.ends = [flat.indices[end] for end in ends]
         return flat
 
-    def advance(self, says: Sequence[int], emitted: Sequence[int]) -> None:
-        """`says` are the target's tokens behind `ends`; `emitted` is what the row now ends with.
+    def advance(self, answers: Sequence[int], emitted: Sequence[int]) -> None:
+        """`answers` are the target's tokens after `ends`; `emitted` is what the row now ends with.
 
-        Columns are harvested once all of them but the first token is the target's own, not what they began with. The
-        window moves one place however many tokens were emitted, as the paper's code does: its columns then stand for
-        later places than they were computed for, but dropping as many columns as tokens were accepted would end most
-        n-grams before they are whole.
+        Columns go into the pool once all their tokens but the first are the target's own, no longer the initial
+        guesses. The window moves by one position however many tokens were emitted, as the paper's code does: its
+        columns then stand for later positions than they were computed for, but dropping as many columns as tokens were
+        accepted would end most n-grams before they are whole.
         """
         if self._moves >= len(self.levels) - 1:
-            for ngram in zip(*self.levels, says, strict=True):
+            for ngram in zip(*self.levels, answers, strict=True):
                 self.pool.put(ngram)
         self._moves += 1
-        self.levels = [*self.levels[1:], list(says)]
+        self.levels = [*self.levels[1:], list(answers)]
         self.levels[0][0] = emitted[-1]
         self._read(emitted)
 
@@ -155,32 +146,23 @@ class Window:
         self._tail = text[-(self._ngram - 1) :]
 
 
-class LookaheadSession:
-    """The windows of the rows; None for a row that has ended."""
+class LookaheadSession(TextSession[Window]):
+    """The windows of the rows."""
 
-    def __init__(self, proposer: LookaheadProposer, prompts: Sequence[Sequence[int]], forest: Forest) -> None:
-        self._rows: list[Window | None] = [Window(proposer, prompt) for prompt in prompts]
-        self._forest = forest
-
-    def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft windows and candidates."""
-        forest = self._forest
-        return forest.proposal([NOTHING if row is None else row.draft(forest.trie()) for row in self._rows])
+    def draft(self, row: Window) -> FlatTrie:
+        """Draft window and candidates."""
+        return row.draft(self.forest.trie())
 
     def commit(self, outcome: Outcome) -> None:
-        """Read what the target says behind each column, and move the windows on."""
-        self._rows = [row if emitted else None for row, emitted in zip(self._rows, outcome.tokens, strict=True)]
-        live = [(place, row) for place, row in enumerate(self._rows) if row is not None]
+        """Read the target's tokens after each column, and move the windows on."""
+        self.rows = [row if emitted else None for row, emitted in zip(self.rows, outcome.tokens, strict=True)]
+        live = [(index, row) for index, row in enumerate(self.rows) if row is not None]
         if not live:
             return
         device = outcome.p_BMV.device
-        places_L1 = torch.tensor([[place] for place, _ in live], device=device)
+        rows_L1 = torch.tensor([[index] for index, _ in live], device=device)
         ends_LW = torch.tensor([row.ends for _, row in live], device=device)
         # max is several times faster than argmax on a CPU.
-        says = outcome.p_BMV[places_L1, ends_LW].max(-1).indices.tolist()
-        for (place, row), said in zip(live, says, strict=True):
-            row.advance(said, outcome.tokens[place])
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order."""
-        self._rows = [self._rows[row] for row in rows]
+        answers = outcome.p_BMV[rows_L1, ends_LW].max(-1).indices.tolist()
+        for (index, row), answer in zip(live, answers, strict=True):
+            row.advance(answer, outcome.tokens[index])

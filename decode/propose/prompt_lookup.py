@@ -1,26 +1,18 @@
 """Prompt lookup: what followed the same few tokens earlier in the row's own text is drafted again.
 
-Legend: B rows, N drafted nodes, T prompt positions, H hidden size.
-
 After LLMA (Yang et al. 2023, arXiv 2304.04487) and prompt lookup decoding (Saxena 2023). It pays where the output
 repeats the input: summaries, edits, code, answers over documents. A step in which no row finds anything drafts no
 nodes and so costs a plain forward of the target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from decode.propose.protocol import Outcome, Proposal, Proposer
-from decode.propose.text_proposer import NOTHING, Flat, Forest, NgramIndex, check_static
-from decode.tree import Drawing, TreeShape
-from draftsmith_core.sampling import Sampling
+from decode.propose.protocol import SessionSetup
+from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextSession, check_static
 
 
-class PromptLookupProposer(Proposer):
+class PromptLookupProposer(TextProposer):
     """Drafts from the prompt and the output so far.
 
     The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain gets the
@@ -28,62 +20,87 @@ class PromptLookupProposer(Proposer):
     within its depth, its widths and its number of nodes.
     """
 
+    name = "prompt_lookup"
+
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"max_ngram={max_ngram}, min_ngram={min_ngram}: needs 1 <= min_ngram <= max_ngram")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse trees that grow by confidence."""
-        check_static("prompt_lookup", tree)
-
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> "PromptLookupSession":
+    def start(self, setup: SessionSetup) -> "PromptLookupSession":
         """Index the prompts."""
         rows = []
-        for prompt in prompts:
+        for prompt in setup.prompts:
             rows.append(NgramIndex(self.max_ngram, self.min_ngram))
             rows[-1].extend(prompt)
-        return PromptLookupSession(rows, Forest(check_static("prompt_lookup", tree), device))
+        return PromptLookupSession(rows, Forest(check_static(self.name, setup.tree), setup.device))
 
 
-class PromptLookupSession:
-    """The indexed texts of the rows; None for a row that has ended."""
+class NgramIndex:
+    """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
 
-    def __init__(self, rows: Sequence[NgramIndex], forest: Forest) -> None:
-        self._rows: list[NgramIndex | None] = list(rows)
-        self._forest = forest
+    Like the hash chains of a Lempel-Ziv compressor: the latest occurrence of an n-gram, and from each occurrence a
+    link to the one before. A new token costs one insertion for each n, whatever the length of the text.
+    """
 
-    def propose(self, u_BN: Tensor | None) -> Proposal:
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.text: list[int] = []
+        self._lengths = range(longest, shortest - 1, -1)
+        self._latest: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
+        self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. An n-gram is entered once it has a follower, so that the text's end never matches itself."""
+        text = self.text
+        for token in tokens:
+            at = len(text)
+            for n in self._lengths:
+                if at < n:
+                    self._earlier[n].append(-1)
+                    continue
+                ngram, latest = tuple(text[at - n :]), self._latest[n]
+                self._earlier[n].append(latest.get(ngram, -1))
+                latest[ngram] = at
+            text.append(token)
+
+    def matches(self) -> Iterator[int]:
+        """Positions whose preceding n tokens are also the last n of the text: the longest n first, then the most recent
+        position; each position once.
+        """
+        text, seen = self.text, set[int]()
+        for n in self._lengths:
+            if len(text) < n:
+                continue
+            at = self._latest[n].get(tuple(text[-n:]), -1)
+            while at >= 0:
+                if at not in seen:
+                    seen.add(at)
+                    yield at
+                at = self._earlier[n][at]
+
+    def copy_from(self, at: int, length: int) -> list[int]:
+        """`length` tokens that follow if the text goes on as it did at position `at`. Past the end of the text the copy
+        reads what it has itself written, so that a phrase in repetition goes on repeating.
+        """
+        copied = self.text[at : at + length]
+        period = len(copied)
+        return copied if period == length else [copied[i % period] for i in range(length)]
+
+
+class PromptLookupSession(TextSession[NgramIndex]):
+    """The indexed texts of the rows."""
+
+    def draft(self, row: NgramIndex) -> FlatTrie:
         """Copy what followed the matches."""
-        return self._forest.proposal([NOTHING if row is None else self._draft(row) for row in self._rows])
-
-    def commit(self, outcome: Outcome) -> None:
-        """Append the emitted tokens to the texts."""
-        for place, (row, emitted) in enumerate(zip(self._rows, outcome.tokens, strict=True)):
-            if row is not None and emitted:
-                row.extend(emitted)
-            else:
-                self._rows[place] = None
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order."""
-        self._rows = [self._rows[row] for row in rows]
-
-    def _draft(self, row: NgramIndex) -> Flat:
-        tree, trie = self._forest.tree, self._forest.trie()
-        # Many matches of a frequent token begin alike and add nothing; looking at all of them would make the cost of a
+        tree, trie = self.forest.tree, self.forest.trie()
+        # Many matches of a frequent token begin alike and add nothing; following all of them would make the cost of a
         # step grow with the text.
         for at in islice(row.matches(), 1 if tree.is_chain else 2 * tree.size):
             trie.add(row.copy_from(at, tree.depth))
             if trie.full:
                 break
         return trie.flatten()
+
+    def read(self, row: NgramIndex, tokens: Sequence[int]) -> None:
+        """Index what was emitted."""
+        row.extend(tokens)

@@ -1,12 +1,7 @@
-"""What the engine asks of a way of drafting, and what it gets back.
+"""What the engine asks of a proposer, and what it gets back.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, E nodes that have children, V vocabulary,
-H hidden size.
-
-A new proposer (several drafts, EAGLE or Medusa heads, prompt lookup) is a file with a `Proposer`
-and a `Session`, and an entry in `PROPOSERS`. A proposal carries the tree it was drawn on, by row,
-so a proposer may choose its tree from the row and the step; `Proposer.hidden_layers` asks the
-engine for hidden states of the target.
+Legend: B rows, N drafted nodes, M = N + 1 with the root, E groups of siblings (nodes that have children), V
+vocabulary, T prompt positions, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -25,12 +20,14 @@ from draftsmith_core.sampling import Sampling
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """One step's drafted trees.
+    """One step's drafted trees. It carries the trees themselves, one per row if need be, so that a proposer may choose
+    them anew at every step.
 
-    `tokens_BM` are the drafted tokens in M indexing: column 0 (the root) is -1, and so is a node
-    that does not exist in that row. `q_BEV` are the fp32 laws over the target's vocabulary that
-    children were drawn from, before any removal; None when deterministic. With several drafts
-    the child of rank k was drawn by draft `k % drafts`, from law `groups_RM * drafts + k % drafts`.
+    `tokens_BM` are the drafted tokens in M indexing: column 0 (the root) is -1, and so is a node that does not exist in
+    that row. `q_BEV` are the fp32 distributions over the target's vocabulary that children were drawn from, before any
+    token was removed; None when deterministic. With several drafts the child of rank k was drawn by draft `k % drafts`,
+    from distribution `tree.groups_RM * drafts + k % drafts`. `finite` is a bool tensor of one element that is false
+    when the draft gave logits that are not numbers; None when there are no logits.
     """
 
     tree: TreeBatch
@@ -38,16 +35,17 @@ class Proposal:
     q_BEV: Tensor | None
     drawing: Drawing
     drafts: int = 1
+    finite: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What became of a proposal.
 
-    By row: `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the
-    target's own. A row that has ended has an empty path and no tokens and is never asked for again.
-    `hidden[b]` holds one `[path + 1, H]` tensor for each of `hidden_layers`: the target's states at
-    the root and at the accepted nodes. `p_BMV` are the target's laws at all nodes (one-hot when greedy).
+    By row: `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the target's own. A row that
+    has ended has an empty path and no tokens and is never asked for again. `hidden[b]` holds one `[path + 1, H]` tensor
+    for each of `hidden_layers`: the target's states at the root and at the accepted nodes. `p_BMV` are the target's
+    distributions at all nodes (one-hot when greedy).
     """
 
     paths: Sequence[Sequence[int]]
@@ -56,11 +54,29 @@ class Outcome:
     p_BMV: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SessionSetup:
+    """What a proposer begins with: the options of one `generate` call.
+
+    `hidden_BTH` are the target's states over each prompt but its last token, right-padded, one tensor for each of
+    `hidden_layers`. Proposals are to be made on `device`, over the target's `vocabulary` tokens.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    tree: TreeShape
+    drawing: Drawing
+    sampling: Sampling
+    max_new_tokens: int
+    hidden_BTH: Sequence[Tensor]
+    device: torch.device
+    vocabulary: int
+
+
 class Session(Protocol):
     """A proposer at work on the rows of one `generate` call."""
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft one step. `u_BN` are float64 uniforms on the target's device, one a node (`tree.size`); None when
+        """Draft one step. `u_BN` are float64 uniforms on the target's device, one per node (`tree.size`); None when
         the drawing is deterministic.
         """
 
@@ -78,15 +94,16 @@ class Proposer(Protocol):
     proposer whose drafts the context determines. For example one that always drafts the root's token again:
 
         class Repeat(Proposer):
-            def start(self, prompts, tree, drawing, sampling, max_new_tokens, hidden_BTH, device):
-                return RepeatSession(TreeBatch.build(tree, device), [prompt[-1] for prompt in prompts])
+            def start(self, setup):
+                return RepeatSession(TreeBatch.build(setup.tree, setup.device), [ids[-1] for ids in setup.prompts])
 
         class RepeatSession(Session):
             def __init__(self, tree, last):
                 self.tree, self.last = tree, last
 
             def propose(self, u_BN):
-                tokens_BM = torch.tensor([[-1] + [token] * self.tree.parents_RN.shape[1] for token in self.last])
+                size = self.tree.parents_RN.shape[1]
+                tokens_BM = torch.tensor([[-1] + [token] * size for token in self.last])
                 return Proposal(self.tree, tokens_BM, None, "deterministic")
 
             def commit(self, outcome):
@@ -97,6 +114,9 @@ class Proposer(Protocol):
 
         SpeculativeDecoder(target, Repeat()).generate([[1, 2, 3]])
     """
+
+    name: str = "draft"
+    """What error messages call it."""
 
     drafts: int = 1
     """How many distributions a node's children are drawn from in turn; 1 but for several draft models."""
@@ -122,17 +142,6 @@ class Proposer(Protocol):
         """Raise ValueError when a prompt and its answer do not fit the context."""
         return
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> Session:
-        """Begin on these prompts. Proposals are to be made on `device`.
-
-        `hidden_BTH` are the target's states over each prompt but its last token, right-padded.
-        """
+    def start(self, setup: SessionSetup) -> Session:
+        """Begin on the prompts of one `generate` call."""
+        ...

@@ -1,34 +1,31 @@
 """Retrieval: what most often followed the last tokens in a corpus of the user's is drafted.
 
-Legend: B rows, N drafted nodes, T prompt positions, H hidden size.
-
 After REST (He et al. 2023, arXiv 2311.08252) and, for the frequencies, its trie of retrieved continuations.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import Outcome, Proposal, Proposer
-from decode.propose.text_proposer import NOTHING, Flat, Forest, Trie, check_static
+from decode.propose.protocol import SessionSetup
+from decode.propose.text_proposer import EMPTY, FlatTrie, Forest, TextProposer, TextSession, Trie, check_static
 from decode.suffix_index import SuffixIndex
-from decode.tree import Drawing, TreeShape
+from decode.tree import TreeShape
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling
 
 # More continuations than this change the frequencies of a trie of some dozen nodes no further.
 CONTINUATIONS = 32
 
 
-class RetrievalProposer(Proposer):
+class RetrievalProposer(TextProposer):
     """Drafts from a suffix index of token sequences.
 
     The longest end of the text, of at most `max_suffix` and at least `min_suffix` tokens, that occurs in the index is
     looked up; the prefixes of what followed it are kept by how often they occur.
     """
+
+    name = "retrieval"
 
     def __init__(self, index: SuffixIndex, max_suffix: int = 16, min_suffix: int = 2) -> None:
         if not 1 <= min_suffix <= max_suffix:
@@ -37,60 +34,43 @@ class RetrievalProposer(Proposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse trees that grow by confidence, and an index of tokens that the target does not have."""
-        check_static("retrieval", tree)
+        super().check(target, tree)
         if self.index.largest >= vocabulary_size(target):
             raise ValueError(
                 f"retrieval index holds token {self.index.largest}, the target's vocabulary ends at "
                 f"{vocabulary_size(target) - 1}: build the index with the target's tokenizer"
             )
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tree: TreeShape,
-        drawing: Drawing,
-        sampling: Sampling,
-        max_new_tokens: int,
-        hidden_BTH: Sequence[Tensor],
-        device: torch.device,
-    ) -> "RetrievalSession":
+    def start(self, setup: SessionSetup) -> "RetrievalSession":
         """Keep the ends of the prompts."""
-        return RetrievalSession(self, prompts, Forest(check_static("retrieval", tree), device))
+        ends = [list(prompt[-self.max_suffix :]) for prompt in setup.prompts]
+        return RetrievalSession(self, ends, Forest(check_static(self.name, setup.tree), setup.device))
 
 
-class RetrievalSession:
-    """The last tokens of the rows; None for a row that has ended."""
+class RetrievalSession(TextSession[list[int]]):
+    """The last tokens of the rows."""
 
-    def __init__(self, proposer: RetrievalProposer, prompts: Sequence[Sequence[int]], forest: Forest) -> None:
-        self._index, self._forest = proposer.index, forest
-        self._longest, self._shortest = proposer.max_suffix, proposer.min_suffix
-        self._ends: list[list[int] | None] = [list(prompt[-self._longest :]) for prompt in prompts]
+    def __init__(self, proposer: RetrievalProposer, ends: Sequence[list[int]], forest: Forest) -> None:
+        super().__init__(ends, forest)
+        self.proposer = proposer
 
-    def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Look the ends up."""
-        return self._forest.proposal([NOTHING if end is None else self._draft(end) for end in self._ends])
-
-    def commit(self, outcome: Outcome) -> None:
-        """Move the ends on."""
-        self._ends = [
-            [*end, *emitted][-self._longest :] if end is not None and emitted else None
-            for end, emitted in zip(self._ends, outcome.tokens, strict=True)
-        ]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order."""
-        self._ends = [self._ends[row] for row in rows]
-
-    def _draft(self, end: list[int]) -> Flat:
-        found = self._index.match(end)
-        if found < self._shortest:
-            return NOTHING
-        trie = self._forest.trie()
-        grow(trie, self._index.continuations(end[-found:], self._forest.tree.depth, CONTINUATIONS))
+    def draft(self, row: list[int]) -> FlatTrie:
+        """Look up the end of the text."""
+        index = self.proposer.index
+        found = index.match(row)
+        if found < self.proposer.min_suffix:
+            return EMPTY
+        trie = self.forest.trie()
+        grow(trie, index.continuations(row[-found:], self.forest.tree.depth, CONTINUATIONS))
         return trie.flatten()
 
+    def read(self, row: list[int], tokens: Sequence[int]) -> None:
+        """Move the end on."""
+        row += tokens
+        del row[: -self.proposer.max_suffix]
 
-# Continuations merged where they begin alike: by token, how often it comes here and what comes behind it.
+
+# Continuations merged where they begin alike: for each token, how often it comes here and what follows it.
 Below = dict[int, tuple[list[int], "Below"]]
 
 
@@ -114,7 +94,7 @@ def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> No
             heappush(heap, (-weight, entered, node, depth, token, deeper))
             entered += 1
 
-    # What extends a prefix weighs no more than it, so nothing heavier than the heap's top is still to come.
+    # A longer prefix is at most as frequent as the prefix it extends, so the top of the heap is the most frequent left.
     offer(0, 0, root)
     while heap and not trie.full:
         _, _, node, depth, token, deeper = heappop(heap)

@@ -1,11 +1,11 @@
-"""Drafting a static tree level by level: one forward of the network a level, children drawn as the verifier needs.
+"""Drafting a static tree level by level: one forward of the network per level, children drawn as the verifier needs.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e those
-of one level, d drafts (laws a node; 1 but for several draft models), K children of one node, c children in a level,
-W pending tokens, q queries, T cells, V vocabulary (the target's), R = 1 when all rows share a tree, else B.
+Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e those of one level,
+d drafts (distributions per node; 1 but for several draft models), K children of one node, c children in a level, W
+pending tokens, T positions of a block, V vocabulary (the target's), R = 1 when all rows share a tree, else B.
 
-A network forwards *pending* tokens (those of the text it has not seen, the root last, right-aligned in the batch)
-and then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.06706) section 3.
+A network forwards *pending* tokens (those of the text it has not seen, the root last, right-aligned in the batch) and
+then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.06706) section 3.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ from draftsmith_core.sampling import (
 class Frontier:
     """The nodes that a network expands next.
 
-    `parents_Re` says where each one's parent stands among the nodes expanded so far (0 the root), `block` the cells
-    for a network with a cache, `paths_Bed` the tokens from the root down to each node, itself included (for a
-    network that `reads_paths`).
+    `parents_Re` is the index of each one's parent among the nodes expanded so far (0 the root). `block` says what they
+    attend to, for a network with a cache; `paths_Bed` holds the tokens from the root down to each node, itself
+    included, for a network that `reads_paths`.
     """
 
     tokens_Be: Tensor
@@ -45,14 +45,14 @@ class Frontier:
 
 
 class Network(Protocol):
-    """Gives the law of the next token below any node of a tree that it is led through, level by level."""
+    """Gives logits for the children of any node of a tree, level by level from the root."""
 
     drafts: int
     reads_paths: bool
 
     @property
     def width(self) -> int:
-        """Cells of the pending tokens in the present step, padding included."""
+        """Number of pending tokens in the present step, padding included."""
 
     def open(self) -> Tensor:
         """Begin a step: logits `[B, d, V]` at the root."""
@@ -60,9 +60,9 @@ class Network(Protocol):
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
-    def commit(self, cells: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. `cells[b]` says for each accepted node of row b as which expanded node (0 the first
-        after the root) it was forwarded, None if it never was.
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """Learn the outcome. `expanded[b]` gives for each accepted node of row b its number among the nodes that were
+        forwarded after the root (0 the first), None if it was not forwarded.
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -76,32 +76,32 @@ class Level:
     draws: int  # K, the most children of one node here
     counts_e: tuple[int, ...]  # children of every expanded node
     uniform_eK: Tensor  # node whose uniform decides draw k of expanded node e
-    slot_c: Tensor  # for each child c: its parent among the expanded nodes of this depth
+    parent_c: Tensor  # for each child c: its parent among the expanded nodes of this depth
     rank_c: Tensor  # and its place among its siblings
     expanded_c: Tensor | None  # which children have children themselves; None when all have
     count: int  # number of these children
-    slot_e: Tensor  # of these children: their parents among the expanded nodes of this depth
+    parent_e: Tensor  # of these children: their parents among the expanded nodes of this depth
     parents_1e: Tensor  # and among all expanded nodes
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """All that is fixed about drafting one tree, kept by the proposer from step to step and call to call."""
+class DraftingPlan:
+    """All indices and masks of drafting one tree. They are the same at every step, so the proposer keeps them."""
 
     tree: Tree
     device: torch.device
     levels: tuple[Level, ...]
-    cell_of: tuple[int | None, ...]  # M index -> place among the expanded nodes after the root; None for leaves
+    number_of: tuple[int | None, ...]  # M index -> number among the expanded nodes after the root; None for leaves
     chosen: tuple[int, ...]  # expanded nodes as M indices, the root first
     batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def build(tree: Tree, device: torch.device, target_device: torch.device) -> "Plan":
+    def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
         """Indices on the draft's device; the trees of the proposals on the target's."""
         depth_of = (0, *tree.depths)
         levels: list[Level] = []
-        cells: list[int | None] = [None] * len(depth_of)
+        numbers: list[int | None] = [None] * len(depth_of)
         chosen = [0]
         for depth in range(tree.depth):
             parents = [m for m, below in enumerate(tree.children) if below and depth_of[m] == depth]
@@ -118,11 +118,11 @@ class Plan:
                     draws=max(counts),
                     counts_e=counts,
                     uniform_eK=torch.tensor(uniform, device=device),
-                    slot_c=torch.tensor([parents.index(tree.parents[m - 1] + 1) for m in kids], device=device),
+                    parent_c=torch.tensor([parents.index(tree.parents[m - 1] + 1) for m in kids], device=device),
                     rank_c=torch.tensor([tree.ranks[m - 1] for m in kids], device=device),
                     expanded_c=None if len(expanded) == len(kids) else torch.tensor(expanded, device=device),
                     count=len(expanded),
-                    slot_e=torch.tensor(
+                    parent_e=torch.tensor(
                         [parents.index(tree.parents[kids[i] - 1] + 1) for i in expanded],
                         dtype=torch.long,
                         device=device,
@@ -132,22 +132,22 @@ class Plan:
             )
             chosen += [kids[i] for i in expanded]
         for order, m in enumerate(chosen[1:]):
-            cells[m] = order
+            numbers[m] = order
         cuts = [
             Tree(tuple(p for p, d in zip(tree.parents, tree.depths, strict=True) if d <= end))
             for end in range(tree.depth + 1)
         ]
-        return Plan(
+        return DraftingPlan(
             tree,
             device,
             tuple(levels),
-            tuple(cells),
+            tuple(numbers),
             tuple(chosen),
             tuple(TreeBatch.build(cut, target_device) for cut in cuts),
         )
 
     def block(self, depth: int, width: int) -> Block:
-        """The forward of the expanded nodes of this depth (from 1) behind `width` pending cells."""
+        """The forward of the expanded nodes of this depth (from 1) behind `width` pending tokens."""
         if width not in self.blocks:
             self.blocks[width] = self._blocks(width)
         return self.blocks[width][depth - 1]
@@ -171,7 +171,7 @@ class Plan:
 class StaticTreeSession:
     """A network drafting one static tree for the rows of one `generate` call."""
 
-    def __init__(self, network: Network, plan: Plan, drawing: Drawing, sampling: Sampling) -> None:
+    def __init__(self, network: Network, plan: DraftingPlan, drawing: Drawing, sampling: Sampling) -> None:
         self.network, self.plan, self.drawing, self.sampling = network, plan, drawing, sampling
         self._origin: Tensor | None = None
 
@@ -182,63 +182,65 @@ class StaticTreeSession:
         logits_BeV = network.open()
         rows = logits_BeV.shape[0]
         drafted = [torch.full((rows, 1), -1, device=logits_BeV.device)]
-        laws: list[Tensor] = []
+        parts_q: list[Tensor] = []
+        finite = torch.ones((), dtype=torch.bool, device=logits_BeV.device)
         previous_Be: Tensor | None = None
         confidence_Be = torch.ones(rows, 1, device=logits_BeV.device)
         paths_Bed = drafted[0].new_zeros(rows, 1, 0)
         for depth, level in enumerate(plan.levels):
+            finite = finite & logits_BeV.amax().isfinite()
             draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
             if q_BeV is not None:
-                laws.append(q_BeV)
-            chain = level.slot_c.numel() == 1
-            tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.slot_c, level.rank_c]
+                parts_q.append(q_BeV)
+            chain = level.parent_c.numel() == 1
+            tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
             if previous_Be is not None and (stop or any(above.draws > 1 for above in plan.levels[:depth])):
-                # A node that does not exist or was not expanded has no children, nor have those. Without a stop
-                # only siblings can be missing, so a chain skips this.
-                tokens_Bc = tokens_Bc.masked_fill(previous_Be[:, level.slot_c] < 0, -1)
+                # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
+                # or because q has fewer tokens than there are siblings, so that a chain without a stop skips this.
+                tokens_Bc = tokens_Bc.masked_fill(previous_Be[:, level.parent_c] < 0, -1)
             drafted.append(tokens_Bc)
             if depth + 1 == len(plan.levels):
                 break
             live_Bc = tokens_Bc
             if stop:
-                law_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
-                laws_c = level.slot_c * network.drafts + level.rank_c % network.drafts
-                rows_B1 = torch.arange(rows, device=law_BeV.device).unsqueeze(1)
-                own_Bc = law_BeV[rows_B1, laws_c, tokens_Bc.clamp(min=0)]
-                confidence_Bc = own_Bc * confidence_Be[:, level.slot_c]
+                believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
+                source_c = level.parent_c * network.drafts + level.rank_c % network.drafts
+                rows_B1 = torch.arange(rows, device=believed_BeV.device).unsqueeze(1)
+                own_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
+                confidence_Bc = own_Bc * confidence_Be[:, level.parent_c]
                 live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)
                 confidence_Be = confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
             previous_Be = live_Bc if level.expanded_c is None else live_Bc[:, level.expanded_c]
             if stop and not bool((previous_Be >= 0).any()):
                 break
-            # A node at which a row stops is forwarded with the others all the same: it may be accepted.
+            # A node at which a row stops is forwarded too: it may be accepted, and is then in the cache.
             inputs_Be = (tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]).clamp(min=0)
             self._forwarded += level.count
             if network.reads_paths:
-                paths_Bed = torch.cat([paths_Bed[:, level.slot_e], inputs_Be.unsqueeze(2)], dim=2)
+                paths_Bed = torch.cat([paths_Bed[:, level.parent_e], inputs_Be.unsqueeze(2)], dim=2)
             block = plan.block(depth + 1, network.width)
             logits_BeV = network.extend(Frontier(inputs_Be, level.parents_1e, block, paths_Bed))
-        return self._proposal(torch.cat(drafted, dim=1), laws, len(drafted) - 1)
+        return self._proposal(torch.cat(drafted, dim=1), parts_q, len(drafted) - 1, finite)
 
     def commit(self, outcome: Outcome) -> None:
         """Tell the network which expanded nodes were accepted."""
         origin = None if self._origin is None else self._origin.tolist()
-        cells = [
-            [self._cell(m if origin is None else origin[row][m]) for m in path]
+        expanded = [
+            [self._number(m if origin is None else origin[row][m]) for m in path]
             for row, path in enumerate(outcome.paths)
         ]
-        self.network.commit(cells, outcome)
+        self.network.commit(expanded, outcome)
 
-    def _cell(self, node: int) -> int | None:
-        cell = self.plan.cell_of[node]
-        return cell if cell is not None and cell < self._forwarded else None
+    def _number(self, node: int) -> int | None:
+        number = self.plan.number_of[node]
+        return number if number is not None and number < self._forwarded else None
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.network.select_rows(rows)
 
     def _draw(self, logits_BeV: Tensor, level: Level, u_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Children of the expanded nodes of one depth, `[B, e, K]`, -1 for those that do not exist, and their laws."""
+        """Children of the expanded nodes of one depth, `[B, e, K]`, -1 for those that do not exist, and q."""
         if self.drawing == "deterministic":
             return most_probable(logits_BeV, level.draws, self.network.drafts), None
         assert u_BN is not None
@@ -246,7 +248,7 @@ class StaticTreeSession:
         u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
         return draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts), q_BeV
 
-    def _proposal(self, tokens_BM: Tensor, laws: list[Tensor], depth: int) -> Proposal:
+    def _proposal(self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor) -> Proposal:
         batch = self.plan.batches[depth]
         device = batch.parents_RN.device
         self._origin = None
@@ -256,42 +258,43 @@ class StaticTreeSession:
         return Proposal(
             tree=batch,
             tokens_BM=tokens_BM,
-            q_BEV=torch.cat(laws, dim=1).to(device) if laws else None,
+            q_BEV=torch.cat(parts_q, dim=1).to(device) if parts_q else None,
             drawing=self.drawing,
             drafts=self.network.drafts,
+            finite=finite.to(device),
         )
 
 
 def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Leave out nodes that exist in no row's tree as far as rows can share places: each row's own nodes, in order.
+    """Keep only the nodes that exist in each row, in order, padded to the row with the most.
 
-    Returns the per-row tree, its tokens, and for each of its M places the place it had before.
+    Returns the per-row tree, its tokens, and for each of its M indices the index that the node had before.
     """
     rows = tokens_BM.shape[0]
     exists_BN = tokens_BM[:, 1:] >= 0
     kept = int(exists_BN.sum(1).max())
     order_BN = torch.sort(exists_BN.int(), dim=1, descending=True, stable=True).indices[:, :kept]
     origin_BM = torch.nn.functional.pad(order_BN + 1, (1, 0))
-    place_BM = torch.zeros_like(tokens_BM).scatter_(
+    index_BM = torch.zeros_like(tokens_BM).scatter_(
         1, origin_BM, torch.arange(kept + 1, device=tokens_BM.device).expand(rows, -1)
     )
     above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN) + 1
-    parents_BN = place_BM.gather(1, above_BN) - 1
+    parents_BN = index_BM.gather(1, above_BN) - 1
     grown = grow_batch(parents_BN, exists_BN.gather(1, order_BN), batch.depth, batch.children_RMK.shape[2])
     groups_BM = batch.groups_RM.expand(rows, -1).gather(1, origin_BM)
     return replace(grown, groups_RM=groups_BM, widths=batch.widths), tokens_BM.gather(1, origin_BM), origin_BM
 
 
 def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequence[int], drafts: int) -> Tensor:
-    """Children `[B, e, K]` of expanded nodes from their laws (`drafts` of them a node), -1 where there is none."""
+    """Children `[B, e, K]` of expanded nodes from q (`drafts` distributions per node), -1 where there is none."""
     most = u_BeK.shape[2]
     if drafts > 1:
         assert drawing == "with_replacement"
         nodes = range(0, q_BeV.shape[1], drafts)
-        laws_k = [torch.tensor([node + k % drafts for node in nodes], device=q_BeV.device) for k in range(most)]
-        return torch.stack([draw(q_BeV[:, law_e], u_BeK[:, :, k]) for k, law_e in enumerate(laws_k)], dim=2)
+        sources = [torch.tensor([node + k % drafts for node in nodes], device=q_BeV.device) for k in range(most)]
+        return torch.stack([draw(q_BeV[:, at_e], u_BeK[:, :, k]) for k, at_e in enumerate(sources)], dim=2)
     if drawing == "top_and_one":
-        # The drawn child is the last, so nodes with fewer children than others are drawn for by themselves.
+        # The drawn child is the last one, so nodes are grouped by their number of children.
         children_BeK = torch.full(u_BeK.shape, -1, dtype=torch.long, device=q_BeV.device)
         for count in sorted(set(counts_e)):
             chosen = [e for e, n in enumerate(counts_e) if n == count]
@@ -307,7 +310,7 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
 
 def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
     """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1 beyond the tokens that are
-    possible. Of several drafts (`[..., e * d, V]`) each gives its best token that none before it gave, in turn.
+    possible. Of several drafts (`[..., e * d, V]`) each in turn gives the best token that no draft before it gave.
     """
     if count == 1 and drafts == 1:
         return logits.max(-1, keepdim=True).indices  # faster than argmax on a CPU
@@ -325,7 +328,7 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits over the target's vocabulary: the draft's padding is cut, tokens it does not have are impossible."""
+    """Logits over the target's vocabulary: a draft's surplus tokens are cut, tokens that it lacks are impossible."""
     surplus = logits.shape[-1] - vocabulary
     if surplus == 0:
         return logits

@@ -1,91 +1,99 @@
-"""What the proposers without a network share: a row's own n-grams, a trie of candidates, and proposals from tries.
+"""The base of the proposers that copy from text: candidates merged into a trie, and proposals made from tries.
 
 Legend: B rows, N drafted nodes, M = N + 1 with the root, R = 1 when all rows share the tree, else B.
 
-All of it runs on the host, once a step and a row, so it is plain Python on short lists: building a handful of nodes
+All of it runs on the host, once per step and row, so it is plain Python on short lists: building a handful of nodes
 takes less time than launching one kernel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from decode.propose.protocol import Proposal
+from decode.propose.protocol import Outcome, Proposal, Proposer
 from decode.tree import Tree, TreeShape
 from decode.tree_batch import TreeBatch
 
+Text = TypeVar("Text")  # what a proposer keeps of one row's text
 
-class NgramIndex:
-    """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
 
-    Like the hash chains of a Lempel-Ziv compressor: the latest occurrence of an n-gram, and from each occurrence a
-    link to the one before. A new token costs one insertion for each n, whatever the length of the text.
+def check_static(name: str, tree: TreeShape) -> Tree:
+    """`tree` if it can bound what proposer `name` copies. ValueError for trees that need the confidence of a draft."""
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            f"proposer '{name}' has no confidences to grow a tree from; use a fixed tree such as chain:8 or kary:4,1,1"
+        )
+    if tree.stop:
+        raise ValueError(f"proposer '{name}' has no confidences to stop at; use the tree without stop={tree.stop}")
+    return tree
+
+
+class TextProposer(Proposer):
+    """A proposer that copies: the context determines its drafts, prompts may have any length, and its trees are static.
+
+    Its `name` is its name in `PROPOSERS`.
     """
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        self.text: list[int] = []
-        self._lengths = range(longest, shortest - 1, -1)
-        self._latest: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
-        self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
+    def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
+        """Refuse trees that grow, or stop, by the confidence of a draft."""
+        check_static(self.name, tree)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram is entered once it has a follower, so the text's end never matches itself."""
-        text = self.text
-        for token in tokens:
-            at = len(text)
-            for n in self._lengths:
-                if at < n:
-                    self._earlier[n].append(-1)
-                    continue
-                ngram, latest = tuple(text[at - n :]), self._latest[n]
-                self._earlier[n].append(latest.get(ngram, -1))
-                latest[ngram] = at
-            text.append(token)
 
-    def matches(self) -> Iterator[int]:
-        """Places whose preceding n tokens are also the last n of the text: the longest n first, then the most recent
-        place; each place once.
-        """
-        text, seen = self.text, set[int]()
-        for n in self._lengths:
-            if len(text) < n:
-                continue
-            at = self._latest[n].get(tuple(text[-n:]), -1)
-            while at >= 0:
-                if at not in seen:
-                    seen.add(at)
-                    yield at
-                at = self._earlier[n][at]
+class TextSession(Generic[Text]):
+    """The rows of one `generate` call, each with what its proposer keeps of its text; None for a row that has ended."""
 
-    def copy_from(self, at: int, length: int) -> list[int]:
-        """`length` tokens that follow if the text goes on as it did at place `at`; past the end of the text the copy
-        reads what it has written, so a repeated phrase goes on repeating.
-        """
-        copied = self.text[at : at + length]
-        period = len(copied)
-        return copied if period == length else [copied[i % period] for i in range(length)]
+    def __init__(self, rows: Sequence[Text], forest: "Forest") -> None:
+        self.rows: list[Text | None] = list(rows)
+        self.forest = forest
+
+    def draft(self, row: Text) -> "FlatTrie":
+        """The candidates of one row."""
+        raise NotImplementedError
+
+    def read(self, row: Text, tokens: Sequence[int]) -> None:
+        """Append emitted tokens to the text of one row."""
+        raise NotImplementedError
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        """Draft the candidates of every row."""
+        return self.forest.proposal([EMPTY if row is None else self.draft(row) for row in self.rows])
+
+    def commit(self, outcome: Outcome) -> None:
+        """Append the emitted tokens to the texts."""
+        for index, (row, emitted) in enumerate(zip(self.rows, outcome.tokens, strict=True)):
+            if row is not None and emitted:
+                self.read(row, emitted)
+            else:
+                self.rows[index] = None
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order."""
+        self.rows = [self.rows[row] for row in rows]
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A trie's nodes in breadth-first order: `parents` and `tokens` as in `Tree`; `places` maps the numbers that
+class FlatTrie:
+    """A trie's nodes in breadth-first order: `parents` and `tokens` as in `Tree`; `indices` maps the numbers that
     `Trie.add` gave to M indices.
     """
 
     parents: tuple[int, ...]
     tokens: tuple[int, ...]
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
-NOTHING = Flat((), (), (0,))
+EMPTY = FlatTrie((), (), (0,))
 
 
 class Trie:
     """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a node at depth d.
 
-    First come, first served: what is added first is ranked first among its siblings.
+    What is added first is ranked first among its siblings, and keeps its place when the trie is full.
     """
 
     def __init__(self, widths: Sequence[int], size: int) -> None:
@@ -116,9 +124,9 @@ class Trie:
             node = child
         return node
 
-    def flatten(self) -> Flat:
+    def flatten(self) -> FlatTrie:
         """The nodes in breadth-first order."""
-        places, queue = [0] * len(self._below), [0]
+        indices, queue = [0] * len(self._below), [0]
         parents: list[int] = []
         tokens: list[int] = []
         for above, node in enumerate(queue):
@@ -126,66 +134,64 @@ class Trie:
                 parents.append(above - 1)
                 tokens.append(token)
                 queue.append(child)
-                places[child] = len(tokens)
-        return Flat(tuple(parents), tuple(tokens), tuple(places))
+                indices[child] = len(tokens)
+        return FlatTrie(tuple(parents), tuple(tokens), tuple(indices))
 
 
 class Forest:
-    """Turns one trie a row into proposals inside the bounds of `tree`.
+    """Turns one trie per row into proposals inside the bounds of `tree`.
 
-    The widths of a proposal are always those of `tree`, cut at the deepest row: verifiers lay out their uniforms by
-    widths, and a tight bound would make a row's uniforms depend on what its batch mates found.
+    The widths of a proposal are always those of `tree`, cut at the deepest row. Verifiers assign their uniforms by
+    widths: with tighter ones a row's uniforms would depend on what its batch mates found.
     """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         self.tree, self.device = tree, device
-        self.widths = tree.widths
         self._chains: dict[int, TreeBatch] = {}
         self._last: tuple[tuple[tuple[int, ...], ...], TreeBatch] | None = None
 
     def trie(self) -> Trie:
         """An empty trie with room for what `tree` has room for."""
-        return Trie(self.widths, self.tree.size)
+        return Trie(self.tree.widths, self.tree.size)
 
-    def proposal(self, rows: Sequence[Flat]) -> Proposal:
-        """One tree a row, no larger than the largest row needs; no cells but the root when no row has any."""
+    def proposal(self, rows: Sequence[FlatTrie]) -> Proposal:
+        """One tree per row, no larger than the largest row needs; only the root when no row has candidates."""
         size = max(len(row.tokens) for row in rows)
         padded = [[-1, *row.tokens] + [-1] * (size - len(row.tokens)) for row in rows]
         return Proposal(self._batch(rows, size), torch.tensor(padded, device=self.device), None, "deterministic")
 
-    def _batch(self, rows: Sequence[Flat], size: int) -> TreeBatch:
+    def _batch(self, rows: Sequence[FlatTrie], size: int) -> TreeBatch:
         if size == 0 or self.tree.is_chain:
             # Rows share the longest chain; in a shorter row the tokens behind its end are -1.
-            chain = self._chains.get(size)
-            if chain is None:
-                chain = self._chains[size] = TreeBatch.build(Tree(tuple(range(-1, size - 1))), self.device)
-            return chain
+            if size not in self._chains:
+                self._chains[size] = TreeBatch.build(Tree(tuple(range(-1, size - 1))), self.device)
+            return self._chains[size]
         key = tuple(row.parents for row in rows)
         if self._last is None or self._last[0] != key:
-            self._last = key, batch_of(key, self.widths, self.device)
+            self._last = key, batch_of(key, self.tree.widths, self.device)
         return self._last[1]
 
 
 def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device) -> TreeBatch:
-    """What `grow_batch` makes of one list of parents a row, of different lengths, but built on the host and sent over:
-    a few hundred assignments take less time than some thirty kernels. Its widths are the first of `widths`.
+    """What `grow_batch` makes of one list of parents per row, of different lengths, but built on the host and sent
+    over: a few hundred assignments take less time than some thirty kernels. Its widths are the first of `widths`.
     """
     size, most = max(map(len, rows)), max(widths)
     parents = np.full((len(rows), size), -1)
     depths = np.zeros((len(rows), size), dtype=np.int64)
     children = np.zeros((len(rows), size + 1, most), dtype=np.int64)
-    slots = np.zeros((len(rows), size + 1), dtype=np.int64)
+    groups = np.zeros((len(rows), size + 1), dtype=np.int64)
     sees = np.zeros((len(rows), size + 1, size + 1), dtype=bool)
     sees[:] = np.eye(size + 1, dtype=bool)
     for row, listed in enumerate(rows):
         parents[row, : len(listed)] = listed
-        depth_of, before, rank, slot = [0], -2, 0, -1
-        below, masks, slot_of = children[row], sees[row], slots[row]
+        depth_of, before, rank, group = [0], -2, 0, -1
+        below, masks, group_of = children[row], sees[row], groups[row]
         for node, parent in enumerate(listed, 1):
-            rank, slot = (rank + 1, slot) if parent == before else (0, slot + 1)
+            rank, group = (rank + 1, group) if parent == before else (0, group + 1)
             before = parent
             below[parent + 1, rank] = node
-            slot_of[parent + 1] = slot
+            group_of[parent + 1] = group
             depth_of.append(depth_of[parent + 1] + 1)
             masks[node] |= masks[parent + 1]
         depths[row, : len(listed)] = depth_of[1:]
@@ -196,18 +202,7 @@ def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: tor
         parents_RN=torch.from_numpy(parents).to(device),
         depths_RN=torch.from_numpy(depths).to(device),
         children_RMK=torch.from_numpy(children).to(device),
-        groups_RM=torch.from_numpy(slots).to(device),
+        groups_RM=torch.from_numpy(groups).to(device),
         sees_RMM=torch.from_numpy(sees).to(device),
         widths=widths[: int(depths.max())],
     )
-
-
-def check_static(name: str, tree: TreeShape) -> Tree:
-    """`tree` if it can bound what the proposer `name` copies, else ValueError: there are no confidences here."""
-    if not isinstance(tree, Tree):
-        raise ValueError(
-            f"proposer '{name}' has no confidences to grow a tree from; use a fixed tree such as chain:8 or kary:4,1,1"
-        )
-    if tree.stop:
-        raise ValueError(f"proposer '{name}' has no confidences to stop at; use the tree without stop={tree.stop}")
-    return tree

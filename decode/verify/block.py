@@ -19,7 +19,8 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
 
     w(0) = 1 and w(i) = min(1, w(i - 1) p(x)/q(x)) for the i-th token x. Prefix i passes with the
     `keep_probability` of w(i), and the chain as a whole with probability w. After it the token is drawn from
-    norm((w p - q)+), and at the end of the chain from p. A deterministic chain is the case of one-hot q, in which the rule is `exact`.
+    norm((w p - q)+), and at the end of the chain from p. A deterministic chain has one-hot q, for which the
+    rule is `exact`.
     """
     if u_BU is None:
         return exact(proposal, p_BMV, None)
