@@ -463,6 +463,7 @@ REFUSED = [
     ("--draft {draft} --proposer lookahead", "lookahead uses no draft", "leave out one"),
     ("--proposer retrieval", "drafts from a text of yours", "add --datastore FILE"),
     ("--datastore {datastore}", "only --proposer retrieval reads it", "leave out --datastore"),
+    ("--index kept.safetensors", "keeps what was made of --datastore", "leave out --index"),
     ("--proposer retrieval --datastore none.jsonl", "none.jsonl: no such file", ""),
     ("--draft {draft} --tree chian:4", "unknown kind 'chian'", "write chain:4"),
     ("--draft {draft} --tree static:none.json", "none.json: no such file", "expected a tree"),

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from decode import forward as forward_module
+from decode import runner as runner_module
 from decode import packed_linear as packed_module
 from decode.llama_forward import lean_forward
 from decode.packed_linear import PackedLinear, Packs, packing_available
@@ -192,7 +192,7 @@ def test_the_first_logits_may_be_left_out() -> None:
 def test_a_prompt_in_pieces_is_the_prompt(name: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name)
     whole = walk(runner(model, fast), [21, 9], 1)
-    monkeypatch.setattr(forward_module, "_CHUNK", 4)
+    monkeypatch.setattr(runner_module, "_CHUNK", 4)
     assert_close(walk(runner(model, fast), [21, 9], 1), whole, 1e-4)
 
 
