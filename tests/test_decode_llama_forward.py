@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from decode import runner as runner_module
 from decode import packed_linear as packed_module
+from decode import runner as runner_module
 from decode.llama_forward import lean_forward
 from decode.packed_linear import PackedLinear, Packs, packing_available
 from decode.runner import Block, Runner, attention_windows
