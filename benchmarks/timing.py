@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.packed_linear import Packs
-from decode.runner import Block, Runner, attention_windows
+from decode.runner import Block, Runner
+from decode.supported_models import attention_windows
 from draftsmith_core.models import context_length
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA

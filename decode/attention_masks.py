@@ -1,7 +1,7 @@
-"""Attention masks that are brought up to date instead of built: what a step changes is a few cells, not the context.
+"""Attention masks that are updated instead of built: a step changes a few slots, not the whole context.
 
 Legend: B rows of the mask (1 when all rows of a batch share it), Q most queries, q queries of a forward, C capacity
-in cells, T cells of a block.
+in slots, T slots of a block. A slot is the place of one token in the cache.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,14 @@ from torch import Tensor
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, else the most negative finite value: eager attention adds its mask, a bool
-    would be wrong.
-    """
+    """0 where allowed, else the most negative finite value: eager attention adds its mask, so a bool would be wrong."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def causal_mask(begin: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask `[1, 1, end - begin, end]` of the queries from cell `begin` on, in a sliding window or not."""
-    cells_C = torch.arange(end, device=device)
-    distance_qC = cells_C[begin:].unsqueeze(1) - cells_C
+    """Additive mask `[1, 1, end - begin, end]` of the queries from slot `begin` on, in a sliding window or not."""
+    slots_C = torch.arange(end, device=device)
+    distance_qC = slots_C[begin:].unsqueeze(1) - slots_C
     allowed_qC = distance_qC >= 0
     if window is not None:
         allowed_qC &= distance_qC < window
@@ -28,10 +26,10 @@ def causal_mask(begin: int, end: int, window: int | None, dtype: torch.dtype, de
 
 
 class GrowingMask:
-    """The additive mask of rows with full attention whose prefixes grow: cell c of row b is seen when c is below the
-    row's length, and the block behind the longest row as its tree says.
+    """The additive mask of rows with full attention whose prefixes grow. Slot c of row b is seen when c is below the
+    row's length; in the block behind the longest row, the tree decides.
 
-    Every query of a step shares the prefix part, so that the block's part is all that is written for a forward.
+    All queries of a step see the same prefix, so that only the block's part is written for a forward.
     """
 
     def __init__(self, rows: int, queries: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,11 +40,11 @@ class GrowingMask:
         self._dirty = (0, 0)
 
     def advance(self, lengths: Sequence[int], column: int) -> None:
-        """Forget the last block and show the cells kept since."""
+        """Hide the last block and show the slots that were kept of it."""
         begin, end = self._dirty
         self._mask_B1QC[..., begin:end] = self._hidden
         for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
-            # A block lies behind every row, so that nothing of a prefix has just been hidden.
+            # Blocks begin behind the longest row, so hiding the last one has hidden nothing of a prefix.
             if new > old:
                 self._mask_B1QC[row, :, :, old:new] = 0
             elif new < old:
@@ -58,7 +56,7 @@ class GrowingMask:
         """The mask `[B, 1, q, column + T]` for a block at `column` with this additive part: a view, valid until the
         next call.
         """
-        queries, cells = tree_RqT.shape[1:]
-        self._mask_B1QC[:, 0, :queries, column : column + cells] = tree_RqT
-        self._dirty = (column, max(self._dirty[1], column + cells))
-        return self._mask_B1QC[:, :, :queries, : column + cells]
+        queries, width = tree_RqT.shape[1:]
+        self._mask_B1QC[:, 0, :queries, column : column + width] = tree_RqT
+        self._dirty = (column, max(self._dirty[1], column + width))
+        return self._mask_B1QC[:, :, :queries, : column + width]

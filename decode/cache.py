@@ -1,13 +1,11 @@
-"""A preallocated key/value cache that takes a block of tree cells, keeps the accepted path and
-drops the rest.
+"""A preallocated key/value cache that takes a block of tree tokens, keeps the accepted path and drops the rest.
 
-Legend: L layers, B rows, H key/value heads, C capacity in cells, T cells of a block, E head size.
+Legend: L layers, B rows, H key/value heads, C capacity in slots, E head size. A slot holds one token.
 
-Row b is stored from cell 0, so that cell number = position. All rows write a new block at one
-common column, behind the longest row: an append is one slice assignment a layer, and shorter rows
-have a gap that the attention mask hides. Keeping a path copies only its few cells to the end of the
-row's prefix, for all layers in one indexing call; the rest of the block is dropped by overwriting
-it at the next step. A chain in a batch of one moves nothing at all.
+Row b is stored from slot 0, so that the slot of a kept token is its position. All rows write a new block at one common
+column, behind the longest row: an append is one slice assignment per layer, and shorter rows have a gap that the
+attention mask hides. Keeping a path copies only its few slots to the end of the row's prefix, for all layers in one
+indexing call; the next step overwrites the rest of the block. A chain in a batch of one moves nothing at all.
 """
 
 from collections.abc import Sequence
@@ -31,14 +29,12 @@ class _Store:
     """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers."""
 
     def __init__(self, layers: int, capacity: int, keys: Tensor, values: Tensor) -> None:
-        # Zeros, not empty: a masked cell has weight 0 in the attention, and 0 * NaN would be NaN.
+        # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
         self.keys = keys.new_zeros(layers, *keys.shape[:2], capacity, keys.shape[3])
         self.values = values.new_zeros(layers, *values.shape[:2], capacity, values.shape[3])
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether a layer with these states can live here (some models vary heads by layer or span
-        devices).
-        """
+        """Whether a layer with these states can live here (some models vary heads by layer or span devices)."""
         return (
             self.keys.device == keys.device
             and (self.keys.shape[2], self.keys.shape[4]) == (keys.shape[1], keys.shape[3])
@@ -47,7 +43,7 @@ class _Store:
 
 
 class _TreeLayer(CacheLayerMixin):
-    """One layer's view of the store; transformers calls `update` with the states of the new cells."""
+    """One layer's view of the store; transformers calls `update` with the states of the new slots."""
 
     is_sliding = False  # The full history is kept; windows are expressed by the mask.
 
@@ -84,9 +80,8 @@ class _TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """Key/value cache of one model for one batch; see the module docstring for its layout.
 
-    `column` is where the next forward writes; the caller sets it. `capacity` is in cells a row.
-    `bytes_moved` counts what `keep`, `move_rows` and `select_rows` copied, so that a test can hold
-    them to their promise.
+    `column` is where the next forward writes; the caller sets it. `capacity` is in slots per row. `bytes_moved` counts
+    what `keep`, `move_rows` and `select_rows` copied, so that tests can check it.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
@@ -97,7 +92,7 @@ class TreeCache(Cache):
         super().__init__(layers=[_TreeLayer(self, index) for index in range(layers)])
 
     def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
-        """Give a layer its place, on the device and in the dtype of the states it was called with."""
+        """Give a layer its memory, on the device and in the dtype of the states it was called with."""
         if self._stores and self._stores[0][0].fits(keys, values):
             store, members = self._stores[0]
             place = layer.index
@@ -113,8 +108,8 @@ class TreeCache(Cache):
     def views(
         self, rows: int, heads: int, size: int, queries: int, like: Tensor
     ) -> tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """For a forward that writes its states itself: the keys and values of the new cells by layer,
-        `[B, H, queries, E]` each, to be filled in, and then those of all cells from 0 to the last new one.
+        """For a forward that writes its states itself: the keys and values of the new slots by layer,
+        `[B, H, queries, E]` each, to be filled in, and then those of all slots from 0 to the last new one.
         """
         if not self._stores:
             states = like.new_empty(rows, heads, 0, size)
@@ -128,11 +123,9 @@ class TreeCache(Cache):
         return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy cells inside rows: each move is (row, from, to), `from` counted from `column`, `to`
-        from cell 0.
+        """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to` from slot 0.
 
-        All reads happen before all writes, so overlapping moves are safe. Moves onto themselves
-        cost nothing.
+        All reads happen before all writes, so overlapping moves are safe. Moves onto themselves cost nothing.
         """
         moves = [move for move in moves if column + move[1] != move[2]]
         if not moves:
@@ -141,22 +134,22 @@ class TreeCache(Cache):
             # A slice costs less than gathering and scattering by index.
             for store, _ in self._stores:
                 for block in (store.keys, store.values):
-                    for at, cell, place in moves:
-                        block[:, at, :, place] = block[:, at, :, column + cell]
+                    for row, source, target in moves:
+                        block[:, row, :, target] = block[:, row, :, column + source]
                     self.bytes_moved += len(moves) * block[:, 0, :, 0].numel() * block.element_size()
             return
         rows, sources, targets = zip(*moves, strict=True)
         for store, _ in self._stores:
             for block in (store.keys, store.values):
                 index = torch.tensor([rows, sources, targets], device=block.device)
-                row, source, target = index[0], index[1] + column, index[2]
-                moved = block[:, row, :, source]
-                block[:, row, :, target] = moved
+                row_n, source_n, target_n = index[0], index[1] + column, index[2]
+                moved = block[:, row_n, :, source_n]
+                block[:, row_n, :, target_n] = moved
                 self.bytes_moved += moved.numel() * moved.element_size()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order. Copies what stays and frees the rest: for
-        seldom use, see `move_rows`.
+        """Keep only these rows of the batch, in this order. Copies all that stays and frees the rest; `move_rows` is
+        cheaper where it will do.
         """
         for store, members in self._stores:
             index = torch.tensor(list(rows), device=store.keys.device)
@@ -170,16 +163,16 @@ class TreeCache(Cache):
                 layer.keys, layer.values = store.keys[place], store.values[place]
 
     def move_rows(self, moves: Sequence[tuple[int, int, int]], rows: int) -> None:
-        """Narrow the batch to its first `rows` rows after moves of (row, to which row, how many cells).
+        """Narrow the batch to its first `rows` rows after moves of (row, to which row, how many slots).
 
-        Only the cells named are copied; the rows cut off keep their memory until the cache goes. A
-        row must not be both moved and written over.
+        Only these slots are copied; the rows that are cut off keep their memory until the cache is freed. No row may be
+        both moved and written over.
         """
         for store, members in self._stores:
             for block in (store.keys, store.values):
-                for source, target, cells in moves:
-                    block[:, target, :, :cells] = block[:, source, :, :cells]
-                    self.bytes_moved += cells * block[:, 0, :, 0].numel() * block.element_size()
+                for source, target, slots in moves:
+                    block[:, target, :, :slots] = block[:, source, :, :slots]
+                    self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
             store.keys, store.values = store.keys[:, :rows], store.values[:, :rows]
             for layer, place in members:
                 layer.keys, layer.values = store.keys[place], store.values[place]

@@ -7,21 +7,23 @@ order, always the same number: a row's output depends on its prompt and its gene
 At temperature 0 none are taken. A row that has ended leaves the batch at once; the last rows move up into its place.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.defaults import default_verifier
+from decode.defaults import default_verifier, size_remark
 from decode.packed_linear import Packs
-from decode.propose.draft_model import check_context
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.runner import Block, Runner, attention_windows
+from decode.runner import Block, Runner
 from decode.stats import Counter, DecodeStats
 from decode.stop_strings import StopCondition
+from decode.supported_models import attention_windows, check_context, check_window
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
@@ -33,6 +35,7 @@ from draftsmith_core.sampling import Sampling, generator, probs, row_seed, unifo
 
 _KEPT_BLOCKS = 64
 _ALL_FINITE = 3  # see `_finite`
+log = logging.getLogger(__name__)
 OnTokens = Callable[[int, list[int], list[bool]], None]
 
 
@@ -95,6 +98,8 @@ class SpeculativeDecoder:
         else:
             self.tree = _shape(proposer, tree)
             self.verifier = _verifier(proposer, self.tree, verifier)
+            if remark := size_remark(self.tree, draws=proposer.drawings(self.tree) != {"deterministic"}):
+                _say_once(remark)
         self._windows = attention_windows(target)
         self._limit = context_length(target)
         if proposer is not None:
@@ -184,6 +189,7 @@ class SpeculativeDecoder:
                 )
         if prompts:
             check_context("target", self._limit, prompts, max_new_tokens)
+            check_window(self.target, self.tree.size, prompts, max_new_tokens)
             if self.proposer is not None:
                 self.proposer.check_lengths(prompts, max_new_tokens)
 
@@ -191,6 +197,12 @@ class SpeculativeDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+@cache
+def _say_once(remark: str) -> None:
+    """Log a warning; an evaluation makes many decoders with one tree, and says it once."""
+    log.warning(remark)
 
 
 def _shape(proposer: Proposer, tree: str | TreeShape | None) -> TreeShape:
@@ -341,14 +353,14 @@ class _Run:
             ended = bool(self.rows[index].finish_reason)
             paths.append([] if ended else rest[:accepted])
             blocks.append([] if ended else tokens)
-        ended_places = [place for place, block in enumerate(blocks) if not block]
-        if len(ended_places) == len(self.batch):
+        ended_rows = [row for row, block in enumerate(blocks) if not block]
+        if len(ended_rows) == len(self.batch):
             return
         self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [[layer[place, [0, *path]] for layer in hidden] if hidden else [] for place, path in enumerate(paths)]
+        states = [[layer[row, [0, *path]] for layer in hidden] if hidden else [] for row, path in enumerate(paths)]
         self.session.commit(Outcome(paths, blocks, states, p_BMV))
-        if ended_places:
-            rows = self.runner.remove(ended_places)
+        if ended_rows:
+            rows = self.runner.remove(ended_rows)
             self.batch = [self.batch[place] for place in rows]
             self.session.select_rows(rows)
 

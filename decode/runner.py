@@ -1,13 +1,13 @@
-"""Runs one model over blocks of tree cells behind cached prefixes: masks, positions, and nothing
-else.
+"""Runs one model over blocks of tokens behind cached prefixes: it makes masks and positions, and keeps the cache.
 
-Legend: B rows, P prefix cells, T cells of a block, q cells that are queries in this forward (the
-last q of the T), V vocabulary, H hidden size, R = 1 when all rows share a block, else B.
+Legend: B rows, P slots of the prefix, T slots of a block, q slots that are queries in this forward (the last q of the
+T), V vocabulary, H hidden size, R = 1 when all rows share a block, else B. A slot is the place of one token in the
+cache.
 
-The cells of a block sit behind each row's prefix. A cell's *offset* is its position minus the row's
-base, so that siblings share a position. While all rows are equally long (always, in a batch of one)
-the distance between a query and a prefix cell depends only on how far from the end of the prefix
-the cell is; the mask of a static tree is then one buffer built once, and a step takes a view of it.
+A block is stored behind each row's prefix. The *offset* of a slot is its position minus the row's base; siblings of a
+tree share one. While all rows are equally long (always, in a batch of one) the distance between a query and a prefix
+slot depends only on how far the slot is from the end of the prefix. The mask of a static tree is then built once, and
+a step takes a view of it.
 """
 
 from collections.abc import Sequence
@@ -21,55 +21,17 @@ from decode.attention_masks import GrowingMask, additive, causal_mask
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_linear import Packs
+from decode.supported_models import text_config
 
-# Prompts go in by so many cells at a time: the memory of a mask and of the activations is then bounded.
+# Prompts are forwarded in chunks of this many tokens, which bounds the memory of masks and activations.
 _CHUNK = 256
-
-_FULL = ("full_attention",)
-_SLIDING = ("sliding_attention",)
-
-
-def text_config(model: PreTrainedModel) -> object:
-    """The language model's part of a configuration."""
-    return model.config.get_text_config(decoder=True)
-
-
-def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Sliding window by kind of layer, None for full attention: `{"full_attention": None,
-    "sliding_attention": 4096}`.
-
-    Raises ValueError for models that a tree cannot be run through with a mask and positions alone.
-    """
-    config = text_config(model)
-    name = type(model).__name__
-    if model.training:
-        raise ValueError(f"{name} is in training mode; call model.eval() first, dropout would change its outputs")
-    if "position_ids" not in signature(model.forward).parameters or getattr(config, "alibi", False):
-        raise ValueError(f"{name} does not take position_ids (ALiBi?); a token tree needs them, use another model")
-    if getattr(config, "attention_layers", None) is not None:
-        raise ValueError(f"{name} masks by its own table of cells (GPT-Neo), which no tree fits; use another model")
-    attention = getattr(config, "_attn_implementation", "eager")
-    if attention not in ("eager", "sdpa"):
-        raise ValueError(
-            f"{name} uses attention '{attention}', which takes no tree mask; load it with attn_implementation='sdpa'"
-        )
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        # Without layer_types a window applies to every layer (Mistral, Phi-3).
-        return {"full_attention": None} if window is None else {"sliding_attention": window}
-    for kind in kinds:
-        if kind not in _FULL + _SLIDING:
-            raise ValueError(f"{name} has layers of type '{kind}'; only full and sliding attention can verify a tree")
-    return {kind: window if kind in _SLIDING else None for kind in sorted(set(kinds))}
 
 
 class Block:
-    """The shape of one forward: `offsets_RT` of all cells so far and `sees_RqT`, what each query
-    may attend to.
+    """What one forward runs over: the offsets of all slots so far, and `sees_RqT`, what each query may attend to.
 
-    `sees_RqT` must let every query see itself. A static block (one tree for all steps) caches its
-    masks.
+    Every query must see itself, else attention has nothing to weigh and gives NaN. A static block (one tree for all
+    steps) caches its masks.
     """
 
     def __init__(self, offsets_RT: Tensor, sees_RqT: Tensor, *, static: bool) -> None:
@@ -89,9 +51,7 @@ class Block:
         return self.sees_RqT & (distance_RqT < window)
 
     def aligned_mask(self, prefix: int, capacity: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[1, 1, q, prefix + T]` when every row has `prefix` cells: a view, built
-        once a capacity.
-        """
+        """Additive mask `[1, 1, q, prefix + T]` for rows that all have `prefix` slots: built once per capacity."""
         room, mask = self._views.get((window, dtype), (-1, None))
         if mask is None or room < capacity:
             room = capacity
@@ -109,8 +69,7 @@ class Block:
 class Runner:
     """One model and its cache over the rows of one `generate` call.
 
-    `lengths[b]` is the number of cells kept for row b. A step is `open`, one or more `forward`,
-    then `keep`.
+    `lengths[b]` is the number of slots kept for row b. A step is `open`, one or more `forward`, then `keep`.
     """
 
     def __init__(
@@ -120,9 +79,9 @@ class Runner:
         limit: int | None,
         fast: bool | Packs = True,
     ) -> None:
-        """`fast` chooses the lean forward where the model has one and packed weights for several rows
-        where they help; False is the model's own forward and nothing else. Who makes many runners
-        passes one `Packs` for all, so that weights are packed once and let go with their owner.
+        """`fast` chooses the lean forward where the model has one, and packed weights for several rows where they help;
+        False is the model's own forward and nothing else. A caller that makes many runners passes one `Packs` for all,
+        so that weights are packed once; the copies are freed with it.
         """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
@@ -136,12 +95,11 @@ class Runner:
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, ...]:
-        """Cache all prompts; `room` cells are reserved behind the longest. Returns hidden states
-        `[B, T, H]` if asked.
+        """Cache all prompts, with `room` slots reserved behind the longest. Returns hidden states `[B, T, H]` of
+        `hidden_layers`.
 
-        Rows are left-aligned: padding comes after a row's tokens, where causal attention cannot see
-        it, so the model's own causal (and sliding) masks are right as they are and no padding mask
-        is built.
+        Rows are left-aligned: padding comes after a row's tokens, where causal attention does not look, so the model's
+        own causal and sliding masks are right and no padding mask is built.
         """
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
@@ -155,13 +113,13 @@ class Runner:
         padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
         parts = []
-        # What only looks like a model (a head that is fed with features) gets its prompt whole.
+        # A head wrapped as a model takes its features for the whole prompt at once.
         step = _CHUNK if isinstance(self.model, PreTrainedModel) else longest
         for begin in range(0, longest, step):
             end = min(begin + step, longest)
             self.cache.column = begin
             positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
-            # Nobody reads these logits: the last prompt token goes in with the first step.
+            # These logits are not used: the last prompt token is forwarded in the first step.
             parts.append(self._prefill(tokens_BT[:, begin:end], positions_1T, begin, end, hidden_layers))
         return parts[0] if len(parts) == 1 else tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
 
@@ -179,9 +137,7 @@ class Runner:
         return self._lean.run(tokens, positions, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)[1]
 
     def open(self, lead: Sequence[int] | None = None) -> None:
-        """Begin a step. `lead[b]` cells at the front of the blocks are padding in row b (see
-        `DraftModelProposer`).
-        """
+        """Begin a step. `lead[b]` slots at the front of its blocks are padding in row b (see `draft_model`)."""
         self.column = max(self.lengths)
         self._advanced = False
         self._lead = lead if lead is not None and any(lead) else None
@@ -200,9 +156,7 @@ class Runner:
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits `[B, keep_logits or q, V]` and hidden states for the queries of `block`, which are
-        cached.
-        """
+        """Logits `[B, keep_logits or q, V]` (0: of all) and hidden states of the queries of `block`; caches them."""
         total = block.offsets_RT.shape[1]
         self.cache.column = self.column + total - block.queries
         if self._aligned:
@@ -210,9 +164,8 @@ class Runner:
         else:
             positions = (block.offsets_Rq + self._base_B1).clamp_(min=0)
         if self.limit is not None and self.column + block.max_offset >= self.limit:
-            # Cells beyond the context limit are beyond max_new_tokens too (checked up front):
-            # whatever is predicted there is cut, but a table of learned positions must not be read
-            # past its end.
+            # Slots beyond the context limit are beyond max_new_tokens too (checked up front), so whatever is predicted
+            # there is cut; but a table of learned positions must not be read past its end.
             positions = positions.clamp(max=self.limit - 1)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
         if self._lean is not None:
@@ -225,29 +178,25 @@ class Runner:
                 return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
         return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
 
-    def keep(self, cells: Sequence[Sequence[int]]) -> None:
-        """Append these cells of the step's blocks to each row's prefix, in order; all other cells
-        are dropped.
-        """
+    def keep(self, slots: Sequence[Sequence[int]]) -> None:
+        """Append these slots of the step's blocks, by row, to the prefixes, in order; all others are dropped."""
         moves = [
-            (row, cell, length + place)
-            for row, (path, length) in enumerate(zip(cells, self.lengths, strict=True))
-            for place, cell in enumerate(path)
+            (row, slot, length + index)
+            for row, (path, length) in enumerate(zip(slots, self.lengths, strict=True))
+            for index, slot in enumerate(path)
         ]
         self.cache.keep(self.column, moves)
-        self.lengths = [length + len(path) for path, length in zip(cells, self.lengths, strict=True)]
+        self.lengths = [length + len(path) for path, length in zip(slots, self.lengths, strict=True)]
 
     def finish(self, row: int) -> None:
-        """Forget a row that has ended: it stays in the batch, with an empty prefix, until
-        `select_rows`.
-        """
+        """Forget a row that has ended: it stays in the batch, with an empty prefix, until `select_rows`."""
         self.lengths[row] = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order. Where the only rows that move come from behind the places that are
-        left (see `remove`), just the cells that they hold are copied; any other order copies the whole cache.
+        """Go on with these rows, in this order. When rows move only from the end of the batch into gaps (see `remove`),
+        just the slots that they hold are copied; any other order copies the whole cache.
         """
-        moves = [(row, place, self.lengths[row]) for place, row in enumerate(rows) if row != place]
+        moves = [(row, index, self.lengths[row]) for index, row in enumerate(rows) if row != index]
         if all(row >= len(rows) for row, _, _ in moves):
             self.cache.move_rows(moves, len(rows))
         else:
@@ -255,34 +204,33 @@ class Runner:
         self.lengths = [self.lengths[row] for row in rows]
         self._live = None
 
-    def remove(self, places: Sequence[int]) -> list[int]:
-        """Take rows out of the batch; the last rows move into their places. Returns the old place of every row that
-        is left, in the new order.
+    def remove(self, ended: Sequence[int]) -> list[int]:
+        """Take rows out of the batch; the last rows move into the gaps. Returns the old index of every row that is
+        left, in the new order.
         """
-        gone = set(places)
+        gone = set(ended)
         rows = len(self.lengths) - len(gone)
-        movers = [place for place in range(rows, len(self.lengths)) if place not in gone]
-        order = [movers.pop() if place in gone else place for place in range(rows)]
+        movers = [row for row in range(rows, len(self.lengths)) if row not in gone]
+        order = [movers.pop() if row in gone else row for row in range(rows)]
         self.select_rows(order)
         return order
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         total = block.offsets_RT.shape[1]
         if self._aligned and total == 1 and (window is None or self.column + 1 <= window):
-            # One query that may see everything: let the model take its fastest kernel, as in plain
-            # decoding.
+            # One query that may see everything needs no mask: the model then takes its fastest kernel.
             return None
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
         tree_RqT = additive(self._tree_sees(block, window), self.dtype)
         if window is None:
             return self._live_mask(tree_RqT)
-        # Which cells a window leaves out depends on every query's position; there is nothing to keep.
+        # Which slots a window leaves out depends on every query's position, so no mask can be reused.
         query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
-        cell_P = torch.arange(self.column, device=self.device)
-        prefix_RqP = query_Rq.unsqueeze(2) - cell_P < window
+        slot_P = torch.arange(self.column, device=self.device)
+        prefix_RqP = query_Rq.unsqueeze(2) - slot_P < window
         if not self._aligned:
-            prefix_RqP = prefix_RqP & (cell_P < self._length_B11)
+            prefix_RqP = prefix_RqP & (slot_P < self._length_B11)
         rows = max(prefix_RqP.shape[0], tree_RqT.shape[0])
         parts = (additive(prefix_RqP, self.dtype).expand(rows, -1, -1), tree_RqT.expand(rows, -1, -1))
         return torch.cat(parts, dim=2).unsqueeze(1)
@@ -292,10 +240,10 @@ class Runner:
         if self._lead is None:
             return sees_RqT
         total = sees_RqT.shape[2]
-        cell_T = torch.arange(total, device=self.device)
-        # A padding cell is seen by nobody but itself: a query with nothing to see would be NaN.
-        itself_qT = cell_T[total - block.queries :].unsqueeze(1) == cell_T
-        return sees_RqT & ((cell_T >= self._lead_B11) | itself_qT)
+        slot_T = torch.arange(total, device=self.device)
+        # A padding slot is seen by itself only: a query with nothing to see would give NaN.
+        itself_qT = slot_T[total - block.queries :].unsqueeze(1) == slot_T
+        return sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
 
     def _live_mask(self, tree_RqT: Tensor) -> Tensor:
         rows = tree_RqT.shape[0] if self._aligned else len(self.lengths)
@@ -309,7 +257,7 @@ class Runner:
             live.advance([self.column] if rows == 1 else self.lengths, self.column)
             self._advanced = True
         mask = live.show(self.column, tree_RqT)
-        # CUDA's memory-efficient attention wants rows that begin at aligned addresses.
+        # CUDA's memory-efficient attention needs rows that begin at aligned addresses.
         return mask if mask.device.type == "cpu" else mask.contiguous()
 
     def _own(

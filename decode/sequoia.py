@@ -23,8 +23,8 @@ LARGEST, DEEPEST = 256, 32
 
 
 @dataclass(frozen=True)
-class Size:
-    """A tree's budget and what it buys: `length` expected emitted tokens a step, at `token_s` seconds each."""
+class TreeBudget:
+    """The size of a tree and what it gives: `length` expected emitted tokens per step, at `token_s` seconds each."""
 
     nodes: int
     depth: int
@@ -33,7 +33,7 @@ class Size:
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
-    """Expected emitted tokens a step on this tree, the target's own token included: 1 plus, for every node, the
+    """Expected emitted tokens per step on this tree, the target's own token included: 1 plus, for every node, the
     product of the acceptances on its path.
     """
     rates = (*acceptance, *([0.0] * tree.size))
@@ -68,7 +68,7 @@ def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
 
 def best_size(
     acceptance: Sequence[float], nodes: int, depth: int, verify_s: Mapping[int, float], draft_s: float
-) -> Size:
+) -> TreeBudget:
     """The size within `nodes` and `depth` whose optimal tree emits a token in the least time: the minimum of
     (depth * draft_s + verify_s) / length (Sequoia, section 3.3).
 
@@ -81,7 +81,7 @@ def best_size(
     if not 0 <= draft_s < np.inf:
         raise ValueError(f"draft_s={draft_s} is not a time; use seconds, for example 0.002")
     reach_DN = 1 + _best(_rates(acceptance, nodes, depth), nodes, depth)[:, 0]
-    found: Size | None = None
+    found: TreeBudget | None = None
     dearest = 0.0
     for size in sorted(verify_s):
         dearest = max(dearest, verify_s[size])
@@ -89,7 +89,7 @@ def best_size(
             length = float(reach_DN[levels, size - 1])
             token_s = (levels * draft_s + dearest) / length
             if found is None or token_s < found.token_s:
-                found = Size(size - 1, levels, length, token_s)
+                found = TreeBudget(size - 1, levels, length, token_s)
     if found is None:
         raise ValueError(f"verify_s: no size from 2 to {nodes + 1} tokens (nodes + 1); measure one, or raise nodes")
     return found

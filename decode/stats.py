@@ -7,14 +7,12 @@ from itertools import zip_longest
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """Counts of one row, or of many rows added together. Tokens cut by EOS or `max_new_tokens` are
-    in no count.
+    """Counts of one row, or of many rows added together. Tokens cut by EOS or `max_new_tokens` are in no count.
 
-    target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed:
-    tree nodes drafted. accepted: drafted tokens in the output. depth_sum: sum over steps of the
-    tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
-    reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and a token at
-    depth d was on offer that could still have been emitted.
+    target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed: tree nodes drafted.
+    accepted: drafted tokens in the output. depth_sum: sum over steps of the tree depth offered.
+    accepted_by_depth[d-1]: steps in which depth d was accepted. reached_by_depth[d-1]: steps in which depth d-1 was
+    accepted (the root always is) and a token at depth d was on offer that could still have been emitted.
     """
 
     target_calls: int = 0
@@ -48,9 +46,7 @@ class DecodeStats:
 
     @property
     def alpha_mcsd(self) -> float | None:
-        """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None when nothing
-        was on offer.
-        """
+        """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None when nothing was on offer."""
         return _ratio(self.accepted, self.depth_sum)
 
 
@@ -63,9 +59,7 @@ class Counter:
         self.reached_by_depth = [0] * depth
 
     def step(self, *, emitted: int, accepted: int, reached: int, proposed: int, depth: int) -> None:
-        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth
-        offered.
-        """
+        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth offered."""
         self.target_calls += 1
         self.emitted += emitted
         self.proposed += proposed

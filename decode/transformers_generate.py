@@ -1,8 +1,8 @@
 """Speculative decoding inside transformers: `model.generate(..., custom_generate=speculative(proposer))`.
 
 Everything else of `generate` stays as it is: generation configs, `max_new_tokens`, EOS, padded batches,
-`num_return_sequences`, `return_dict_in_generate`. What would change the law of single tokens beyond
-temperature, top-k and top-p is refused, because a draft's acceptance is only right for the law that is sampled from.
+`num_return_sequences`, `return_dict_in_generate`. What would change the distribution of single tokens beyond
+temperature, top-k, top-p and min-p is refused: acceptance is only correct for the distribution that is sampled from.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -31,7 +32,10 @@ from decode.tree import TreeShape
 from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator
 
-_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# What `generate` itself adds to a model's arguments. Any other would be left out without a word: the decoder calls the
+# model with tokens, positions and a mask of its own.
+_MODEL_ARGUMENTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 _UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -63,17 +67,11 @@ def speculative(
         _check(logits_processor, stopping_criteria, generation_config, model_kwargs)
         if not decoders or decoders[0].target is not model:
             decoders[:] = [SpeculativeDecoder(model, proposer, tree, verifier)]
-        rows = input_ids.tolist()
-        if model_kwargs.get("attention_mask") is not None:
-            seen = model_kwargs["attention_mask"].bool().tolist()
-            rows = [
-                [t for t, real in zip(row, mask, strict=True) if real] for row, mask in zip(rows, seen, strict=True)
-            ]
         batch = decoders[0].generate(
-            rows,
+            _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
             _sampling(generation_config),
             int(generation_config.max_length) - input_ids.shape[1],
-            [generator(int(seed)) for seed in torch.randint(2**62, (len(rows),))],
+            [generator(int(seed)) for seed in torch.randint(2**62, (len(input_ids),))],
             _eos(stopping_criteria),
             stop=stop,
         )
@@ -95,8 +93,8 @@ def _check(
     for processor in processors:
         if not isinstance(processor, _WARPERS):
             raise ValueError(
-                f"speculative decoding cannot honour {type(processor).__name__}: only temperature, top_k and top_p "
-                f"may change the law of a token; remove the option that adds it"
+                f"speculative decoding cannot honour {type(processor).__name__}: only temperature, top_k, top_p and "
+                f"min_p may change the distribution of a token; remove the option that adds it"
             )
     for criterion in criteria:
         if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
@@ -110,9 +108,26 @@ def _check(
         raise ValueError(f"speculative decoding does not return what {asked[0]} asks for; set it to False")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("speculative decoding needs token ids; pass input_ids instead of inputs_embeds")
+    if ignored := [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_ARGUMENTS]:
+        raise ValueError(
+            f"speculative decoding does not pass {ignored[0]} on to the model; leave it out, or call generate without "
+            f"custom_generate"
+        )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         raise ValueError("speculative decoding keeps its own cache; call generate without past_key_values")
+
+
+def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
+    """The rows without their padding. ValueError for a mask or positions that say more than where the padding is."""
+    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
+    if seen.shape != input_ids.shape:
+        raise ValueError("speculative decoding takes an attention_mask that marks padding, of the shape of input_ids")
+    if positions is not None:
+        counted = (seen.long().cumsum(1) - 1).to(positions.device)
+        if positions.dim() != 2 or not bool(((positions == counted) | ~seen.to(positions.device)).all()):
+            raise ValueError("speculative decoding counts positions itself; leave out position_ids")
+    return [row[real].tolist() for row, real in zip(input_ids, seen, strict=True)]
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
@@ -122,6 +137,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
         temperature=1.0 if config.temperature is None else config.temperature,
         top_k=config.top_k or 0,
         top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
     )
 
 

@@ -1,4 +1,6 @@
-"""How often can a node's children be accepted at best? The optimal-transport bound for k candidates.
+"""The most that any lossless rule can accept at a node with k candidates: the optimal-transport bound.
+
+Pure functions of distributions; the evaluation reports what a rule reached beside this bound as its headroom.
 
 Legend: H a set of tokens, P(H) the target's mass on it, Q(H) the chance that all candidates fall in H, V vocabulary;
 `...` any leading shape. Everything is float64.
@@ -15,9 +17,9 @@ from torch import Tensor
 
 from decode.tree import Drawing
 
-# A draw of exponential rate r has come by time SURE / r but for a chance of e^-40, below what a double resolves of 1.
+# By time SURE / r a clock of rate r has rung, except with probability e^-40, which is lost in the rounding of a double.
 SURE = 40.0
-START = 1e-16  # no draw has come before, but for the same chance
+START = 1e-16  # before this time no clock has rung, except with as small a probability
 STEP = 0.25  # of the trapezoidal rule in log t; its error is about exp(-pi^2 / STEP), 1e-17
 
 
@@ -30,7 +32,7 @@ def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, drawing: Drawing) -> Te
     """
     if k < 1:
         raise ValueError(f"k: {k} candidates; ask for at least one")
-    p_V, q_V = (law.double() / law.double().sum(-1, keepdim=True) for law in (p_V, q_V))
+    p_V, q_V = (each.double() / each.double().sum(-1, keepdim=True) for each in (p_V, q_V))
     if drawing in ("deterministic", "top_and_one"):
         best = q_V.topk(min(k if drawing == "deterministic" else k - 1, q_V.shape[-1]), dim=-1)
         covered = (p_V.gather(-1, best.indices) * (best.values > 0)).sum(-1)

@@ -11,19 +11,19 @@ from typing import Literal
 MAX_NODES = 1024
 MAX_CANDIDATES = 1 << 20
 
-# How the children of one node were chosen, which is what a verifier's correctness rests on:
+# How the children of one node were chosen. A verifier is correct only for the drawings that it names:
 #   without_replacement  drawn from q one after another, each removed from q before the next
 #   with_replacement     drawn from q independently; siblings may repeat a token
 #   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
 #   deterministic        a function of the context alone, such as the k most probable tokens
-# What was drawn at random is never pruned afterwards: that looks at the outcome, and breaks every rule but "exact".
+# What was drawn at random must never be pruned afterwards: pruning depends on what was drawn, and every rule but
+# `exact` would then be biased.
 Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root;
-    breadth-first order.
+    """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root; breadth-first order.
 
     `stop` is the confidence stop: nothing is drafted below a node whose tokens, from the root down, have a joint
     probability under the draft lower than this. What is drafted next thus depends on drawn tokens only, which keeps
@@ -52,9 +52,7 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Place of every node among its siblings, from 0: the order in which siblings are drawn and
-        tried.
-        """
+        """Rank of every node among its siblings, from 0: the order in which siblings are drawn and tried."""
         seen: dict[int, int] = {}
         ranks = []
         for parent in self.parents:
@@ -64,9 +62,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are
-        the root's.
-        """
+        """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are the root's."""
         found: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node + 1)
@@ -126,7 +122,7 @@ class DynamicTree:
                 )
         if self.candidates > MAX_CANDIDATES:
             raise ValueError(
-                f"tree: depth={self.depth} and a beam of {self.beam} weigh {self.candidates} candidates a step, more "
+                f"tree: depth={self.depth} and a beam of {self.beam} weigh {self.candidates} candidates per step, more "
                 f"than {MAX_CANDIDATES}; use fewer levels or a smaller beam (in opt the beam is nodes), for example 50"
             )
         if self.nodes > self.candidates:
@@ -141,7 +137,7 @@ class DynamicTree:
 
     @property
     def candidates(self) -> int:
-        """How many nodes are weighed: `beam` under the root, then `beam * beam` a level."""
+        """How many nodes are compared: `beam` under the root, then `beam * beam` per level."""
         return self.beam + (self.depth - 1) * self.beam**2
 
     @property

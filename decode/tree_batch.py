@@ -23,13 +23,12 @@ def ancestor_mask(tree: Tree) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """The trees of one step as arrays: what the engine and the verifiers read. Each row may have
-    its own (R = B).
+    """The trees of one step as arrays. Each row may have its own (R = B).
 
-    `parents_RN` and `depths_RN` are as in `Tree`. `children_RMK` holds M indices in rank order, 0
-    where there is none. `groups_RM` is the row of `Proposal.q_BEV` with the law that the children of
-    a node were drawn from (0 for a leaf). `sees_RMM` is the ancestor mask with the root.
-    `widths[d]` bounds the children of a node at depth d, so that `len(widths)` is the depth D.
+    `parents_RN` and `depths_RN` are as in `Tree`. `children_RMK` holds M indices in rank order, 0 where there is none.
+    `groups_RM` numbers the groups of siblings: the children of node m were drawn from `Proposal.q_BEV[:, groups_RM[m]]`
+    (0 for a leaf). `sees_RMM` is the ancestor mask with the root. `widths[d]` bounds the children of a node at depth d,
+    so that `len(widths)` is the depth D.
     """
 
     parents_RN: Tensor
@@ -56,12 +55,12 @@ class TreeBatch:
         most = max((len(nodes) for nodes in tree.children), default=0)
         children_MK = torch.zeros(size + 1, max(most, 1), dtype=torch.long)
         groups_M = torch.zeros(size + 1, dtype=torch.long)
-        slot = 0
+        group = 0
         for node, below in enumerate(tree.children):
             if below:
                 children_MK[node, : len(below)] = torch.tensor(below)
-                groups_M[node] = slot
-                slot += 1
+                groups_M[node] = group
+                group += 1
         sees_MM = torch.zeros(size + 1, size + 1, dtype=torch.bool)
         sees_MM[:, 0] = True
         sees_MM[1:, 1:] = ancestor_mask(tree)
@@ -76,11 +75,10 @@ class TreeBatch:
 
 
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
-    """Arrays of one tree a row, built on the device of `parents_BN` without asking it anything.
+    """Arrays of one tree per row, built on the device of `parents_BN` without the host waiting for it.
 
     `parents_BN` is as in `Tree.parents`, nodes in breadth-first order; a node where `exists_BN` is false belongs to
-    no parent. `depth` and `most` bound the depth and the children of one node. Slots number the nodes with children
-    in order.
+    no parent. `depth` and `most` bound the depth and the children of one node.
     """
     rows, size = parents_BN.shape
     device = parents_BN.device
@@ -89,9 +87,9 @@ def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> 
     ranks_BN = same_BNN.tril(-1).sum(2)
     children_BMK = torch.zeros(rows, size + 1, most + 1, dtype=torch.long, device=device)
     # Nodes that do not exist all write to the spare last column, which is then cut.
-    place_BN = above_BN * (most + 1) + torch.where(exists_BN, ranks_BN, most)
+    column_BN = above_BN * (most + 1) + torch.where(exists_BN, ranks_BN, most)
     numbers_BN = torch.arange(1, size + 1, device=device).expand(rows, -1)
-    children_BMK.view(rows, -1).scatter_(1, place_BN, numbers_BN)
+    children_BMK.view(rows, -1).scatter_(1, column_BN, numbers_BN)
     children_BMK = children_BMK[:, :, :most].contiguous()
     sees_BMM = torch.eye(size + 1, dtype=torch.bool, device=device).repeat(rows, 1, 1)
     above_BM = torch.nn.functional.pad(above_BN, (1, 0))

@@ -1,4 +1,4 @@
-"""Tree specs: the words a user writes for a tree, such as `kary:4,2,2`, and the shape that they stand for."""
+"""Tree specs: what a user writes for a tree, such as `kary:4,2,2`, and the shape that it stands for. Needs no torch."""
 
 import difflib
 import re
@@ -11,8 +11,8 @@ from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 
 @dataclass(frozen=True)
 class TreeKind:
-    """One kind of tree, as help texts and tables print it. `example` is a spec that works as it stands, given the
-    file that it names.
+    """One kind of tree, as help texts and tables print it. `example` is a spec that works as it is, given the file
+    that it names.
     """
 
     syntax: str
@@ -147,7 +147,7 @@ def _growth(kind: str, words: Sequence[str]) -> DynamicTree:
     keys = ("depth", "beam", "nodes") if kind == "eagle2" else ("nodes", "depth", "gain")
     options = _options(words, keys, TREES[kind].example)
     nodes = _count(options, "nodes", 60 if kind == "eagle2" else 50)
-    # Defaults give way to what was written; what was written is checked as it stands.
+    # Defaults are lowered to fit what the user wrote; what the user wrote is never changed.
     depth = _count(options, "depth", min(6 if kind == "eagle2" else 10, nodes))
     if kind == "eagle2":
         beam = _count(options, "beam", min(10, nodes))
@@ -176,7 +176,7 @@ def _nearest(key: str, keys: Collection[str]) -> str:
 
 
 def _whole(digits: str) -> int:
-    """A number from ASCII digits; one too large for anything here stands for all of its kind."""
+    """A number from ASCII digits, at most 10**9: larger ones exceed every limit here just as well."""
     digits = digits.lstrip("0")
     return int(digits or "0") if len(digits) < 10 else 10**9
 
@@ -221,7 +221,7 @@ def _parents(paths: Sequence[object]) -> tuple[int, ...]:
         if tuple(path) in known:
             raise ValueError(f"path {_shown(repr(path))}: listed twice; list it once")
         known.add(tuple(path))
-    # Lexicographic within a depth: siblings stand side by side by rank, in the order of their parents.
+    # Sorted within a depth: siblings are neighbours, by rank, in the order of their parents.
     order = {path: node for node, path in enumerate(sorted(known, key=lambda path: (len(path), path)))}
     for *above, rank in order:
         parent, path = _shown(repr(above)), _shown(repr([*above, rank]))
@@ -284,5 +284,5 @@ def _is_whole(value: object) -> bool:
 def _number(value: object, key: str, examples: dict[str, str]) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f'{key}: {_shown(repr(value))} is not a number; write for example "{key}": {examples[key]}')
-    # Beyond what a float holds, and not a number at all, are out of every range.
+    # Too large for a float, or NaN: outside every range, so the range checks refuse it.
     return float(value) if abs(value) < 1e300 else float("inf")

@@ -30,6 +30,7 @@ from decode import (
     default_verifier,
     parse_tree,
 )
+from decode.defaults import size_remark
 from decode.tree_batch import TreeBatch
 from decode.verify import uniforms_per_depth
 from decode.verify.exact import verify
@@ -258,3 +259,34 @@ def test_a_proposer_serves_targets_of_several_vocabularies() -> None:
     wide = LlamaForCausalLM(LlamaConfig(**{**tiny(1).config.to_dict(), "vocab_size": 19}))
     SpeculativeDecoder(wide.eval(), proposer).generate(PROMPTS, GREEDY, 12)
     assert decoder.generate(PROMPTS, GREEDY, 12).generations == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "draws", "words"),
+    [
+        ("chain:500", True, "500 levels deep"),
+        ("chain:17", True, "17 levels deep"),
+        ("eagle2:depth=20,beam=2,nodes=60", True, "20 levels deep"),
+        ("opt:nodes=200,depth=10", True, "200 nodes"),
+        ("kary:12,11", True, "144 nodes"),
+        ("chain:129", False, "129 nodes"),
+        ("chain:16", True, None),
+        ("chain:128", False, None),
+        ("eagle2", True, None),
+        ("opt", True, None),
+        ("kary:4,2,2", True, None),
+    ],
+)
+def test_a_tree_larger_than_pays_gets_one_line(spec: str, draws: bool, words: str | None) -> None:
+    remark = size_remark(parse_tree(spec), draws=draws)
+    assert (remark is None) if words is None else (remark is not None and words in remark and "\n" not in remark)
+
+
+def test_the_remark_on_a_tree_is_made_once(caplog: pytest.LogCaptureFixture) -> None:
+    target, proposer = tiny(1), DraftModelProposer(tiny(2))
+    for _ in range(2):
+        SpeculativeDecoder(target, proposer, "chain:77")
+    SpeculativeDecoder(target, proposer, "chain:5")
+    assert [record.message for record in caplog.records if "levels deep" in record.message] == [
+        size_remark(parse_tree("chain:77"))
+    ]

@@ -25,7 +25,8 @@ from decode import packed_linear as packed_module
 from decode import runner as runner_module
 from decode.llama_forward import lean_forward
 from decode.packed_linear import PackedLinear, Packs, packing_available
-from decode.runner import Block, Runner, attention_windows
+from decode.runner import Block, Runner
+from decode.supported_models import attention_windows
 from decode.tree import Tree
 from decode.tree_batch import TreeBatch
 

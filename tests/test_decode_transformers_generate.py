@@ -76,8 +76,43 @@ def test_returns_a_dictionary_when_asked(target: PreTrainedModel, ours: Any) -> 
         ({"max_time": 1.0}, "MaxTime"),
         ({"num_beams": 2}, "num_beams 2"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"position_ids": torch.tensor([[5, 6]])}, "leave out position_ids"),
+        ({"position_ids": torch.zeros(3, 1, 2, dtype=torch.long)}, "leave out position_ids"),
+        ({"suppress_tokens": [3]}, "SuppressTokens"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
     ],
 )
 def test_refuses_what_it_cannot_honour(target: PreTrainedModel, ours: Any, options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         generate(target, torch.tensor([[60, 70]]), max_new_tokens=5, custom_generate=ours, **options)
+
+
+def test_what_generate_itself_passes_is_accepted(target: PreTrainedModel, ours: Any) -> None:
+    ids, mask = torch.tensor([[0, 0, 60, 70], [3, 1, 60, 70]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]])
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    expected = generate(target, ids, **options)
+    assert torch.equal(generate(target, ids, custom_generate=ours, **options), expected)
+    assert torch.equal(generate(target, ids, custom_generate=ours, position_ids=positions, **options), expected)
+
+
+def test_min_p_is_followed(target: PreTrainedModel, ours: Any) -> None:
+    ids = torch.tensor([[60, 70]])
+    p = (target(input_ids=ids).logits[0, -1].detach()).softmax(-1)
+    least = float(p.sort(descending=True).values[2])
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, "num_return_sequences": 600}
+    drawn = generate(target, ids, custom_generate=ours, min_p=least / float(p.max()) * 0.999, **options)[:, -1]
+    assert set(drawn.tolist()) == set(p.topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "pixel_values", "encoder_outputs"])
+def test_a_model_argument_that_would_be_dropped_is_refused(name: str) -> None:
+    """GPT-2 adds an embedding of token_type_ids; a model with images reads pixel_values. Without them outputs differ."""
+    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=32, eos_token_id=None)
+    model, ids = GPT2LMHeadModel(config).eval(), torch.tensor([[6, 7]])
+    with pytest.raises(ValueError, match=f"does not pass {name} on to the model"):
+        if name == "token_type_ids":
+            generate(model, ids, custom_generate=speculative(None), token_type_ids=ids, max_new_tokens=3)
+        else:
+            arguments: Any = (LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(max_length=5))
+            speculative(None)(model, ids, *arguments, **{name: torch.zeros(1)})

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.sequoia import Size, best_size, expected_length, optimal_tree
+from decode.sequoia import TreeBudget, best_size, expected_length, optimal_tree
 from decode.tree import MAX_CANDIDATES, MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
@@ -407,7 +407,7 @@ def test_the_cost_curve_sets_the_size() -> None:
     flat, steep = {1: 1.0, 2: 1.0, 16: 1.0}, {1: 1.0, 2: 1.2, 16: 9.0}
     assert best_size(acceptance, 64, 8, flat, 0.001).nodes == 15
     # One node of acceptance 0.7: 1.7 tokens for 1.2 + 0.1 seconds.
-    assert best_size(acceptance, 64, 8, steep, 0.1) == Size(1, 1, 1.7, (0.1 + 1.2) / 1.7)
+    assert best_size(acceptance, 64, 8, steep, 0.1) == TreeBudget(1, 1, 1.7, (0.1 + 1.2) / 1.7)
     # A dear draft makes the tree shallow, whatever the target costs.
     assert best_size(acceptance, 64, 8, flat, 5.0).depth == 1
     # A measurement that dips is no reason to draft more.

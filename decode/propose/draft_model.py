@@ -17,7 +17,8 @@ from decode.packed_linear import Packs
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
 from decode.propose.static_tree import DraftingPlan, Frontier, Network, StaticTreeSession, fit_vocabulary, pending_block
-from decode.runner import Block, Runner, attention_windows
+from decode.runner import Block, Runner
+from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith_core.models import context_length, vocabulary_size
 
@@ -96,18 +97,6 @@ def slots_per_step(tree: TreeShape) -> int:
     if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size
-
-
-def check_context(name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """ValueError when the longest prompt and `max_new_tokens` do not fit `limit` positions of the
-    model `name`.
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    if limit is not None and longest + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens} exceed the {name}'s context "
-            f"of {limit} tokens; shorten the prompt or lower max_new_tokens to {max(limit - longest, 0)}"
-        )
 
 
 class DraftModelNetwork:

@@ -1,0 +1,78 @@
+"""Models that a token tree cannot be run through are refused with the reason that is theirs."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+
+from decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith_core.sampling import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def tiny(kind: str, **options: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(kind, **sizes | options)
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    for each in (model.config, model.generation_config):
+        each.eos_token_id, each.pad_token_id, each.bos_token_id = None, 0, None
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba", "MambaForCausalLM is recurrent: its state cannot go back"),
+        ("rwkv", "RwkvForCausalLM is recurrent: its state cannot go back"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel keeps no key/value cache"),
+        ("bloom", "BloomForCausalLM does not take position_ids"),
+        ("gpt_neo", "masks by a table of its own"),
+        ("lfm2", "layers of type 'conv'"),
+    ],
+)
+def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
+    }
+    with pytest.raises(ValueError, match=reason) as caught:
+        SpeculativeDecoder(tiny(kind, **options.get(kind, {})))
+    assert "\n" not in str(caught.value)
+
+
+def generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": count}
+    out: torch.Tensor = model.generate(ids, **options)  # type: ignore[operator]
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+WINDOWED = {"doge": {"keep_window_size": 24}, "moshi": {"sliding_window": 24, "ffn_dim": 64, "head_dim": 16}}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_within_its_window_a_model_decodes_and_beyond_it_is_refused(kind: str) -> None:
+    target, draft = tiny(kind, **WINDOWED[kind]), tiny("llama")
+    for proposer, tree, nodes in ((None, None, 0), (DraftModelProposer(draft), "kary:2,2", 6)):
+        decoder = SpeculativeDecoder(target, proposer, tree)
+        room = 24 - 3 - nodes - 1
+        for count in (room, room // 2):
+            output = decoder.generate([[1, 2, 3]], GREEDY, count).generations[0].output_ids
+            assert output == generate(target, [1, 2, 3], count)
+        with pytest.raises(ValueError, match=f"go beyond the window of 24 tokens.*lower max_new_tokens to {room}"):
+            decoder.generate([[1, 2, 3]], GREEDY, room + 1)
