@@ -6,8 +6,8 @@ What can be refused from names and small files alone is refused here, before a m
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode import PROPOSERS, VERIFIERS, Growth, Shape, Verifier, default_tree, default_verifier, parse_tree
-from decode.propose.candidate_trie import check_static
+from decode import PROPOSERS, VERIFIERS, DynamicTree, TreeShape, Verifier, default_tree, default_verifier, parse_tree
+from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
@@ -19,11 +19,11 @@ class DraftingMethod:
 
     proposer: str
     tree: str
-    shape: Shape
+    shape: TreeShape
     verifier: Verifier
 
 
-def tree_name(shape: Shape, proposer: str) -> str:
+def tree_name(shape: TreeShape, proposer: str) -> str:
     """How a default tree is shown."""
     return "its own" if proposer == "lookahead" else f"chain:{shape.depth}"
 
@@ -31,7 +31,7 @@ def tree_name(shape: Shape, proposer: str) -> str:
 def choose_method(
     kinds: Mapping[str, str],
     proposer: str | None = None,
-    tree: str | Shape | None = None,
+    tree: str | TreeShape | None = None,
     verifier: str | Verifier | None = None,
     *,
     datastore: bool = False,
@@ -98,16 +98,16 @@ def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
         raise InputError(f"draft: {len(kinds)} heads were given, and only language models draft together; give one")
 
 
-def _check_together(proposer: str, drafts: int, shape: Shape, rule: Verifier) -> None:
+def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
     """What can be known without the models; the decoder checks the rest once they are there."""
     copies = not PROPOSERS[proposer].draws
     if copies:
         check_static(proposer, shape)
-    if isinstance(shape, Growth) and drafts > 1:
+    if isinstance(shape, DynamicTree) and drafts > 1:
         raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
     if proposer == "blockwise" and not shape.is_chain:
         raise InputError("tree: blockwise drafts chains only; use chain:4, or --proposer medusa")
     if drafts > 1 and not copies:
         rule.check(shape, "with_replacement", drafts)
     else:
-        rule.check(shape, "deterministic" if copies or isinstance(shape, Growth) else None)
+        rule.check(shape, "deterministic" if copies or isinstance(shape, DynamicTree) else None)

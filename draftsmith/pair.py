@@ -11,23 +11,24 @@ from transformers import PreTrainedModel
 
 from decode import (
     PROPOSERS,
-    Batch,
+    BatchOutput,
     DecodeStats,
     DraftModelProposer,
     Generation,
     Proposer,
-    Shape,
     SpeculativeDecoder,
-    Stop,
+    StopCondition,
+    StopStrings,
+    TreeShape,
     Verifier,
-    stop_at,
 )
 from decode.engine import OnTokens
-from decode.suffix_index import SuffixIndex, read_documents
+from decode.suffix_index import SuffixIndex
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
+from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
@@ -46,7 +47,7 @@ class GenerateOptions(TypedDict, total=False):
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
-    tree: str | Shape | None
+    tree: str | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
     temperature: float
@@ -151,7 +152,7 @@ class Settings:
     max_new_tokens: int
     seed: int
     eos: tuple[int, ...]
-    stop: Stop | None
+    stop: StopCondition | None
 
 
 def load_pair(
@@ -215,7 +216,7 @@ class Pair:
         *,
         draft: str | Sequence[str] | None = None,
         proposer: str | Proposer | None = None,
-        tree: str | Shape | None = None,
+        tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
         temperature: float = 0.0,
@@ -302,14 +303,14 @@ class Pair:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens: {max_new_tokens} must be at least 1")
         eos = () if ignore_eos else eos_ids(self.target)
-        return Settings(sampling, max_new_tokens, seed, eos, stop_at(self.tokenizer, stop) if stop else None)
+        return Settings(sampling, max_new_tokens, seed, eos, StopStrings(self.tokenizer, stop) if stop else None)
 
     def decoding(
         self,
         *,
         draft: str | Sequence[str] | None = None,
         proposer: str | Proposer | None = None,
-        tree: str | Shape | None = None,
+        tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
@@ -335,7 +336,7 @@ class Pair:
         self,
         drafts: dict[str, Draft],
         proposer: str | Proposer | None,
-        tree: str | Shape | None,
+        tree: str | TreeShape | None,
         verifier: str | Verifier | None,
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
@@ -394,7 +395,7 @@ class Pair:
 
 
 def _output(
-    request: OutputRequest, generation: Generation, batch: Batch, waited_s: float, tokenizer: Tokenizer
+    request: OutputRequest, generation: Generation, batch: BatchOutput, waited_s: float, tokenizer: Tokenizer
 ) -> Output:
     rows = len(batch.generations)
     return Output(

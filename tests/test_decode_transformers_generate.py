@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from decode import DraftModelProposer
 from decode.stop_strings import StopStrings
@@ -107,7 +115,7 @@ def test_min_p_is_followed(target: PreTrainedModel, ours: Any) -> None:
 
 @pytest.mark.parametrize("name", ["token_type_ids", "pixel_values", "encoder_outputs"])
 def test_a_model_argument_that_would_be_dropped_is_refused(name: str) -> None:
-    """GPT-2 adds an embedding of token_type_ids; a model with images reads pixel_values. Without them outputs differ."""
+    """GPT-2 adds an embedding of token_type_ids, models with images read pixel_values: outputs would differ."""
     config = GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=32, eos_token_id=None)
     model, ids = GPT2LMHeadModel(config).eval(), torch.tensor([[6, 7]])
     with pytest.raises(ValueError, match=f"does not pass {name} on to the model"):

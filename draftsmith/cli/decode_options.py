@@ -28,6 +28,8 @@ class DecodeConfig:
     exact where nothing is drawn."""
     datastore: str | None = None
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft from."""
+    index: str | None = None
+    """A .safetensors file that keeps the index of --datastore: read when it exists, else written."""
     prompt: str | None = None
     """A text to continue."""
     prompts: str | None = None

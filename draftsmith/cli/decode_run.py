@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from decode import PROPOSERS
-from decode.suffix_index import SuffixIndex, read_documents
 from drafts.load import draft_kind
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_summary import in_words, summarise
 from draftsmith.cli.token_stream import Stream
+from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method
 from draftsmith.jsonl import jsonl
 from draftsmith.pair import Decoding, Output, OutputRequest, Pair, Settings, load_pair
@@ -27,7 +27,19 @@ from draftsmith_core.sources import check_source
 from draftsmith_core.tokenization import load_tokenizer
 
 # Options that change outputs by rounding at most, and those that are in the identity of a run by what they name.
-_NOT_IDENTITY = ("out", "device", "fast", "target", "draft", "proposer", "tree", "verifier", "datastore", "prompts")
+_NOT_IDENTITY = (
+    "out",
+    "device",
+    "fast",
+    "target",
+    "draft",
+    "proposer",
+    "tree",
+    "verifier",
+    "datastore",
+    "index",
+    "prompts",
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,10 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         )
     if config.quantize_draft is not None and (method is None or method.proposer != "draft"):
         raise InputError("quantize_draft: applies to draft models, and none drafts here; leave it out")
+    if config.index is not None and config.datastore is None:
+        raise InputError("index: keeps what was made of --datastore; name that too, or leave out --index")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
-    index = None if config.datastore is None else SuffixIndex.build(read_documents(config.datastore, tokenizer))
+    index = None if config.datastore is None else read_index(config.datastore, config.index, tokenizer)
     pair = load_pair(
         config.target,
         drafts,

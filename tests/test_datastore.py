@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from decode.suffix_index import SuffixIndex
-from draftsmith.cli.datastore import load_index, read_documents, read_index, save_index
+from draftsmith.datastore import load_index, read_documents, read_index, save_index
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
