@@ -128,7 +128,7 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         "response_tokens": manifest["response_tokens"],
         "skipped_because": skip_reasons(prompts.skipped),
         "sampling": dataclasses.asdict(engine.sampling.sampling),
-        "sampling_from_target": list(engine.sampling.from_target),
+        "sampling_from_target": engine.sampling.note,
     }
 
 

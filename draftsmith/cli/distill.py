@@ -20,7 +20,6 @@ def run(argv: list[str]) -> None:
         *summary["skipped_because"],
     ]
     if summary["sampling_from_target"]:
-        values = ", ".join(f"{key} {summary['sampling'][key]:g}" for key in summary["sampling_from_target"])
-        lines.append(f"sampling: {values} from the target's generation_config.json")
+        lines.append(f"sampling: {summary['sampling_from_target']}")
     if is_main():
         finish(summary, lines, as_json)
