@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith_core.errors import RunError
+
 
 @dataclass(frozen=True)
 class TeacherRows:
@@ -25,11 +27,17 @@ class TeacherRows:
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TeacherRows:
-    """One forward over prompt and answer, alone and without padding, so that rows do not depend on their batch."""
+    """One forward over prompt and answer, alone and without padding, so that rows do not depend on their batch.
+
+    Raises RunError, naming the model, for logits that are not finite.
+    """
     ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
     # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and give all positions.
     logits_TV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(response_ids) + 1).logits[0]
-    logprobs_RV = logits_TV[-len(response_ids) - 1 : -1].double().log_softmax(-1)
+    logits_RV = logits_TV[-len(response_ids) - 1 : -1]
+    if not logits_RV.amax(-1).isfinite().all():
+        raise RunError(f"{model.name_or_path}: gives logits that are NaN or infinite on an answer; try --dtype float32")
+    logprobs_RV = logits_RV.double().log_softmax(-1)
     top = logprobs_RV.topk(min(k, logprobs_RV.shape[-1]), dim=-1)
     tail_R = (1 - top.values.exp().sum(-1)).clamp_min(0)
     return TeacherRows(top.indices.tolist(), top.values.tolist(), tail_R.tolist())

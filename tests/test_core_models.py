@@ -191,7 +191,7 @@ def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not
 @bnb
 @pytest.mark.parametrize("how", ["nf4", "none"])
 def test_decoding_is_lossless_against_the_quantised_target(wide_dir: str, draft_dir: str, how: Quantize) -> None:
-    """The law is about the target that runs, whatever its precision; the draft may be quantised too."""
+    """Greedy decoding equals that of the target as it runs, whatever its precision; the draft may be quantised too."""
     target = load_model(wide_dir, device="cpu", quantize="nf4")
     drafts = [load_model(wide_dir, device="cpu"), load_model(draft_dir, device="cpu", quantize=how)]
     prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]], 16

@@ -279,9 +279,9 @@ def test_bad_input_is_one_line_and_exit_2(
         assert not Path("o/config.json").exists()
 
 
-def test_a_strangers_modules_do_not_hide_ours(tmp_path: Path) -> None:
+def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path: Path) -> None:
     for name in ("train", "eval", "distill", "decode", "datasets", "torch", "yaml"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the stranger was imported')\n")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module was imported')\n")
     run = subprocess.run(
         [sys.executable, "-m", "draftsmith", "train", "--out", "o"],
         cwd=tmp_path,

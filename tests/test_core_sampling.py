@@ -1,4 +1,4 @@
-"""Law 2 and law 4: one function makes the law, one draws from it, and randomness belongs to a row."""
+"""Laws 2 and 4: one function makes the distribution, one draws from it, and randomness belongs to a row."""
 
 import math
 from itertools import permutations
@@ -45,13 +45,13 @@ SETTINGS = [
 ]
 
 
-def slow_law(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]:
+def slow_probs(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]:
     """The definition, one token at a time in float64."""
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    law = np.zeros(len(logits))
+    p = np.zeros(len(logits))
     if sampling.temperature == 0:
-        law[ranked[0]] = 1.0
-        return law
+        p[ranked[0]] = 1.0
+        return p
     if sampling.top_k:
         ranked = ranked[: sampling.top_k]
     peak = logits[ranked[0]]
@@ -62,9 +62,9 @@ def slow_law(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]
             break
         if weights[token] < sampling.min_p * weights[ranked[0]]:
             break
-        law[token] = weights[token] / total
-        mass += law[token]
-    return np.asarray(law / law.sum())
+        p[token] = weights[token] / total
+        mass += p[token]
+    return np.asarray(p / p.sum())
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -74,29 +74,29 @@ def test_probs_is_the_definition(sampling: Sampling, dtype: torch.dtype) -> None
     law_BV = probs(logits_BV, sampling)
     assert law_BV.dtype == torch.float32
     for logits_V, law_V in zip(logits_BV, law_BV, strict=True):
-        expected = slow_law(logits_V.double().tolist(), sampling)
+        expected = slow_probs(logits_V.double().tolist(), sampling)
         np.testing.assert_allclose(law_V.numpy(), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_ties_go_to_the_lower_token(sampling: Sampling) -> None:
     logits = [0.5, 2.0, 2.0, -1.0, 2.0, 0.5, 0.5]
-    law = probs(torch.tensor(logits), sampling).numpy()
-    np.testing.assert_allclose(law, slow_law(logits, sampling), atol=1e-6)
-    assert sampling.temperature > 0 or law.tolist() == [0, 1, 0, 0, 0, 0, 0]
+    p = probs(torch.tensor(logits), sampling).numpy()
+    np.testing.assert_allclose(p, slow_probs(logits, sampling), atol=1e-6)
+    assert sampling.temperature > 0 or p.tolist() == [0, 1, 0, 0, 0, 0, 0]
 
 
 def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape() -> None:
     logits = torch.randn(2, 3, 4, 5, generator=generator(1))
     before = logits.clone()
-    law = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
+    p = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
     assert torch.equal(logits, before)
-    assert torch.equal(law[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9)))
+    assert torch.equal(p[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9)))
 
 
 def test_the_lowest_temperature_allowed_is_finite() -> None:
-    law = probs(torch.tensor([30000.0, -30000.0, 29999.0]), Sampling(temperature=1e-5))
-    assert law.tolist() == [1.0, 0.0, 0.0]
+    p = probs(torch.tensor([30000.0, -30000.0, 29999.0]), Sampling(temperature=1e-5))
+    assert p.tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_the_lowest_temperature_allowed_is_finite() -> None:
         ("top_p", math.nan),
     ],
 )
-def test_a_law_that_is_none_is_refused_by_name(key: str, value: float) -> None:
+def test_impossible_options_are_refused_by_name(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         Sampling(**{key: value})  # type: ignore[arg-type]
 
 
 @st.composite
-def laws(make: st.DrawFn) -> list[float]:
+def weights_of_tokens(make: st.DrawFn) -> list[float]:
     weights = make(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8))
     if not any(weights):
         weights[make(st.integers(0, len(weights) - 1))] = 0.5
@@ -126,14 +126,14 @@ def laws(make: st.DrawFn) -> list[float]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(weights=laws(), u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)))
+@given(weights=weights_of_tokens(), u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)))
 def test_a_token_without_mass_is_never_drawn(weights: list[float], u: float) -> None:
     token = int(draw(torch.tensor(weights), torch.tensor(u, dtype=torch.float64)))
     assert weights[token] > 0
 
 
 @settings(max_examples=100, deadline=None)
-@given(weights=laws(), seed=st.integers(0, 2**32), count=st.integers(1, 6))
+@given(weights=weights_of_tokens(), seed=st.integers(0, 2**32), count=st.integers(1, 6))
 def test_draws_without_replacement_are_distinct_and_run_out(weights: list[float], seed: int, count: int) -> None:
     picks = draw_without_replacement(torch.tensor(weights), uniforms([generator(seed)], count)[0]).tolist()
     support = sum(weight > 0 for weight in weights)
@@ -153,30 +153,30 @@ def fits(counts: list[int], expected: list[float]) -> bool:
     return bool(chisquare([c for c, _ in kept], [e * scale for _, e in kept]).pvalue > 1e-3)
 
 
-def test_draw_follows_the_law() -> None:
-    law = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3])
+def test_draw_follows_the_distribution() -> None:
+    p = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3])
     u = uniforms([generator(5)], 20_000)[0]
-    # An unnormalised residual has the same law.
-    for scaled in (law, law * 0.013):
+    # An unnormalised residual has the same distribution.
+    for scaled in (p, p * 0.013):
         counts = torch.bincount(draw(scaled.expand(20_000, 5), u), minlength=5).tolist()
-        assert fits(counts, law.tolist())
+        assert fits(counts, p.tolist())
         assert not fits(counts, [0.08, 0.0, 0.37, 0.25, 0.3])
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_draws_without_replacement_follow_the_sequential_law(count: int) -> None:
-    law = [0.1, 0.4, 0.2, 0.3]
+def test_draws_without_replacement_follow_the_sequential_distribution(count: int) -> None:
+    p = [0.1, 0.4, 0.2, 0.3]
     outcomes = list(permutations(range(4), count))
     expected = []
     for outcome in outcomes:
         chance, left = 1.0, 1.0
         for token in outcome:
-            chance *= law[token] / left
-            left -= law[token]
+            chance *= p[token] / left
+            left -= p[token]
         expected.append(chance)
     assert sum(expected) == pytest.approx(1)
     u = torch.rand(20_000, count, generator=generator(6), dtype=torch.float64)
-    picks = draw_without_replacement(torch.tensor(law).expand(20_000, 4), u).tolist()
+    picks = draw_without_replacement(torch.tensor(p).expand(20_000, 4), u).tolist()
     places = {outcome: place for place, outcome in enumerate(outcomes)}
     counts = [0] * len(outcomes)
     for pick in picks:

@@ -134,7 +134,7 @@ def test_batches_and_parts_only_change_the_cutting(
     assert summary["rows"] == 24
 
 
-def test_another_seed_and_another_law_give_other_rows(
+def test_another_seed_and_another_sampling_give_other_rows(
     whole: Path, tmp_path: Path, target_dir: str, prompts_file: str
 ) -> None:
     def make(name: str, **options: Any) -> Rows:

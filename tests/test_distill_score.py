@@ -1,4 +1,4 @@
-"""Teacher rows of a distilled set: the target's own law, row by row, and training on them without the target."""
+"""Teacher rows of a distilled set are the target's own distributions, and training works on them without the target."""
 
 import json
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distill.score import score
+from draftsmith_core.errors import RunError
 from draftsmith_core.models import load_model
 
 Door = Callable[..., tuple[int, str, str]]
@@ -28,7 +29,7 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
     return [row for path in sorted(directory.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
-def test_rows_are_the_targets_own_law(made: Path, target_dir: str) -> None:
+def test_rows_are_the_targets_own_distributions(made: Path, target_dir: str) -> None:
     target = load_model(target_dir, device="cpu", dtype="float32")
     rows = rows_of(made)
     assert len(rows) == 16
@@ -36,11 +37,9 @@ def test_rows_are_the_targets_own_law(made: Path, target_dir: str) -> None:
         prompt, response = row["prompt_ids"], row["response_ids"]
         with torch.no_grad():
             logits_TV = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        laws_RV = logits_TV.double().softmax(-1)
+        p_RV = logits_TV.double().softmax(-1)
         assert len(row["top_ids"]) == len(row["top_logprobs"]) == len(row["tail_mass"]) == len(response)
-        for law_V, ids, logprobs, tail in zip(
-            laws_RV, row["top_ids"], row["top_logprobs"], row["tail_mass"], strict=True
-        ):
+        for law_V, ids, logprobs, tail in zip(p_RV, row["top_ids"], row["top_logprobs"], row["tail_mass"], strict=True):
             assert ids == law_V.topk(K).indices.tolist()
             torch.testing.assert_close(torch.tensor(logprobs).exp().double(), law_V[ids], atol=1e-6, rtol=1e-4)
             assert tail == pytest.approx(1 - float(law_V[ids].sum()), abs=1e-6)
@@ -75,3 +74,12 @@ def test_a_negative_number_is_refused(target_dir: str, prompts_file: str, tmp_pa
     code, out, err = door(*words, "--teacher_top_k", -1)
     assert (code, out) == (2, "")
     assert err.strip().endswith("teacher_top_k: -1 must not be negative")
+
+
+def test_logits_that_are_not_finite_name_the_model(target_dir: str) -> None:
+    target = load_model(target_dir, device="cpu")
+    with torch.no_grad():
+        target.get_parameter("model.embed_tokens.weight")[7] = torch.inf
+    score(target, [3, 4], [5, 6], K)
+    with pytest.raises(RunError, match=rf"^{target_dir}: gives logits that are NaN or infinite on an answer; try"):
+        score(target, [3, 4], [7, 6], K)
