@@ -31,6 +31,7 @@ from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
 from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint, vocabulary_size
 from draftsmith_core.prompts import Prompt, check_messages, content_id
@@ -50,9 +51,10 @@ class GenerateOptions(TypedDict, total=False):
     tree: str | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
-    temperature: float
-    top_p: float
-    top_k: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
     max_new_tokens: int
     seed: int
     stop: str | Sequence[str]
@@ -196,6 +198,7 @@ class Pair:
     """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
 
     def __init__(self, loaded: LoadedPair, *, fast: bool = True) -> None:
+        self.target_name: str = loaded.target_name
         self.target: PreTrainedModel = loaded.target
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.drafts: dict[str, Draft] = loaded.drafts
@@ -219,9 +222,10 @@ class Pair:
         tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
         max_new_tokens: int = 128,
         seed: int = 0,
         stop: str | Sequence[str] = (),
@@ -235,7 +239,8 @@ class Pair:
         a list what the command draws for a file of these prompts; an output does not depend on its batch mates.
         draft: which of the pair's drafts, by name; all unless given. proposer, tree, verifier: names as the command
         takes them (`draftsmith decode --help` lists them), or objects of your own; what is left out is chosen to
-        suit. datastore: a file to retrieve from. temperature 0 is greedy; top_k 0 keeps every token.
+        suit. datastore: a file to retrieve from. temperature (0 is greedy), top_p, top_k (0 keeps every token) and
+        min_p: where None, as the target's generation_config.json says, else greedy.
         stop: texts that end an output behind the token that completes one. batch_size: prompts decoded together.
         on_tokens(row of its batch, ids, from_draft): called after each step with the tokens just added.
         Raises InputError, one line, for what is not possible.
@@ -246,7 +251,7 @@ class Pair:
         check_seed(seed)
         try:
             settings = self.settings(
-                Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+                self.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).sampling,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 stop=[stop] if isinstance(stop, str) else stop,
@@ -295,6 +300,14 @@ class Pair:
         if min(limits) <= max_new_tokens:
             raise InputError(f"max_new_tokens: {max_new_tokens} leaves no room in a context of {min(limits)}")
         return min(limits) - max_new_tokens
+
+    def sampling(
+        self, *, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
+    ) -> ResolvedSampling:
+        """The distribution to draw from: what is None is as the target's generation_config.json says, else greedy."""
+        return resolve_sampling(
+            self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
 
     def settings(
         self, sampling: Sampling, *, max_new_tokens: int, seed: int, stop: Sequence[str], ignore_eos: bool

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.generation_defaults import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 
@@ -25,6 +26,7 @@ class Facts:
     processes: int
     target_parameters: int
     draft_parameters: int
+    sampling: ResolvedSampling
 
     @property
     def place(self) -> str:
@@ -65,8 +67,12 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     answer = choose("distill", "max_new_tokens", room, why)
     size = f"{_count(facts.target_parameters)} parameters"
     together = choose("distill", "batch_size", 16 if facts.target_parameters >= _LARGE else 64, f"target of {size}")
+    drawn = {
+        key: choose("distill", key, value, _source(facts.sampling, key))
+        for key, value in dataclasses.asdict(facts.sampling.sampling).items()
+    }
     distill = replace(
-        config.distill, max_prompts=prompts, num_samples=samples, max_new_tokens=answer, batch_size=together
+        config.distill, max_prompts=prompts, num_samples=samples, max_new_tokens=answer, batch_size=together, **drawn
     )
     train = _train(config, facts, prompts * samples, answer, choose)
     trees = ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"]
@@ -74,6 +80,7 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     measure = replace(
         config.eval,
         max_prompts=limit,
+        temperature=choose("eval", "temperature", sorted({0.0, drawn["temperature"]}), "greedy, and as distilled"),
         tree=choose("eval", "tree", trees, place),
         max_new_tokens=longest,
         speed_prompts=choose("eval", "speed_prompts", 8 if gpu else 6, place),
@@ -117,6 +124,10 @@ def _train(config: AlignConfig, facts: Facts, rows: int, answer: int, choose: An
             f"{facts.place}, {size}",
         ),
     )
+
+
+def _source(sampling: ResolvedSampling, key: str) -> str:
+    return "the target's generation_config.json" if key in sampling.from_target else "the target's own distribution"
 
 
 def _count(parameters: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
 from train.objective import parse_objective
 
@@ -19,11 +20,14 @@ class DistillChoices:
     """Answers per prompt."""
     max_new_tokens: int | None = None
     """The longest answer."""
-    temperature: float = 1.0
+    temperature: float | None = None
     """Sample as you will serve; 0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    top_p: float | None = None
+    """1 keeps all tokens."""
+    top_k: int | None = None
+    """0 keeps all tokens."""
+    min_p: float | None = None
+    """0 keeps all tokens."""
     max_prompts: int | None = None
     """Prompts to answer, from the first on."""
     batch_size: int | None = None
@@ -62,7 +66,7 @@ class TrainChoices:
 class EvalChoices:
     """The measurement. null or empty: chosen."""
 
-    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperature: list[float] = field(default_factory=list)
     """Temperatures to measure at; the report leads with the highest."""
     tree: list[str] = field(default_factory=list)
     """Draft trees to decode with."""
@@ -123,6 +127,9 @@ class AlignConfig:
         for key, value, least in _bounds(self):
             if value is not None and not least <= value < math.inf:
                 raise InputError(f"{key}: {value} must be at least {least}")
+        check_sampling(self.distill.temperature, self.distill.top_k, self.distill.top_p, self.distill.min_p)
+        for temperature in self.eval.temperature:
+            check_sampling(temperature, None, None)
         if len(self.train.lr) not in (0, 1, len(self.objective)):
             raise InputError(
                 f"train.lr: {len(self.train.lr)} rates for {len(self.objective)} objectives; give one, or one for each"

@@ -20,6 +20,7 @@ from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.prompts import hold_out
 from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import make_dir, write_text_atomic
 from draftsmith_core.models import context_length, parameter_count, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main
@@ -140,6 +141,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         parameter_count(pair.target),
         # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the hidden size.
         14 * hidden**2 if draft is None else parameter_count(draft),
+        resolve_sampling(config.target, pair.target, temperature=config.distill.temperature, default_temperature=1.0),
     )
     if read.skipped:
         skip = read.skipped[0]
@@ -264,6 +266,9 @@ def _eval_config(config: AlignConfig) -> EvalConfig:
         id=config.id or [f"{_set_name(config)}={Path(config.out) / 'prompts' / 'heldout.jsonl'}"],
         ood=config.ood,
         out=str(Path(config.out) / "eval"),
+        top_p=config.distill.top_p,
+        top_k=config.distill.top_k,
+        min_p=config.distill.min_p,
         prompt_tokens=config.prompt_tokens,
         seed=config.seed + 1 + len(config.objective),
         **chosen,

@@ -8,7 +8,7 @@ from pathlib import Path
 from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.sampling_options import check_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,14 @@ class DecodeConfig:
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
     """Texts that end an output: it is cut behind the token that completes one."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    temperature: float | None = None
+    """0 is greedy. Default: of the target's generation_config.json where that samples, else 0."""
+    top_p: float | None = None
+    """Default: of the target's generation_config.json, else 1, which keeps all tokens."""
+    top_k: int | None = None
+    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    min_p: float | None = None
+    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
     seed: int = 0
     batch_size: int = 1
     """Rows that are decoded together."""
@@ -79,14 +82,7 @@ class DecodeConfig:
             raise InputError("stop: an empty text would end every output at once; give at least one character")
         if self.out is not None and Path(self.out).is_dir():
             raise InputError(f"out: {self.out} is a directory; name a .jsonl file")
-        try:
-            self.sampling()
-        except ValueError as error:
-            raise InputError(str(error)) from None
-
-    def sampling(self) -> Sampling:
-        """The distribution that outputs are drawn from."""
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def _check_name(key: str, name: str | None, known: Collection[str]) -> None:

@@ -64,8 +64,9 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
             file=sys.stderr,
         )
     prompts = _prompts(config, pair)
+    sampling = pair.sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
     settings = pair.settings(
-        config.sampling(),
+        sampling.sampling,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         stop=config.stop,
@@ -75,12 +76,12 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
     work = DecodeRun(config, pair, decoding, settings, requests)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
     if config.out is not None:
-        outputs = _to_file(Path(config.out), _identity(config, prompts, decoding), work)
+        outputs = _to_file(Path(config.out), _identity(work, prompts), work)
     elif streamed:
         outputs = _to_terminal(work)
     else:
         outputs = list(_outputs(work))
-    summary = summarise(config, decoding, prompts, outputs)
+    summary = summarise(config, decoding, sampling, prompts, outputs)
     return summary, in_words(summary, streamed)
 
 
@@ -149,11 +150,12 @@ def _outputs(work: DecodeRun, finished: int = 0) -> Iterator[Output]:
             advance(len(requests), "")
 
 
-def _identity(config: DecodeConfig, prompts: PromptSet, decoding: Decoding) -> str:
+def _identity(work: DecodeRun, prompts: PromptSet) -> str:
     """What a run that was interrupted must agree in with the one that continues it."""
 
-    options = {key: value for key, value in dataclasses.asdict(config).items() if key not in _NOT_IDENTITY}
-    return hash_json([options, prompts.digest, decoding.identity()])
+    options = {key: value for key, value in dataclasses.asdict(work.config).items() if key not in _NOT_IDENTITY}
+    options |= dataclasses.asdict(work.settings.sampling)
+    return hash_json([options, prompts.digest, work.decoding.identity()])
 
 
 def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:

@@ -6,11 +6,15 @@ from typing import Any
 from decode import DecodeStats
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.pair import Decoding, Output
+from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.memory import peak_memory
 from draftsmith_core.prompts import PromptSet
+from draftsmith_core.sampling_options import Sampling
 
 
-def summarise(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]) -> dict[str, Any]:
+def summarise(
+    config: DecodeConfig, decoding: Decoding, sampling: ResolvedSampling, prompts: PromptSet, outputs: list[Output]
+) -> dict[str, Any]:
     """The summary of `--json`. Ratios over nothing are None."""
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
@@ -27,6 +31,8 @@ def summarise(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outp
         "tree": method.tree if method else None,
         "verifier": method.verifier.name if method else None,
         "lossless": decoding.lossless,
+        "sampling": dataclasses.asdict(sampling.sampling),
+        "sampling_from_target": sampling.from_target,
         "tokens": stats.emitted,
         "target_calls": stats.target_calls,
         "proposed": stats.proposed,
@@ -60,6 +66,8 @@ def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
             f"{summary['prompts_skipped']} of {summary['prompts_read']} prompts skipped "
             f"(row {first['row']}: {first['reason']})"
         )
+    if summary["sampling_from_target"]:
+        lines.append(f"sampling: {ResolvedSampling(Sampling(), summary['sampling_from_target']).note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
     lines.append(
         f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
