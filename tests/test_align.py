@@ -1,0 +1,257 @@
+"""`draftsmith align`: from prompts and a target to an aligned draft and what it bought, killed on the way or not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import draftsmith as ds
+from draftsmith.alignment.choices import Facts, complete
+from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith_core.generation_defaults import ResolvedSampling
+from draftsmith_core.sampling_options import Sampling
+
+Door = Callable[..., tuple[int, str, str]]
+SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 10, "--distill.batch_size", 4]
+SMALL += ["--distill.part_rows", 4]
+SMALL += ["--train.steps", 6, "--train.rows_per_step", 4, "--train.batch_size", 2, "--train.save_every", 2]
+SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.lr", 1e-3, "--device", "cpu"]
+SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Prompts of two domains: 24 of one, the first of them twice, and 4 of the other."""
+    root = tmp_path_factory.mktemp("align")
+    own = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(23)]
+    (root / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*own, own[0]]))
+    other = [{"prompt": f"Numbers such as {i} and"} for i in range(4)]
+    (root / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    return {"own": str(root / "own.jsonl"), "other": str(root / "other.jsonl")}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(out: Path) -> dict[str, Any]:
+    """Every file that must not depend on how a run went: bytes, and the results without clock times."""
+    found: dict[str, Any] = {}
+    for path in sorted(out.rglob("*")):
+        name = str(path.relative_to(out))
+        if path.is_file() and not name.startswith("eval/") and "/run/" not in name:
+            found[name] = path.read_bytes()
+    results = json.loads((out / "eval" / "results.json").read_text())
+    found["results"] = {key: value for key, value in results.items() if key not in ("clock", "speed")}
+    return found
+
+
+def test_from_prompts_to_a_draft_and_what_it_bought(
+    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
+    words += ["--ood", f"other={files['other']}", "--objective", "jsd:beta=0.5", "ce"]
+    code, printed, err = door("align", *words, "--json")
+    assert code == 0, err
+    # A fifth of the prompts is held out, no prompt is on both sides, and every row is on one.
+    train, heldout = rows(out / "prompts" / "train.jsonl"), rows(out / "prompts" / "heldout.jsonl")
+    assert len(train) + len(heldout) == 24
+    assert {row["prompt"] for row in heldout}.isdisjoint(row["prompt"] for row in train)
+    assert len({row["prompt"] for row in heldout}) == 4
+    # Every choice is said with its reason, and stands in a file that leaves nothing open.
+    chosen = [line for line in err.splitlines() if line.startswith("chosen: ")]
+    written = yaml.safe_load((out / "align.yaml").read_text())
+    for line in chosen:
+        section, _, key = line.split()[1].rpartition(".")
+        assert (written[section] if section else written)[key] is not None and line.endswith(")"), line
+    named = {line.split()[1] for line in chosen}
+    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps", "eval.tree"} <= named
+    assert not named & {"train.steps", "distill.num_samples", "train.lr"}
+    for section in ("distill", "train", "eval"):
+        assert None not in written[section].values() and [] not in written[section].values()
+    # Two drafts at equal steps, measured in and out of distribution against the one they started from.
+    results = ds.Results.load(out / "eval")
+    assert (results.drafts, results.base) == (["base", "jsd", "ce"], "base")
+    assert {name: results.kind(name) for name in results.domains()} == {"own": "id", "other": "ood"}
+    assert {json.loads((out / name / "draftsmith.json").read_text())["steps"] for name in ("jsd", "ce")} == {6}
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["best"] in ("jsd", "ce")
+    assert summary["id"]["alpha"]["value"] == results.alpha(summary["best"], "id")["value"]
+    assert (
+        summary["ood"]["tau"]["value"] == results.decoding(summary["best"], "ood", tree=summary["tree"])["tau"]["value"]
+    )
+    assert "in distribution: alpha " in printed and "out of distribution: alpha " in printed
+    # The command that it ends with decodes with the checkpoint that it names.
+    assert f"decode with it: {summary['decode']}" in printed
+    decode = [word.strip("'") for word in summary["decode"].split()[1:]]
+    assert decode[:5] == ["decode", "--target", target_dir, "--draft", str(out / summary["best"])]
+    assert door(*decode, "--max_new_tokens", 4)[0] == 0
+    # The same command finds all done; align.yaml asks for the same again.
+    before = timeless(out)
+    assert door("align", *words)[0] == 0
+    assert timeless(out) == before
+    # What contradicts the run that was begun is refused.
+    code, _, err = door("align", *words, "--distill.temperature", 0.5)
+    assert code == 2 and "distill.temperature is 1.0, now it is 0.5" in err, err
+
+
+@pytest.mark.slow
+def test_the_file_of_a_run_is_run_again_by_hand(
+    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
+    found = []
+    for name, given in (("one", words), ("two", ["--config", "../one/out/align.yaml"])):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        code, _, err = door("align", *given, "--out", "out")
+        assert code == 0, err
+        assert ("chosen: " in err) == (name == "one")
+        found.append(timeless(tmp_path / name / "out"))
+    del found[0]["align.yaml"], found[1]["align.yaml"]  # the reasons behind choices are in the first alone
+    assert found[0] == found[1]
+    # Edited in place it goes on with what is still true, and says which part is not.
+    file = Path("out/align.yaml")
+    file.write_text(file.read_text().replace("bootstrap: 100", "bootstrap: 120"))
+    assert door("align", "--config", file)[0] == 0
+    assert json.loads(Path("out/eval/results.json").read_text())["config"]["bootstrap"] == 120
+    file.write_text(file.read_text().replace("steps: 6", "steps: 8"))
+    code, _, err = door("align", "--config", file)
+    assert code == 2 and "steps is 6, now it is 8" in err.splitlines()[-1], err
+
+
+# (module, name in it, at which call): from the first instant to the last stage.
+KILLS = [
+    ("draftsmith.alignment.stages", "hold_out", 1),
+    ("draftsmith.alignment.stages", "distill", 1),
+    ("distill.generate", "atomic_file", 3),
+    ("draftsmith.alignment.stages", "train", 1),
+    ("train.checkpoint", "save", 2),
+    ("train.checkpoint", "publish", 1),
+    ("draftsmith.alignment.stages", "train", 2),
+    ("draftsmith.alignment.stages", "evaluate", 1),
+    ("eval.evaluate", "write_json_atomic", 1),
+]
+KILL = """
+import importlib, os, signal
+module = importlib.import_module({module!r})
+whole, calls = getattr(module, {name!r}), []
+def dying(*words, **more):
+    calls.append(1)
+    if len(calls) == {at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*words, **more)
+setattr(module, {name!r}, dying)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_every_stage_ends_as_if_it_had_not_been(
+    spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
+    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    code, _, err = spawn(*words, cwd=whole).wait()
+    assert code == 0, err
+    for module, name, at in KILLS:
+        code, _, err = spawn(*words, cwd=killed, patch=KILL.format(module=module, name=name, at=at)).wait()
+        assert code == -9, (module, name, err)
+    code, _, err = spawn(*words, cwd=killed).wait()
+    assert code == 0 and "Traceback" not in err, err
+    assert timeless(killed / "out") == timeless(whole / "out")
+
+
+def test_without_a_draft_a_fresh_head_is_trained(
+    door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    code, printed, err = door("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
+    assert code == 0, err
+    assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle"
+    assert "jsd (jsd:beta=0.5) at temperature 1" in printed and "over the draft" not in printed
+
+
+def facts(**changed: Any) -> Facts:
+    usual: dict[str, Any] = {
+        "rows": "text",
+        "prompts": 1000,
+        "longest_prompt": 32,
+        "context": 2048,
+        "on_gpu": False,
+        "processes": 1,
+        "target_parameters": 7_000_000_000,
+        "draft_parameters": 68_000_000,
+        "sampling": ResolvedSampling(Sampling(temperature=1.0), {}),
+    }
+    return Facts(**usual | changed)
+
+
+def test_choices_follow_what_is_given() -> None:
+    config = AlignConfig(target="t", draft="d", prompts="p", out="o")
+
+    def chosen(**changed: Any) -> AlignConfig:
+        whole, said = complete(config, facts(**changed))
+        assert len(said) == len({line.split()[0] for line in said}) > 15
+        assert complete(whole, facts(**changed)) == (whole, [])
+        return whole
+
+    usual = chosen()
+    assert usual.train.lr == [2e-4]
+    assert (usual.heldout_prompts, usual.distill.max_prompts) == (40, 960)
+    assert usual.eval.temperature == [0.0, 1.0]
+    # A larger draft learns at a smaller rate, in smaller batches.
+    large = chosen(draft_parameters=2_600_000_000, on_gpu=True)
+    assert large.train.lr == [3e-5] and large.train.gradient_checkpointing
+    assert (large.train.batch_size or 0) < (usual.train.batch_size or 0)
+    # Chats have longer answers, and nothing is longer than the context.
+    assert (chosen(rows="chat").distill.max_new_tokens or 0) > (usual.distill.max_new_tokens or 0)
+    assert chosen(context=96).distill.max_new_tokens == 48
+    assert chosen(context=96, longest_prompt=90).train.max_length == 96
+    # Few prompts are answered more often, and fewer of them are held out.
+    few = chosen(prompts=20)
+    assert (few.heldout_prompts, few.distill.num_samples) == (4, 4)
+    assert chosen(prompts=20_000, on_gpu=True).distill.num_samples == 1
+    # The rows of a step are shared by the processes.
+    assert 32 % (4 * (chosen(processes=4).train.batch_size or 0)) == 0
+    greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
+    assert greedy.eval.temperature == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"objective": []}, "objective: is empty"),
+        ({"objective": ["jsdd"]}, "jsdd"),
+        ({"objective": ["ce", "ce"]}, "names one twice"),
+        ({"objective": ["fkl@adaspec"]}, "needs a reference"),
+        ({"ood": ["nameless.jsonl"]}, "expected NAME=VALUE"),
+        ({"id": ["a=x"], "ood": ["a=y"]}, "either ID or OOD"),
+        ({"id": ["a=x"], "heldout_prompts": 3}, "leave it out"),
+        ({"train": TrainChoices(lr=[1e-3, 1e-3])}, "2 rates for 1 objectives"),
+        ({"train": TrainChoices(lr=[-1.0])}, "above 0"),
+        ({"train": TrainChoices(batch_size=5)}, "5 does not divide train.rows_per_step, 32"),
+        ({"train": TrainChoices(steps=0)}, "train.steps: 0 must be at least 1"),
+        ({"distill": DistillChoices(temperature=-1.0)}, "temperature: -1.0"),
+        ({"eval": EvalChoices(bootstrap=3)}, "eval.bootstrap: 3 must be at least 100"),
+        ({"prompt_tokens": 0}, "prompt_tokens: 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ds.InputError, match=told):
+        AlignConfig(target="t", prompts="p", out="o", **options)
+
+
+def test_names_of_drafts_say_their_objective() -> None:
+    def names(*objectives: str) -> list[str]:
+        return list(AlignConfig(target="t", prompts="p", out="o", objective=list(objectives)).drafts())
+
+    assert names("ce", "jsd:beta=0.5") == ["ce", "jsd"]
+    assert names("jsd:beta=0.5", "jsd:beta=0.1") == ["jsd-beta-0.5", "jsd-beta-0.1"]
+    assert names("0.9*fkl+0.1*ce") == ["0.9-fkl-0.1-ce"]
