@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+import train.smoke
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -154,3 +155,19 @@ def test_a_name_that_tells_nothing_is_refused(tmp_path: Path, door: Door) -> Non
     assert code == 2
     assert "someone/thing: which family it is of cannot be told" in err
     assert not (tmp_path / "o-smoke").exists()
+
+
+def test_a_shape_that_is_not_there_is_refused(tmp_path: Path, door: Door) -> None:
+    words = ("--data", "d", "--draft_config", "configs/nowhere/llama-68m.config.json", "--smoke")
+    code, _, err = door("train", "--out", tmp_path / "o", *words)
+    assert code == 2
+    assert "draft_config: configs/nowhere/llama-68m.config.json: no such file" in err
+
+
+def test_without_the_shapes_of_a_clone_it_says_what_is_not_tried(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(train.smoke, "_SHIPPED", tmp_path / "nowhere")
+    words = ("train", "--out", tmp_path / "o", "--data", "d", "--draft", "JackFram/llama-68m", "--smoke")
+    assert door(*words, "--device", "cpu")[0] == 0
+    assert "rotary scaling and padded vocabularies are not tried" in caplog.text

@@ -30,9 +30,11 @@ from train.teacher import (
     logits_per_token,
 )
 
-# Logits per chunk. On a CPU few enough to stay near the caches, on a GPU enough to occupy it.
-_CHUNK_LOGITS = {"cpu": 2**23}
-_CHUNK_LOGITS_ELSEWHERE = 2**25
+# Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
+# that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
+_CHUNK_LOGITS = 2**25
+_CPU_CHUNK_LOGITS = 2**23
+_CPU_CHUNK_ROWS = 256
 
 
 def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
@@ -40,7 +42,9 @@ def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) ->
     if chunk is not None:
         return chunk
     widest = max(weight_VH.shape[0], logits_per_token(teacher))
-    return max(16, _CHUNK_LOGITS.get(weight_VH.device.type, _CHUNK_LOGITS_ELSEWHERE) // widest)
+    if weight_VH.device.type != "cpu":
+        return max(16, _CHUNK_LOGITS // widest)
+    return min(_CPU_CHUNK_ROWS, max(16, _CPU_CHUNK_LOGITS // widest))
 
 
 @dataclass(frozen=True, eq=False)

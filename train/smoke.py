@@ -7,6 +7,7 @@ out is the rest of the recipe: its kind, objective, data mode, optimizer and lau
 """
 
 import json
+import logging
 import math
 import random
 import shutil
@@ -24,6 +25,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json, sha256_file, write_json_atomic
 from draftsmith_core.sources import quiet
 from train.config import TrainConfig
+
+log = logging.getLogger(__name__)
 
 _SHIPPED = Path(__file__).parents[1] / "configs" / "models"
 _MARK = "smoke.json"
@@ -57,6 +60,11 @@ def make_inputs(config: TrainConfig) -> None:
     inputs = out / "inputs"
     if out.exists() and not (inputs / _MARK).exists():
         raise InputError(f"{out}: is not from an earlier --smoke; move it away or choose another `out`")
+    if not _SHIPPED.is_dir():
+        log.warning(
+            "smoke: the shapes of published models are in configs/models of a clone, which is not here; families are "
+            "told from names, and rotary scaling and padded vocabularies are not tried"
+        )
     shapes = {role: _shape(source) for role, source in _sources(config).items()}
     sizes = _vocabularies(shapes)
     shutil.rmtree(out, ignore_errors=True)
@@ -116,6 +124,8 @@ def _sources(config: TrainConfig) -> dict[str, str]:
 def _shape(source: str) -> dict[str, Any]:
     """What is known of a config.json, a directory, or the name of a published model: at least the `model_type`."""
     name = Path(source).name.lower()
+    if name.endswith(".json") and not Path(source).is_file():
+        raise InputError(f"draft_config: {source}: no such file; paths are relative to the current directory")
     for path in (Path(source), Path(source) / "config.json", _SHIPPED / f"{name}.config.json"):
         if path.is_file():
             shape: dict[str, Any] = read_json(path, "a Hugging Face config.json")

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import resolve_device
+from draftsmith_core.packages import require_package
 from draftsmith_core.processes import LauncherRequest, check_process_count, launcher_request, process_group_options
 from train.config import TrainConfig
 
@@ -64,6 +65,10 @@ def make_world(config: TrainConfig) -> World:
     if config.precision == "auto" and not on_cpu:
         bf16 = torch.cuda.is_bf16_supported()
     wanted = launcher_request()
+    if wanted.kind == "zero":
+        require_package(
+            "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
+        )
     _check_launcher(wanted, bf16)
     # accelerate and transformers would apply parts of FSDP by themselves; `train.parallel` applies it instead.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -80,8 +85,6 @@ def make_world(config: TrainConfig) -> World:
                 log_with=None if config.tracker == "none" else config.tracker,
                 project_dir=config.out + "/run" if config.tracker == "tensorboard" else None,
             )
-    except ImportError as error:
-        raise RunError(f"{_one_line(error)}; for DeepSpeed: pip install 'draftsmith[deepspeed]'") from None
     except ValueError as error:
         raise RunError(f"accelerate could not bring the processes together: {_one_line(error)}") from None
     check_process_count(accelerator.num_processes)
