@@ -95,16 +95,13 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        stored = self.stored
-        return Batch(
-            self.ids_BT.to(device),
-            self.labels_BT.to(device),
-            None if self.positions_BT is None else self.positions_BT.to(device),
-            None if self.documents_BT is None else self.documents_BT.to(device),
-            None
-            if stored is None
-            else StoredRows(stored.top_ids_NK.to(device), stored.top_logprobs_NK.to(device), stored.tail_N.to(device)),
-        )
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device)
+
+        stored = None if self.stored is None else StoredRows(*(each.to(device) for each in vars(self.stored).values()))
+        ids_BT, labels_BT = self.ids_BT.to(device), self.labels_BT.to(device)
+        return Batch(ids_BT, labels_BT, move(self.positions_BT), move(self.documents_BT), stored)
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
