@@ -553,3 +553,29 @@ def test_the_table_loses_no_word_at_any_width(columns: int) -> None:
         for row in part:
             for word in f"{row.what} {row.trees}".replace(",", " ").split():
                 assert word in table
+
+
+@pytest.mark.slow
+def test_outputs_that_cannot_be_written_name_the_file(
+    tmp_path: Path, spawn: Callable[..., Any], target_dir: str, prompts_file: str
+) -> None:
+    """A limit on the size of files stands for a full disk."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))\n"
+    words = [
+        "decode",
+        "--target",
+        target_dir,
+        "--prompts",
+        prompts_file,
+        "--out",
+        "rows.jsonl",
+        "--max_new_tokens",
+        "9",
+    ]
+    code, out, err = spawn(*words, cwd=tmp_path, patch=limit).wait()
+    assert (code, out) == (1, "")
+    assert err.strip().splitlines()[-1] == (
+        "draftsmith decode: rows.jsonl: cannot be written (File too large); make room, and the same command continues"
+    )
+    assert spawn(*words, cwd=tmp_path).wait()[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -18,7 +18,7 @@ from draftsmith.drafting import choose_method
 from draftsmith.jsonl import jsonl
 from draftsmith.pair import Decoding, Output, OutputRequest, Pair, Settings, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import canonical_json, hash_json, write_text_atomic
+from draftsmith_core.io import canonical_json, hash_json, write_text_atomic, writing
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
@@ -166,7 +166,7 @@ def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:
         outputs = _finished(partial, identity, work.config.batch_size)
         head = canonical_json({"identity": identity}) + "\n"
         write_text_atomic(partial, head + jsonl(dataclasses.asdict(output) for output in outputs))
-        with partial.open("a", encoding="utf-8") as file:
+        with writing(out), partial.open("a", encoding="utf-8") as file:
             for output in _outputs(work, len(outputs)):
                 outputs.append(output)
                 file.write(jsonl([dataclasses.asdict(output)]))
