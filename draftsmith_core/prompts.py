@@ -5,11 +5,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from draftsmith_core.errors import InputError
@@ -19,6 +21,8 @@ from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 log = logging.getLogger(__name__)
 
+# Beside the weights of a checkpoint: hashes of the prompts it was trained on.
+PROMPT_HASHES = "prompt_hashes.npy"
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 # Keys of a row that other tools would put into the prompt, and that are not read here.
 _CONTEXT = ("system", "tools", "functions", "documents", "images", "image", "audio", "video", "videos")
@@ -131,6 +135,29 @@ def content_id(ids: list[int], repeats: Counter[str]) -> str:
     content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
     repeats[content] += 1
     return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+
+
+def prompt_hash(ids: Sequence[int]) -> int:
+    """64 bits that tell a tokenised prompt from others: the start of the sha256 of its ids as 32-bit integers."""
+    return int.from_bytes(hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).digest()[:8], "big")
+
+
+def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
+    """Keep beside a checkpoint which prompts it was trained on, sorted, eight bytes each, without their text."""
+    np.save(directory / PROMPT_HASHES, np.unique(np.fromiter(hashes, dtype=np.uint64)))
+
+
+def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
+    """What `write_prompt_hashes` kept; None for other checkpoints. InputError for a file that is broken."""
+    path = checkpoint / PROMPT_HASHES
+    if not path.is_file():
+        return None
+    try:
+        hashes = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        raise InputError(f"{path}: is broken; delete it, or copy it from the checkpoint again") from None
+    found: npt.NDArray[np.uint64] = hashes
+    return found
 
 
 def _unread(row: dict[str, Any]) -> list[str]:

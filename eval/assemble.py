@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
     PromptSums,
@@ -30,8 +32,10 @@ from eval.schema import (
     Estimate,
     Identical,
     ModelRow,
+    Remark,
     ResultsDocument,
     Speed,
+    SpeedConditions,
     SpeedRow,
     SuiteKind,
     SuiteRow,
@@ -329,6 +333,18 @@ def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
     return rows
 
 
+def speed_conditions(measured: Measured) -> list[SpeedConditions]:
+    """How quiet the machine was during each timing."""
+    rows = []
+    for (suite, temperature), timed in measured.speeds.items():
+        alone = timed["runs"][0]
+        rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
+        low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
+        spread = float((high - low) / middle) if middle else None
+        rows.append(SpeedConditions(domain=suite, temperature=temperature, load=timed["load"], spread=spread))
+    return rows
+
+
 def assemble(
     setting: Setting,
     measured: Measured,
@@ -337,14 +353,16 @@ def assemble(
     models: dict[str, ModelRow],
     provenance: dict[str, Any],
     clock: dict[str, Any],
+    remarks: Sequence[Remark] = (),
 ) -> ResultsDocument:
-    """results.json. `config`, `models`, `provenance` and `clock` are put in as they are."""
+    """results.json. `config`, `models`, `provenance`, `clock` and `remarks` are put in as they are."""
     alpha = alpha_rows(setting, measured)
     decoding = decoding_rows(setting, measured)
     speed = speed_rows(setting, measured)
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=DEFINITIONS,
+        remarks=list(remarks),
         config=config,
         base=setting.base,
         drafts=list(setting.drafts),
@@ -365,6 +383,7 @@ def assemble(
         speed=Speed(
             domains=[row for row in speed if row["domain"] is not None],
             overall=[row for row in speed if row["domain"] is None],
+            conditions=speed_conditions(measured),
         ),
         clock=clock,
     )

@@ -66,6 +66,9 @@ class EvalConfig:
     """The same for drafts that are language models; as `quantize` when not given."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
+    strict: bool = False
+    """Make every remark an error: prompts that were trained on or shared between sets, drafts that are not smaller than
+    the target, options that change nothing (exit code 2), and clock times of a busy machine (exit code 1)."""
     tracker: Literal["none", "wandb"] = "none"
     """wandb: the figures, results.json and report.html in Weights & Biases too, joined to the drafts' training runs
     (WANDB_MODE=offline needs no account)."""

@@ -1,5 +1,6 @@
 """One evaluation from its configuration to results.json, report.html and plots/."""
 
+import os
 import sys
 import time
 from dataclasses import asdict, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from drafts.load import LoadedPair, load_pair
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
@@ -16,14 +17,16 @@ from draftsmith_core.models import context_length, resolve_device
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
-from eval import assemble, measure
+from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.measure_all import measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, model_row
+from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
+from eval.schema import Remark
 from eval.suites import Suite, fit, load_suites
 from eval.tracking import check_tracker, track
 
@@ -42,12 +45,16 @@ def evaluate(config: EvalConfig) -> Results:
         for directory in (out, out / "plots"):
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
-        suites, pair = _load(config, request)
+        suites, pair, said = _load(config, request)
         asked, config = config, _with_sampling_of(pair.target, config)
         request = check(config)
         cache = MeasurementCache(out / "cells")
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
+        said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
+        measured = measure_all(config, request, suites, pair, models, cache)
+        busy = remarks.of_timing(assemble.speed_conditions(measured), os.cpu_count() or 1)
+        said += announce(busy, strict=False)
         document = assemble.assemble(
             assemble.Setting(
                 suites=suites,
@@ -58,16 +65,19 @@ def evaluate(config: EvalConfig) -> Results:
                 bootstrap=config.bootstrap,
                 seed=config.seed,
             ),
-            measure_all(config, request, suites, pair, models, cache),
+            measured,
             config=asdict(config),
             models=models,
             provenance=provenance(command_line("eval", asked), asdict(config)),
             clock=clock(started, cache, pair.target),
+            remarks=said,
         )
         write_json_atomic(out / "results.json", document)
         results = Results.load(out)
         write_report(results)
         track(config, results)
+    if config.strict and busy:
+        raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
     return results
 
 
@@ -76,8 +86,9 @@ def render(directory: str | Path) -> Path:
     return write_report(Results.load(directory))
 
 
-def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair]:
+def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
     """Prompts first, because reading them is cheap; then all models; then whether all of it fits together."""
+    said = announce(remarks.of_options(config), strict=config.strict)
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     suites = load_suites(
         request.id_sets,
@@ -108,7 +119,9 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         for name, draft in pair.drafts.items()
         if isinstance(draft, PreTrainedModel)
     }
-    return fit(suites, config.max_new_tokens, contexts), pair
+    suites = fit(suites, config.max_new_tokens, contexts)
+    found = [*remarks.of_prompts(suites), *remarks.of_training(request.drafts, suites)]
+    return suites, pair, said + announce(found, strict=config.strict)
 
 
 def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:

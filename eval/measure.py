@@ -4,6 +4,7 @@ What a function here returns is plain JSON, because it is kept on disk as one ce
 Every list is in the order of the prompts.
 """
 
+import os
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -54,10 +55,11 @@ class SpeedRun(TypedDict):
 
 
 class SpeedMeasurement(TypedDict):
-    """Interleaved runs over the same prompts in one process."""
+    """Interleaved runs over the same prompts in one process; `load` is the machine's load average before and after."""
 
     prompt_ids: list[str]
     runs: list[SpeedRun]
+    load: list[float]
 
 
 def _generators(prompts: Sequence[Prompt], seed: int, stream: str) -> list[torch.Generator]:
@@ -205,6 +207,7 @@ def speed(
     Interleaving spreads a slow minute of the machine over all of them, rotation spreads the warm
     cache. Each is warmed up once before the clock counts.
     """
+    load = os.getloadavg()[0]
     runs: list[SpeedRun] = []
     ways: list[tuple[SpeculativeDecoder, str, SpeedRun]] = []
 
@@ -236,4 +239,4 @@ def speed(
             run["prefill_s"].append(batch.prefill_s)
             run["decode_s"].append(batch.decode_s)
             tick(1)
-    return SpeedMeasurement(prompt_ids=[prompt.id for prompt in prompts], runs=runs)
+    return SpeedMeasurement(prompt_ids=[prompt.id for prompt in prompts], runs=runs, load=[load, os.getloadavg()[0]])

@@ -10,7 +10,7 @@ from draftsmith_core.io import hash_json, remove_leftovers, write_json_atomic
 T = TypeVar("T", bound=Mapping[str, Any])
 
 # Part of every name: raise it when a code change makes the same request measure something else.
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
 
 
 class MeasurementCache:

@@ -102,6 +102,11 @@ def check(config: EvalConfig) -> EvalRequest:
         raise InputError("--draft target=...: the name 'target' is the target's; give the draft another")
     id_sets = parse_named("--id", config.id)
     ood_sets = parse_named("--ood", config.ood)
+    for name in ("id", "ood"):
+        if name in id_sets or name in ood_sets:
+            raise InputError(f"--id or --ood {name}=...: this name stands for all sets of a kind; give the set another")
+    if config.tracker == "none" and config.project != EvalConfig.project:
+        raise InputError(f"--project {config.project}: is for --tracker wandb, and no tracker is asked for")
     for name in ood_sets:
         if name in id_sets:
             raise InputError(f"--ood {name}: the name is taken by --id {name}; a set is either ID or OOD")

@@ -223,11 +223,34 @@ class ModelRow(TypedDict):
     training: Training | None
 
 
+class SpeedConditions(TypedDict):
+    """How quiet the machine was while one set was timed at one temperature.
+
+    `load`: its load average over one minute, before and after. `spread`: the distance of the quartiles of the target's
+    own seconds per token over prompts, as a share of their median; None for fewer than four prompts.
+    """
+
+    domain: str
+    temperature: float
+    load: list[float]
+    spread: float | None
+
+
 class Speed(TypedDict):
-    """Everything that is clock time: two runs of one configuration differ here and in `clock` alone."""
+    """Everything that is clock time: two runs of one configuration differ here, in `clock` and in remarks on it."""
 
     domains: list[SpeedRow]
     overall: list[SpeedRow]
+    conditions: list[SpeedConditions]
+
+
+class Remark(TypedDict):
+    """Something that makes figures mean less than they seem to; `eval.remarks` says when."""
+
+    about: Literal[
+        "trained_on", "same_prompts", "near_duplicates", "large_draft", "same_draft", "options", "busy_machine"
+    ]
+    text: str
 
 
 class ResultsDocument(TypedDict):
@@ -235,6 +258,7 @@ class ResultsDocument(TypedDict):
 
     schema_version: Literal[3]
     definitions: dict[str, str]
+    remarks: list[Remark]
     config: dict[str, Any]
     base: str
     drafts: list[str]
@@ -254,4 +278,4 @@ class ResultsDocument(TypedDict):
 
 
 # Keys whose values are clock time; all others are the same in a run that was killed and one that was not.
-CLOCK_KEYS = ("speed", "clock")
+CLOCK_KEYS = ("speed", "clock", "remarks")

@@ -17,6 +17,7 @@ def summary(results: Results) -> dict[str, Any]:
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
+        "remarks": [remark["text"] for remark in document["remarks"]],
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
             {

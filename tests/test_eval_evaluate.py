@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli.eval import run
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
 from eval.results import Results
@@ -195,6 +195,44 @@ def _without_clocks(config: EvalConfig) -> dict[str, Any]:
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than measuring these models, and is tested elsewhere."""
     monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
+    world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = replace(
+        world,
+        draft=[*world.draft, f"whole={world.target}"],
+        ood=[f"away={world.id[0].partition('=')[2]}"],
+        out=str(tmp_path / "loose"),
+        temperature=[0.0],
+        tree=["chain:2"],
+        speed_prompts=0,
+    )
+    found = evaluate(same)
+    assert [remark["about"] for remark in found.document["remarks"]][:2] == ["same_prompts", "large_draft"]
+    assert "remark: home (ID) and away (OOD): 6 of 6 prompts" in " ".join(capsys.readouterr().err.split())
+    assert summarise(found)["remarks"] == [remark["text"] for remark in found.document["remarks"]]
+    with pytest.raises(InputError, match=r"^--strict: home \(ID\) and away \(OOD\)"):
+        evaluate(replace(same, out=str(tmp_path / "strict"), strict=True))
+    assert not (tmp_path / "strict" / "cells").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
+    world: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
+    # The drafts here are as large as their target, which --strict would refuse first.
+    monkeypatch.setattr("eval.remarks.of_models", lambda models, quantize: [])
+    once = replace(world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"])
+    busy = replace(once, speed_prompts=1, strict=True)
+    with pytest.raises(RunError, match=r"^--strict: speed: the machine was busy .* \(load average 99"):
+        evaluate(busy)
+    found = Results.load(tmp_path).document
+    assert "busy_machine" in {remark["about"] for remark in found["remarks"]}
+    assert found["speed"]["conditions"][0]["load"] == [99.0, 99.0]
 
 
 @pytest.mark.usefixtures("no_report")

@@ -115,6 +115,7 @@ def made_up(
             measured.speeds[at] = {
                 "prompt_ids": [prompt.id for prompt in suite.prompts],
                 "runs": runs,
+                "load": [0.5, 0.6],
             }
     setting = assembling.Setting(
         suites=sets,
@@ -206,7 +207,7 @@ def test_what_to_run_is_said_by_temperature_and_kind(
     assert all(text.startswith(says) for _, text in head.decision)
     # Temperature 0 is not hidden behind the highest.
     assert len(head.others) == 1 and head.others[0].startswith("At temperature 0, mine raised acceptance in dist")
-    found["speed"] = {"domains": [], "overall": []}
+    found["speed"] = {"domains": [], "overall": [], "conditions": []}
     assert lead(Results(found, Path())).decision == []
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
+from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
 from train.config import TrainConfig
 from train.data import collate, load_examples, order
 from train.objective import parse_objective
@@ -286,6 +288,11 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
     assert record["kind"] == "draft-lm"
     assert record["data"]["training"]["rows"] + record["data"]["heldout"]["rows"] == 60
+    # The checkpoint knows its prompts, so that an evaluation can tell that it is asked about them again.
+    rows = datasets.load_dataset("parquet", data_files=f"{words[words.index('--data') + 1]}/*.parquet", split="train")
+    asked = {prompt_hash(ids) for ids in rows["prompt_ids"]}
+    trained = read_prompt_hashes(tmp_path / "draft")
+    assert trained is not None and 0 < len(trained) < len(asked) and set(trained.tolist()) < asked
     assert record["command"].startswith("draftsmith train --out draft --data ")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, summary["steps"] + 1))

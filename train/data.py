@@ -4,7 +4,6 @@ Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K st
 """
 
 import glob
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
-from draftsmith_core.prompts import check_messages, iterate_rows, whole
+from draftsmith_core.prompts import check_messages, iterate_rows, prompt_hash, whole
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
 from train.check_rows import check_part
 from train.packing import document_layout, pack
@@ -236,16 +235,23 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     Rows that share a prompt stay on one side: samples of one prompt on both would make the held-out loss a measure
     of memory. Raises InputError when there is only one prompt.
     """
-    hashes = np.empty(len(examples.rows), dtype=np.uint64)
-    for index, row in enumerate(examples.rows.select_columns(list(_FEATURES))):
-        key = np.asarray(row["prompt_ids"] or row["response_ids"], dtype=np.int32)
-        hashes[index] = int.from_bytes(hashlib.sha256(key.tobytes()).digest()[:8], "big")
+    rows = examples.rows.select_columns(list(_FEATURES))
+    hashes = np.array([prompt_hash(row["prompt_ids"] or row["response_ids"]) for row in rows], dtype=np.uint64)
     prompts = np.unique(hashes)
     if len(prompts) < 2:
         raise InputError("data: holds a single prompt, so none can be held out; add prompts or set `heldout`")
     count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
     heldout = np.isin(hashes, prompts[:count])
     return _select(examples, ~heldout, "train"), _select(examples, heldout, "heldout")
+
+
+def trained_prompts(examples: Examples) -> Iterator[int]:
+    """Hashes of the prompts, for `draftsmith_core.prompts.write_prompt_hashes`; of text without one, of its beginning.
+
+    The evaluation makes prompts of the first 32 tokens of a text, unless told otherwise.
+    """
+    for row in examples.rows.select_columns(list(_FEATURES)):
+        yield prompt_hash(row["prompt_ids"] or row["response_ids"][:32])
 
 
 def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Examples:

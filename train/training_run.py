@@ -24,13 +24,14 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.processes import on_main, terminable
+from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup, tracking
 from train.config import TrainConfig
-from train.data import Examples, divide, load_examples, packed, with_replay
+from train.data import Examples, divide, load_examples, packed, trained_prompts, with_replay
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
@@ -233,9 +234,12 @@ def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> d
         best = draft_setup.build(config, run.target, training)
         draft_setup.load_state(best, checkpoint.load_best(run.run_dir))
         record["fingerprint"] = draft_fingerprint(best)
-        checkpoint.publish(
-            run.out, lambda directory: draft_setup.write(best, directory), run.tokenizer, record, run.retention
-        )
+
+        def write_files(directory: Path) -> None:
+            draft_setup.write(best, directory)
+            write_prompt_hashes(directory, trained_prompts(training))
+
+        checkpoint.publish(run.out, write_files, run.tokenizer, record, run.retention)
 
     on_main(write)
     tracking.finish(run.world.accelerator, config, record, run.out)

@@ -1,0 +1,113 @@
+"""Remarks: what makes figures mean less than they seem to is found, said everywhere, and an error with --strict."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
+from eval import remarks
+from eval.config import EvalConfig
+from eval.request import check
+from eval.schema import ModelRow, SpeedConditions, SuiteKind
+from eval.suites import Suite
+
+TEXT = tuple(range(100, 140))
+
+
+def suite(name: str, kind: SuiteKind, *prompts: Sequence[int]) -> Suite:
+    made = tuple(Prompt(f"{name}{index}", name, tuple(ids)) for index, ids in enumerate(prompts))
+    return Suite(name, kind, f"{name}.jsonl", made, (), len(made))
+
+
+def model(parameters: int, fingerprint: str, kind: str = "draft") -> ModelRow:
+    return ModelRow(
+        name="x", kind=kind, fingerprint=fingerprint, model_type="llama", parameters=parameters, memory_bytes=1,
+        vocabulary=9, context=9, dtype="float32", quantize="none", device="cpu", training=None,
+    )  # fmt: skip
+
+
+def test_prompts_that_two_sets_share_are_counted() -> None:
+    prose, code = suite("prose", "id", TEXT, (1, 2, 3)), suite("code", "ood", (1, 2, 3), (4, 5, 6), TEXT)
+    (remark,) = remarks.of_prompts([prose, code])
+    assert remark["about"] == "same_prompts"
+    assert "prose (ID) and code (OOD): 2 of 3 prompts of the second are in the first too" in remark["text"]
+    assert remarks.of_prompts([prose, suite("code", "ood", (4, 5, 6))]) == []
+
+
+def test_near_duplicates_share_most_of_their_runs_of_tokens() -> None:
+    prose = suite("prose", "id", TEXT)
+    # One token at the end changed: 35 of 37 runs of five are shared. In the middle: 31 of 41.
+    near, far = (*TEXT[:-1], 7), (*TEXT[:20], 7, *TEXT[21:])
+    (remark,) = remarks.of_prompts([prose, suite("code", "ood", (1,) * 40, near)])
+    assert remark["about"] == "near_duplicates" and "1 prompts of the second" in remark["text"]
+    assert "such as code1" in remark["text"]
+    assert remarks.of_prompts([prose, suite("code", "ood", far, TEXT[:20], ())]) == []
+
+
+def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_checkpoint(tmp_path: Path) -> None:
+    write_prompt_hashes(tmp_path, [prompt_hash(ids) for ids in (TEXT, [9, 9], TEXT)])
+    kept = read_prompt_hashes(tmp_path)
+    assert kept is not None and kept.dtype == np.uint64 and len(kept) == 2 and kept[0] < kept[1]
+    sets = [suite("prose", "id", TEXT, (1, 2)), suite("code", "ood", (3, 4))]
+    (remark,) = remarks.of_training({"mine": str(tmp_path), "hub": "owner/name"}, sets)
+    assert remark["about"] == "trained_on"
+    assert remark["text"].startswith("prose (ID): draft mine was trained on 1 of its 2 prompts")
+    (tmp_path / PROMPT_HASHES).write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match=r"prompt_hashes\.npy: is broken"):
+        remarks.of_training({"mine": str(tmp_path)}, sets)
+
+
+def test_drafts_that_are_not_smaller_or_are_the_same() -> None:
+    models = {"target": model(100, "t"), "a": model(100, "x"), "b": model(10, "x"), "c": model(500, "y", "medusa")}
+    large, head, same = remarks.of_models(models, "nf4")
+    assert large["about"] == "large_draft" and large["text"].startswith("draft a: has 100 parameters, the target 100")
+    assert head["about"] == "options" and "draft c: is a head, and --quantize_draft nf4 does not apply" in head["text"]
+    assert same["text"] == "drafts a and b: have the same weights"
+
+
+def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
+    quiet = SpeedConditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03)
+    assert remarks.of_timing([quiet], cpus=2) == [] == remarks.of_timing([], cpus=2)
+    loaded, uneven = quiet | {"load": [2.0, 3.4]}, quiet | {"spread": 0.4}
+    (one,) = remarks.of_timing([quiet, loaded], cpus=2)
+    assert "load average 3.4 on 2 processors" in one["text"]
+    (other,) = remarks.of_timing([uneven], cpus=2)
+    assert "differ by 40% of their median" in other["text"]
+
+
+CONFIG = EvalConfig(target="t", draft=["a=b"], id=["prose=d"], out="o")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"temperature": [0.0], "top_k": 5}, 1),
+        ({"temperature": [0.0], "min_p": 0.1}, 1),
+        ({"temperature": [0.0], "top_p": 1.0}, 0),
+        ({"temperature": [0.0, 1.0], "top_k": 5}, 0),
+    ],
+)
+def test_filters_that_change_nothing(change: dict[str, object], said: int) -> None:
+    assert len(remarks.of_options(replace(CONFIG, **change))) == said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"project": "mine"}, "--project mine: is for --tracker wandb"), ({"ood": ["id=x"]}, "--id or --ood id=...:")],
+)
+def test_options_that_would_be_ignored_or_mean_two_things_are_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says.replace("...", r"\.\.\.")):
+        check(replace(CONFIG, **change))  # type: ignore[arg-type]
+
+
+def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    found = remarks.of_prompts([suite("prose", "id", TEXT), suite("code", "ood", TEXT)])
+    assert remarks.announce(found, strict=False) == found
+    assert capsys.readouterr().err.startswith("remark: prose (ID) and code (OOD): 1 of 1 prompts")
+    with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\): 1 of 1") as caught:
+        remarks.announce(found * 2, strict=True)
+    assert str(caught.value).endswith("(and 1 more)")
