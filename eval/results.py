@@ -137,9 +137,10 @@ class Results:
 
     def transfer(self, draft: str, domain: str = "ood", temperature: float | None = None) -> TransferRow | None:
         """Gain out of distribution over gain in distribution; None for the base, and when no OOD set was measured."""
-        ood, name = self.domains("ood"), self._domain(domain)
+        ood = self.domains("ood")
         if draft == self.base or not ood:
             return None
+        name = self._domain(domain)
         # A single OOD set is not pooled with anything, so that its own row is the only one.
         name = ood[0] if name is None and len(ood) == 1 else name
         rows = [{**row, "kind": "ood"} for row in self.document["transfer"]]

@@ -203,7 +203,7 @@ def test_the_stages_are_the_functions_of_the_commands(
         max_length=64,
         heldout_fraction=0.3,
     )
-    assert ds.train(config, "draftsmith train ...")["steps"] == 2
+    assert ds.train(config)["steps"] == 2
     results = ds.evaluate(
         ds.EvalConfig(
             **common,

@@ -25,7 +25,7 @@ from draftsmith_core.io import make_dir, write_text_atomic
 from draftsmith_core.models import context_length, parameter_count, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main
 from draftsmith_core.prompts import PromptSet, iterate_rows, read_prompts
-from draftsmith_core.provenance import command_line, difference
+from draftsmith_core.provenance import difference
 from draftsmith_core.run_directory import hold
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
@@ -63,8 +63,7 @@ def align(config: AlignConfig) -> Results:
         distill(_distill_config(config, prompts))
         for index, name in enumerate(config.drafts()):
             say(f"\n2/3 train: {name} ({config.drafts()[name]})")
-            options = _train_config(config, index)
-            train(options, command_line("train", options))
+            train(_train_config(config, index))
             _free()
         say("\n3/3 evaluate")
         measured: list[Results] = []
