@@ -21,7 +21,7 @@ from decode.defaults import default_verifier, size_remark
 from decode.packed_linear import Packs
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.runner import Block, Runner
-from decode.stats import Counter, DecodeStats
+from decode.stats import DecodeStats
 from decode.stop_strings import StopCondition
 from decode.supported_models import attention_windows, check_context, check_window
 from decode.tree import Drawing, Tree, TreeShape
@@ -242,11 +242,11 @@ class _Row:
         self.ids: list[int] = []
         self.from_draft: list[bool] = []
         self.finish_reason = ""
-        self.counter = Counter(depth)
+        self.stats = DecodeStats(accepted_by_depth=(0,) * depth, reached_by_depth=(0,) * depth)
 
     @property
     def generation(self) -> Generation:
-        return Generation(self.ids, self.finish_reason, self.from_draft, self.counter.stats)
+        return Generation(self.ids, self.finish_reason, self.from_draft, self.stats)
 
 
 class _NoDraft:
@@ -397,7 +397,9 @@ class _Run:
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
         reached = kept + int(is_open and len(tokens) == accepted + 1)
-        row.counter.step(emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth)
+        row.stats += DecodeStats.of_step(
+            emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth
+        )
         row.last = tokens[-1]
         if row.finish_reason:
             self.live -= 1

@@ -149,6 +149,16 @@ class Runner:
                 self._lead_B11 = torch.tensor(list(self._lead), device=self.device).view(-1, 1, 1)
                 self._base_B1 = self._base_B1 - self._lead_B11.view(-1, 1)
 
+    def open_pending(self, pending: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Begin a step with tokens of each row that are not cached yet. Returns them right-aligned, `[B, W]`, and the
+        number of padding slots before each row's.
+        """
+        width = max(map(len, pending))
+        lead = [width - len(tokens) for tokens in pending]
+        self.open(lead)
+        padded = [[0] * count + list(tokens) for count, tokens in zip(lead, pending, strict=True)]
+        return torch.tensor(padded, device=self.device), lead
+
     def forward(
         self,
         tokens_Bq: Tensor,

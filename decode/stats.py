@@ -23,6 +23,11 @@ class DecodeStats:
     accepted_by_depth: tuple[int, ...] = ()
     reached_by_depth: tuple[int, ...] = ()
 
+    @staticmethod
+    def of_step(*, emitted: int, accepted: int, reached: int, proposed: int, depth: int) -> "DecodeStats":
+        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth offered."""
+        return DecodeStats(1, emitted, proposed, accepted, depth, (1,) * accepted, (1,) * reached)
+
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         return DecodeStats(
             target_calls=self.target_calls + other.target_calls,
@@ -48,40 +53,6 @@ class DecodeStats:
     def alpha_mcsd(self) -> float | None:
         """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None when nothing was on offer."""
         return _ratio(self.accepted, self.depth_sum)
-
-
-class Counter:
-    """Collects the counts of one row, step by step; `stats` freezes them."""
-
-    def __init__(self, depth: int) -> None:
-        self.target_calls = self.emitted = self.proposed = self.accepted = self.depth_sum = 0
-        self.accepted_by_depth = [0] * depth
-        self.reached_by_depth = [0] * depth
-
-    def step(self, *, emitted: int, accepted: int, reached: int, proposed: int, depth: int) -> None:
-        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth offered."""
-        self.target_calls += 1
-        self.emitted += emitted
-        self.proposed += proposed
-        self.accepted += accepted
-        self.depth_sum += depth
-        for d in range(accepted):
-            self.accepted_by_depth[d] += 1
-        for d in range(reached):
-            self.reached_by_depth[d] += 1
-
-    @property
-    def stats(self) -> DecodeStats:
-        """The counts so far."""
-        return DecodeStats(
-            target_calls=self.target_calls,
-            emitted=self.emitted,
-            proposed=self.proposed,
-            accepted=self.accepted,
-            depth_sum=self.depth_sum,
-            accepted_by_depth=tuple(self.accepted_by_depth),
-            reached_by_depth=tuple(self.reached_by_depth),
-        )
 
 
 def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

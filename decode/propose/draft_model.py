@@ -44,7 +44,6 @@ class DraftModelProposer(Proposer):
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
         self._plans: Plans = {}
-        self._pending: dict[torch.device, dict[int, Block]] = {}
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method for one draft. With several, only independent draws let each sibling have its own distribution."""
@@ -76,8 +75,7 @@ class DraftModelProposer(Proposer):
             runner = Runner(model, windows, limit, fast=packs)
             known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
             runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
-            blocks = self._pending.setdefault(runner.device, {})
-            networks.append(DraftModelNetwork(runner, blocks, [[root] for root in roots], setup.vocabulary))
+            networks.append(DraftModelNetwork(runner, [[root] for root in roots], setup.vocabulary))
         network = networks[0] if len(networks) == 1 else SeveralNetworks(networks)
         return make_session(network, setup, self._plans, networks[0].runner.device)
 
@@ -105,21 +103,16 @@ class DraftModelNetwork:
     drafts = 1
     reads_paths = False
 
-    def __init__(self, runner: Runner, blocks: dict[int, Block], pending: list[list[int]], vocabulary: int) -> None:
-        self.runner, self._blocks, self._pending, self._vocabulary = runner, blocks, pending, vocabulary
+    def __init__(self, runner: Runner, pending: list[list[int]], vocabulary: int) -> None:
+        self.runner, self._pending, self._vocabulary = runner, pending, vocabulary
         self._own = vocabulary_size(runner.model)
         self.width = 1
 
     def open(self) -> Tensor:
         """Forward the pending tokens."""
-        self.width = max(map(len, self._pending))
-        self._lead = [self.width - len(tokens) for tokens in self._pending]
-        self.runner.open(self._lead)
-        if self.width not in self._blocks:
-            self._blocks[self.width] = pending_block(self.width, self.runner.device)
-        padded = [[0] * lead + tokens for lead, tokens in zip(self._lead, self._pending, strict=True)]
-        tokens_BW = torch.tensor(padded, device=self.runner.device)
-        return self._forward(tokens_BW, self._blocks[self.width], 1)
+        tokens_BW, self._lead = self.runner.open_pending(self._pending)
+        self.width = tokens_BW.shape[1]
+        return self._forward(tokens_BW, pending_block(self.width, self.runner.device), 1)
 
     def extend(self, frontier: Frontier) -> Tensor:
         """Forward the nodes of a level."""

@@ -45,7 +45,6 @@ class HeadProposer(Proposer):
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
         self._plans: Plans = {}
-        self._pending: dict[int, Block] = {}
         self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
         self._packs = Packs(self._model) if self._model is not None and fast else False
 
@@ -82,7 +81,7 @@ class HeadProposer(Proposer):
         if isinstance(self.head, EagleHead | Eagle3Head):
             assert self._model is not None
             runner = Runner(self._model, {"full_attention": None}, None, fast=self._packs)  # type: ignore[arg-type]
-            network = EagleNetwork(self._model, runner, setup, self._pending)
+            network = EagleNetwork(self._model, runner, setup)
         elif isinstance(self.head, MedusaHeads):
             network = MedusaNetwork(self.head, setup)
         else:
@@ -160,8 +159,8 @@ class EagleNetwork:
     drafts = 1
     reads_paths = False
 
-    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup, blocks: dict[int, Block]) -> None:
-        self.model, self.runner, self._blocks, self._vocabulary = model, runner, blocks, setup.vocabulary
+    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
+        self.model, self.runner, self._vocabulary = model, runner, setup.vocabulary
         self.head = model.head
         features_BTH = self._fuse(setup.hidden_BTH)
         self.model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
@@ -174,15 +173,11 @@ class EagleNetwork:
 
     def open(self) -> Tensor:
         """Forward the text that is new, with the target's features."""
-        self.width = max(map(len, self._tokens))
-        self._lead = [self.width - len(tokens) for tokens in self._tokens]
-        self.runner.open(self._lead)
-        if self.width not in self._blocks:
-            self._blocks[self.width] = pending_block(self.width, self.runner.device)
-        padded = [[0] * lead + tokens for lead, tokens in zip(self._lead, self._tokens, strict=True)]
+        tokens_BW, self._lead = self.runner.open_pending(self._tokens)
+        self.width = tokens_BW.shape[1]
         features = [nn.functional.pad(f, (0, 0, lead, 0)) for f, lead in zip(self._features, self._lead, strict=True)]
-        tokens_BW = torch.tensor(padded, device=self.runner.device)
-        logits, features_BWH = self._forward(tokens_BW, torch.stack(features), self._blocks[self.width], 1)
+        block = pending_block(self.width, self.runner.device)
+        logits, features_BWH = self._forward(tokens_BW, torch.stack(features), block, 1)
         self._outputs_BEH = features_BWH[:, -1:]
         return logits
 
@@ -226,16 +221,36 @@ class EagleNetwork:
         return fit_vocabulary(logits, self._vocabulary), features
 
 
-class MedusaNetwork:
-    """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
+class FeatureNetwork:
+    """Heads without a cache, which read the feature that each row's root was chosen from."""
 
     drafts = 1
     reads_paths = False
     width = 1
 
-    def __init__(self, heads: MedusaHeads, setup: SessionSetup) -> None:
-        self.heads, self._vocabulary = heads, setup.vocabulary
+    def __init__(self, setup: SessionSetup) -> None:
+        self._vocabulary = setup.vocabulary
         self._features = last_features(setup.prompts, setup.hidden_BTH[0])
+        self._roots = [prompt[-1] for prompt in setup.prompts]
+
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        """The new root was chosen at the last accepted node."""
+        for row, states in enumerate(outcome.hidden):
+            if outcome.tokens[row]:
+                self._features[row], self._roots[row] = states[0][-1], outcome.tokens[row][-1]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self._features = [self._features[row] for row in rows]
+        self._roots = [self._roots[row] for row in rows]
+
+
+class MedusaNetwork(FeatureNetwork):
+    """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
+
+    def __init__(self, heads: MedusaHeads, setup: SessionSetup) -> None:
+        super().__init__(setup)
+        self.heads = heads
 
     def open(self) -> Tensor:
         """All heads at once."""
@@ -249,28 +264,15 @@ class MedusaNetwork:
         self._depth += 1
         return self._logits_BKV[:, self._depth : self._depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """The new root was chosen at the last accepted node."""
-        for row, states in enumerate(outcome.hidden):
-            if outcome.tokens[row]:
-                self._features[row] = states[0][-1]
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self._features = [self._features[row] for row in rows]
-
-
-class HydraNetwork:
+class HydraNetwork(FeatureNetwork):
     """Hydra heads: head d reads the feature and the tokens from the root down to a node of depth d."""
 
-    drafts = 1
     reads_paths = True
-    width = 1
 
     def __init__(self, heads: HydraHeads, setup: SessionSetup) -> None:
-        self.heads, self._vocabulary = heads, setup.vocabulary
-        self._features = last_features(setup.prompts, setup.hidden_BTH[0])
-        self._roots = [prompt[-1] for prompt in setup.prompts]
+        super().__init__(setup)
+        self.heads = heads
 
     def open(self) -> Tensor:
         """The first head, below the root."""
@@ -284,14 +286,3 @@ class HydraNetwork:
         tokens_Bed = torch.cat([self._roots_B11.expand(-1, count, -1), frontier.paths_Bed.clamp(min=0)], dim=2)
         logits = self.heads(self._features_B1H.expand(-1, count, -1), tokens_Bed)
         return fit_vocabulary(logits, self._vocabulary)
-
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """The new root was chosen at the last accepted node."""
-        for row, states in enumerate(outcome.hidden):
-            if outcome.tokens[row]:
-                self._features[row], self._roots[row] = states[0][-1], outcome.tokens[row][-1]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self._features = [self._features[row] for row in rows]
-        self._roots = [self._roots[row] for row in rows]

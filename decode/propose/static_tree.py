@@ -10,6 +10,7 @@ then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.067
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -337,6 +338,7 @@ def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
     return torch.nn.functional.pad(logits, (0, -surplus), value=-torch.inf)
 
 
+@lru_cache(maxsize=8)
 def pending_block(width: int, device: torch.device) -> Block:
     """The forward of `width` pending tokens, a causal chain."""
     sees_1WW = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()

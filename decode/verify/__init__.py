@@ -55,7 +55,7 @@ class Verifier:
     chains_only: bool = False
     several_drafts: bool = False
     drawings: tuple[Drawing, ...]
-    uniforms: Callable[["TreeBatch"], int]
+    uniforms: Callable[["TreeBatch"], int] = uniforms_per_depth
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
@@ -101,7 +101,6 @@ _TABLE = (
         several_drafts=True,
         # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how they were chosen.
         drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
-        uniforms=uniforms_per_depth,
         run=_in("exact"),
     ),
     Verifier(
@@ -113,7 +112,6 @@ _TABLE = (
         paper="Li et al. 2024, arXiv 2406.16858",
         several_drafts=True,
         drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
-        uniforms=uniforms_per_depth,
         run=_in("exact"),
     ),
     Verifier(
@@ -123,7 +121,6 @@ _TABLE = (
         chains_only=True,
         # One draw per node, so how a second one would be drawn does not matter.
         drawings=("without_replacement", "with_replacement", "deterministic"),
-        uniforms=uniforms_per_depth,
         run=_in("speculative"),
     ),
     Verifier(
@@ -173,7 +170,6 @@ _TABLE = (
         paper="Sun et al. 2024, arXiv 2403.10444",
         chains_only=True,
         drawings=("without_replacement", "deterministic"),
-        uniforms=uniforms_per_depth,
         run=_in("block"),
     ),
     Verifier(
