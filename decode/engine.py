@@ -10,6 +10,7 @@ At temperature 0 none are taken. A row that has ended leaves the batch at once; 
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -106,7 +107,7 @@ class SpeculativeDecoder:
             proposer.check(target, self.tree)
         self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
-        self._packs = Packs(target) if fast else False
+        self._packs = Packs(target) if fast else None
 
     @torch.inference_mode()
     def generate(
@@ -139,10 +140,12 @@ class SpeculativeDecoder:
         if not prompts:
             return BatchOutput([], 0.0, 0.0)
         began = self._clock()
-        run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
-        prefilled = self._clock()
-        while run.live:
-            run.step()
+        # Heads multiply with the target's own output projection, which may be packed.
+        with self._packs.inside(self.target, 0) if self._packs else nullcontext():
+            run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
+            prefilled = self._clock()
+            while run.live:
+                run.step()
         ended = self._clock()
         return BatchOutput([row.generation for row in run.rows], prefilled - began, ended - prefilled)
 
@@ -292,7 +295,7 @@ class _Run:
         self.batch = list(range(len(self.rows)))
         self.live = len(self.rows)
         self.hidden_layers = proposer.hidden_layers if proposer else ()
-        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, fast=decoder._packs)
+        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, fast=decoder._packs or False)
         hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
         self.session: Session

@@ -5,7 +5,7 @@ computation of `LlamaForCausalLM` and its relatives with the fewest operations: 
 where packed weights allow it, rotary tables read instead of computed, keys and values written straight into the
 `TreeCache`. It equals the model's own forward within rounding, and a model that it might not equal is refused.
 
-Legend: B rows, q queries a row, X = B * q, D hidden size, E head size, H query heads, G key/value heads, P cells the
+Legend: B rows, q queries per row, X = B * q, D hidden size, E head size, H query heads, G key/value heads, P cells the
 attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
 """
 
@@ -24,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from decode.cache import TreeCache
-from decode.packed_linear import PackedLinear, Packs
+from decode.packed_linear import FusedLinear, Packs, is_packed
 
 _FAMILY: dict[type, Any] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,
@@ -66,7 +66,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     parameters = list(model.parameters())
-    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+    if any(type(parameter) is not nn.Parameter and not is_packed(parameter) for parameter in parameters):
         return None
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
         return None
@@ -76,44 +76,17 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
 
 
 @dataclass(frozen=True)
-class _Linear:
-    """A linear layer's tensors; `weight_IO` is a view of the weight, so that no product has to make one."""
-
-    weight_OI: Tensor
-    weight_IO: Tensor
-    bias_O: Tensor | None
-
-    @staticmethod
-    def of(linear: nn.Linear) -> "_Linear":
-        return _Linear(linear.weight, linear.weight.detach().t(), linear.bias)
-
-    def __call__(self, x_XI: Tensor) -> Tensor:
-        if self.bias_O is None:
-            return torch.mm(x_XI, self.weight_IO)
-        return torch.addmm(self.bias_O, x_XI, self.weight_IO)
-
-    def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
-        sum_XO = torch.addmm(other_XO, x_XI, self.weight_IO)
-        return sum_XO if self.bias_O is None else sum_XO.add_(self.bias_O)
-
-
-@dataclass(frozen=True)
 class _Layer:
-    """One decoder layer's tensors (the model's own, not copies) and what multiplies them for several rows."""
+    """One decoder layer: its norms (the model's own tensors, not copies) and its products."""
 
     kind: str
     norm_D: Tensor
-    qkv: tuple[_Linear, _Linear, _Linear]
+    qkv: FusedLinear
     head_norms_E: tuple[Tensor, Tensor] | None
-    out: _Linear
+    out: FusedLinear
     ffn_norm_D: Tensor
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-    packed_qkv: PackedLinear | None
-    packed_out: PackedLinear | None
-    packed_gate_up: PackedLinear | None
-    packed_down: PackedLinear | None
+    gate_up: FusedLinear
+    down: FusedLinear
 
 
 def _end(x_XD: Tensor, rows: int, keep: int) -> Tensor:
@@ -143,10 +116,9 @@ class LeanForward:
         self.embedding_VD: Tensor = body.embed_tokens.weight
         self.norm_D: Tensor = body.norm.weight
         head: Any = model.lm_head
-        self.head = _Linear.of(head)
-        self.packed_head = packs.layer("head", (head.weight,), (head.bias,))
+        self.head = packs.layer("head", (head.weight,), (head.bias,))
         self.rotary = body.rotary_emb
-        self.dtype, self.device = self.embedding_VD.dtype, self.embedding_VD.device
+        self.dtype, self.device = self.norm_D.dtype, self.norm_D.device
         self._half = self.dtype in (torch.float16, torch.bfloat16)
         self._on_cpu = self.device.type == "cpu"
         self._table_N2E = torch.empty(0, 2 * self.size, dtype=self.dtype, device=self.device)
@@ -160,28 +132,21 @@ class LeanForward:
 
     def _layer(self, index: int, layer: Any, kind: str) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = (_Linear.of(attention.q_proj), _Linear.of(attention.k_proj), _Linear.of(attention.v_proj))
         head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
 
-        def packed(name: str, *linears: _Linear) -> PackedLinear | None:
-            weights, biases = [linear.weight_OI for linear in linears], [linear.bias_O for linear in linears]
+        def fused(name: str, *linears: nn.Linear) -> FusedLinear:
+            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
             return self.packs.layer(f"{index}.{name}", weights, biases)
 
-        out, gate, up, down = map(_Linear.of, (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         return _Layer(
             kind=kind,
             norm_D=layer.input_layernorm.weight,
-            qkv=qkv,
+            qkv=fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms_E=head_norms,
-            out=out,
+            out=fused("out", attention.o_proj),
             ffn_norm_D=layer.post_attention_layernorm.weight,
-            gate=gate,
-            up=up,
-            down=down,
-            packed_qkv=packed("qkv", *qkv),
-            packed_out=packed("out", out),
-            packed_gate_up=packed("gate_up", gate, up),
-            packed_down=packed("down", down),
+            gate_up=fused("gate_up", mlp.gate_proj, mlp.up_proj),
+            down=fused("down", mlp.down_proj),
         )
 
     # Writes into views of the cache, which autograd forbids.
@@ -201,15 +166,15 @@ class LeanForward:
         """One forward behind `cache.column`. `positions_Bq` may have one row for all, none above `top_position`.
 
         `masks` are additive, `[1 or B, 1, q, P]`, by kind of layer or one for all; None sees everything, but in
-        the first chunk of a prefill means causal. `prefill` computes no logits, and takes packed weights
-        only where their rounding does not depend on how many rows there are.
+        the first chunk of a prefill means causal. `prefill` computes no logits, and leaves out oneDNN, whose rounding
+        depends on how many rows there are.
         """
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
         total = rows * queries
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
-        packed = self.packs.useful(total) and (self.packs.native or not prefill)
-        news, alls = cache.views(rows, groups, size, queries, self.embedding_VD)
+        packed = self.packs.one_dnn(total) and not prefill
+        news, alls = cache.views(rows, groups, size, queries, self.norm_D)
         attend = self._attention(masks, queries)
         wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}
         states: dict[int, Tensor] = {}
@@ -219,11 +184,7 @@ class LeanForward:
             if index in wanted:
                 states[index] = x_XD
             h_XD = self._norm(x_XD, layer.norm_D)
-            if packed and layer.packed_qkv is not None:
-                qkv = layer.packed_qkv(h_XD)
-            else:
-                qkv = torch.cat([linear(h_XD) for linear in layer.qkv], dim=1)
-            qkv_BqHE = qkv.view(rows, queries, heads + 2 * groups, size)
+            qkv_BqHE = layer.qkv(h_XD, packed).view(rows, queries, heads + 2 * groups, size)
             qk_BqHE = qkv_BqHE[:, :, : heads + groups]
             if layer.head_norms_E is not None:
                 qk_BqHE = torch.cat(
@@ -239,12 +200,12 @@ class LeanForward:
             new_keys.copy_(qk_BqHE[:, :, heads:].transpose(1, 2))
             new_values.copy_(qkv_BqHE[:, :, heads + groups :].transpose(1, 2))
             if prefill and index == last and last + 1 not in wanted:
-                break  # Nobody reads what the last layer makes of its keys and values.
+                break  # The last layer's keys and values are in the cache; its output is not wanted.
             mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), alls[0][index], alls[1][index], layer.kind)
-            x_XD = (layer.packed_out if packed and layer.packed_out else layer.out).plus(mixed_XD, x_XD)
+            x_XD = layer.out.plus(mixed_XD, x_XD, packed)
             h_XD = self._norm(x_XD, layer.ffn_norm_D)
             h_XI = self._inner(h_XD, layer, packed)
-            x_XD = (layer.packed_down if packed and layer.packed_down else layer.down).plus(h_XI, x_XD)
+            x_XD = layer.down.plus(h_XI, x_XD, packed)
         if prefill and last + 1 not in wanted:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
         if last + 1 not in wanted:
@@ -255,8 +216,7 @@ class LeanForward:
             x_XD = _end(x_XD, rows, keep_logits)
         if prefill:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
-        head = self.packed_head if packed and self.packed_head and self.packs.useful(x_XD.shape[0]) else self.head
-        logits = head(x_XD).view(rows, x_XD.shape[0] // rows, -1)
+        logits = self.head(x_XD, packed and self.packs.one_dnn(x_XD.shape[0])).view(rows, x_XD.shape[0] // rows, -1)
         return logits, self._hidden(states, hidden_layers, rows, queries)
 
     def _hidden(
@@ -275,17 +235,14 @@ class LeanForward:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def _inner(self, h_XD: Tensor, layer: _Layer, packed: bool) -> Tensor:
-        if packed and layer.packed_gate_up is not None:
-            gate, up = layer.packed_gate_up(h_XD).chunk(2, dim=1)
-        else:
-            gate, up = layer.gate(h_XD), layer.up(h_XD)
+        gate, up = layer.gate_up.parts(h_XD, packed)
         gate = F.silu(gate) if self.silu else self.act(gate)
         return gate.mul_(up)
 
     def _rope(self, positions_Bq: Tensor, top: int) -> tuple[Tensor, Tensor]:
         if self._table_N2E.shape[0] <= top:
             positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
-            cos_1NE, sin_1NE = self.rotary(self.embedding_VD[:1], positions_1N)
+            cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
             half = self.size // 2
             sin_NE = torch.cat((-sin_1NE[0, :, :half], sin_1NE[0, :, half:]), dim=-1)
             self._table_N2E = torch.cat((cos_1NE[0], sin_NE), dim=-1)

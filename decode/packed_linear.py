@@ -1,33 +1,31 @@
-"""Linear layers for a handful of rows on a CPU: weights packed once, and a plain layer for one row.
+"""Linear layers for a handful of rows on a CPU, with weights that are packed once.
 
-Verifying a tree multiplies every weight matrix with 5 to 60 rows. The plain layer's library repacks the matrix at
-every such call, which costs more than the product. In fp32 a matrix packed beforehand is multiplied by a kernel of our
-own (`decode.native`) at nearly the cost of reading it, or by oneDNN where that kernel cannot be built; in half
-precision by oneDNN. Which way is taken depends on the machine, dtype, size and rows alone, never on a timing, so that
+Decoding multiplies every weight matrix with 1 to 60 rows, and its time is the time of reading the weights. In fp32
+they are packed for a kernel of our own (`decode.native`), which reads them once, in 16 bits where the checkpoint has no
+more; the packed matrix then takes the parameter's place (`decode.packed_weight`). Where the kernel cannot be built,
+and in half precision, oneDNN packs copies: the plain layer's library would repack the matrix at every call with several
+rows. Which of them multiplies depends on the machine, dtype, size and number of rows alone, never on a timing, so that
 runs repeat to the bit.
 
 Legend: X rows, I inputs, O outputs of all fused layers together.
-
-The packed copies belong to a `Packs`, which belongs to a decoder: the model is not touched, and the copies go when
-the decoder goes.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from decode.native import MOST_ROWS, kernel
+from decode.native import PackedMatrix, kernel, release_freed_memory
+from decode.packed_weight import PackedWeight, can_be_packed, kernel_products, pack_weights
 
-# Measured on an AVX-512 server CPU with weights that no cache holds: below, the plain layer is as fast; above, the
-# product itself is what costs. (Half precision is always packed.)
-_FEWEST_ROWS_NATIVE, _FEWEST_ROWS_ONEDNN = 2, 4
-# A smaller model may live in a cache, where the plain layer keeps up for two and three rows.
-_LARGE_BYTES = 1 << 26
-# Smaller fp32 matrices stay in a core's cache, and the call itself costs more than repacking them.
+# oneDNN, measured on an AVX-512 server CPU with weights that no cache holds: below, the plain layer is as fast; above,
+# the product itself is what costs. (Half precision is always packed.)
+_FEWEST_ROWS, _MOST_ROWS = 4, 256
+# Smaller fp32 matrices stay in a core's cache, and the call itself costs more than what packing saves.
 _SMALLEST_NATIVE, _SMALLEST_ONEDNN = 1 << 16, 1 << 19
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,8 +45,8 @@ def packing_available(dtype: torch.dtype) -> bool:
     return bool((product == 2).all())
 
 
-class PackedLinear:
-    """One or several linear layers with the same input as one packed matrix, `[X, I] -> [X, O]`.
+class OneDnnLinear:
+    """One or several linear layers with the same input as one matrix packed by oneDNN, `[X, I] -> [X, O]`.
 
     Packed at the first call, and again when a weight has changed: an optimizer step or `load_state_dict` is noticed,
     a write through `weight.data` is not, because torch does not count it.
@@ -59,10 +57,8 @@ class PackedLinear:
     ) -> None:
         self.weights, self.biases, self.transposed = tuple(weights_OI), tuple(biases_O), transposed
         self._stamp: tuple[int, ...] = ()
-        self._packed: Tensor | None = None
+        self.packed: Tensor | None = None
         self._bias: Tensor | None = None
-        self.outputs = sum(weight.shape[1 if transposed else 0] for weight in self.weights)
-        self._native = kernel() if self.weights[0].dtype == torch.float32 else None
         self._run = torch.ops.mkldnn._linear_pointwise.default
         self._run_binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -78,38 +74,73 @@ class PackedLinear:
             if tensor is not None
             for number in (tensor.data_ptr(), tensor._version)
         )
-        if self._packed is None or stamp != self._stamp:
+        if self.packed is None or stamp != self._stamp:
             weights = [weight.detach().t() if self.transposed else weight.detach() for weight in self.weights]
             weight_OI = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
-            reorder = torch.ops.mkldnn._reorder_linear_weight.default
-            self._packed = reorder(weight_OI) if self._native is None else self._native.pack(weight_OI)
-            self._bias = None
-            if any(bias is not None for bias in self.biases):
-                self._bias = torch.cat(
-                    [
-                        weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
-                        for weight, bias in zip(weights, self.biases, strict=True)
-                    ]
-                )
+            self.packed = torch.ops.mkldnn._reorder_linear_weight.default(weight_OI)
+            self._bias = _side_by_side([weight.shape[0] for weight in weights], self.biases, weight_OI)
             self._stamp = stamp
-        return self._packed
+        return self.packed
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """All layers' outputs side by side."""
-        packed = self._fresh()
-        if self._native is not None:
-            rows_XI = x_XI.reshape(-1, x_XI.shape[-1]).contiguous()
-            return self._native.linear(rows_XI, packed, self.outputs, self._bias, None).view(*x_XI.shape[:-1], -1)
-        output: Tensor = self._run(x_XI, packed, self._bias, "none", [], "")
+        output: Tensor = self._run(x_XI, self._fresh(), self._bias, "none", [], "")
         return output
 
     def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
         """`self(x_XI) + other_XO`, added while the product is written."""
-        packed = self._fresh()
-        if self._native is not None:
-            return self._native.linear(x_XI.contiguous(), packed, self.outputs, self._bias, other_XO.contiguous())
-        output: Tensor = self._run_binary(x_XI, other_XO, packed, self._bias, "add")
+        output: Tensor = self._run_binary(x_XI, other_XO, self._fresh(), self._bias, "add")
         return output
+
+
+def _side_by_side(outputs: Sequence[int], biases_O: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+    """One bias of all layers, zero for those without; None when none has one."""
+    if all(bias is None for bias in biases_O):
+        return None
+    parts = zip(outputs, biases_O, strict=True)
+    return torch.cat([like.new_zeros(count) if bias is None else bias.detach() for count, bias in parts])
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Linear layers with the same input: by the kernel (`matrix`), or plain, or by oneDNN where the caller says so.
+
+    `weights_IO` are views of the weights, so that no product has to make one; empty beside a `matrix`. Valid until a
+    weight changes: made for one `generate` call.
+    """
+
+    outputs: tuple[int, ...]
+    matrix: PackedMatrix | None
+    bias_O: Tensor | None
+    weights_IO: tuple[Tensor, ...] = ()
+    biases_O: tuple[Tensor | None, ...] = ()
+    one_dnn: OneDnnLinear | None = None
+
+    def parts(self, x_XI: Tensor, packed: bool) -> Sequence[Tensor]:
+        """Each layer's outputs. `packed` chooses oneDNN over the plain layer."""
+        if self.matrix is not None or (packed and self.one_dnn is not None):
+            all_XO = self(x_XI, packed)
+            return (all_XO,) if len(self.outputs) == 1 else all_XO.split(self.outputs, dim=1)
+        pairs = zip(self.weights_IO, self.biases_O, strict=True)
+        return [torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO) for w_IO, bias in pairs]
+
+    def __call__(self, x_XI: Tensor, packed: bool) -> Tensor:
+        """All outputs side by side, `[X, O]`."""
+        if self.matrix is not None:
+            return self.matrix.linear(x_XI.contiguous(), self.bias_O)
+        if packed and self.one_dnn is not None:
+            return self.one_dnn(x_XI)
+        parts = self.parts(x_XI, packed)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+    def plus(self, x_XI: Tensor, other_XO: Tensor, packed: bool) -> Tensor:
+        """`self(x_XI) + other_XO`, added while the product is written; for one layer."""
+        if self.matrix is not None:
+            return self.matrix.linear(x_XI.contiguous(), self.bias_O, other_XO.contiguous())
+        if packed and self.one_dnn is not None:
+            return self.one_dnn.plus(x_XI, other_XO)
+        sum_XO = torch.addmm(other_XO, x_XI, self.weights_IO[0])
+        return sum_XO if self.biases_O[0] is None else sum_XO.add_(self.biases_O[0])
 
 
 def _physical_memory() -> int:
@@ -120,64 +151,109 @@ def _physical_memory() -> int:
 
 
 class Packs:
-    """The packed layers of one model, by name; shared by all runs of one decoder and gone with it.
+    """How the linear layers of one model are multiplied; shared by all runs of one decoder.
 
-    Nothing is packed before a layer first meets several rows. A model that does not qualify (another device, dtype
-    or kind of tensor, or larger than a quarter of the machine's memory) has no packed layers.
+    fp32 parameters on a CPU are packed for the kernel when a run first needs them, in place of the model's own tensors
+    (`native`). Else oneDNN's copies are made when a layer first meets several rows, and go with this object; not for
+    a model that is larger than a quarter of the machine's memory. On other devices nothing is packed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         parameters = list(model.parameters())
         self.dtype = next((parameter.dtype for parameter in parameters), torch.float32)
-        devices = {parameter.device.type for parameter in parameters}
+        on_cpu = {parameter.device.type for parameter in parameters} == {"cpu"}
+        self.native = on_cpu and self.dtype == torch.float32 and kernel() is not None
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        self.available = devices == {"cpu"} and packing_available(self.dtype) and size <= _physical_memory() // 4
-        self._large = size >= _LARGE_BYTES
-        self.native = self.available and self.dtype == torch.float32 and kernel() is not None
-        self._packed: dict[str, PackedLinear] = {}
+        self._one_dnn = on_cpu and not self.native and packing_available(self.dtype) and size <= _physical_memory() // 4
+        self._copies: dict[str, OneDnnLinear] = {}
+        self._matrices: dict[str, PackedMatrix] = {}
+        self._freed = False
 
-    def useful(self, rows: int) -> bool:
-        """Whether this many rows should go through packed layers."""
-        if self.dtype != torch.float32:
-            fewest = 1
-        else:
-            fewest = _FEWEST_ROWS_NATIVE if self.native and self._large else _FEWEST_ROWS_ONEDNN
-        return self.available and fewest <= rows <= MOST_ROWS
+    def one_dnn(self, rows: int) -> bool:
+        """Whether oneDNN's packed layers should multiply this many rows."""
+        fewest = _FEWEST_ROWS if self.dtype == torch.float32 else 1
+        return self._one_dnn and fewest <= rows <= _MOST_ROWS
 
     def layer(
-        self, name: str, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None], transposed: bool = False
-    ) -> PackedLinear | None:
-        """The packed layer of that name for these tensors (`transposed`: they are `[I, O]`); None when packing does
-        not help or could not be kept true to them.
+        self, name: str, weights: Sequence[Tensor], biases_O: Sequence[Tensor | None], transposed: bool = False
+    ) -> FusedLinear:
+        """Linear layers with the same input as one; `name` tells it from others of the model. `transposed`: the
+        weights are `[I, O]`.
         """
-        if not self.available:
+        outputs = tuple(weight.shape[1 if transposed else 0] for weight in weights)
+        if (matrix := self._matrix(name, weights, transposed)) is not None:
+            return FusedLinear(outputs, matrix, _side_by_side(outputs, biases_O, matrix.values.new_empty(0).float()))
+        copy = self._copy(name, weights, biases_O, transposed)
+        views_IO = tuple(weight.detach() if transposed else weight.detach().t() for weight in weights)
+        return FusedLinear(outputs, None, None, views_IO, tuple(biases_O), copy)
+
+    def _matrix(self, name: str, weights: Sequence[Tensor], transposed: bool) -> PackedMatrix | None:
+        """The weights packed for the kernel; None when that does not help or cannot be."""
+        functions = kernel() if self.native else None
+        if functions is None or sum(weight.numel() for weight in weights) < _SMALLEST_NATIVE:
             return None
-        tensors = [*weights_OI, *(bias for bias in biases_O if bias is not None)]
+        parameters = [weight for weight in weights if isinstance(weight, nn.Parameter) and can_be_packed(weight)]
+        matrix = pack_weights(functions, parameters, transposed) if len(parameters) == len(weights) else None
+        if matrix is not None and self._matrices.get(name) is not matrix:
+            self._matrices[name] = matrix
+            self._freed = True
+        return matrix
+
+    def settle(self) -> None:
+        """To be called when the layers of a model have been asked for: gives back what the fp32 weights left free."""
+        if self._freed:
+            release_freed_memory()
+        self._freed = False
+
+    def _copy(
+        self, name: str, weights: Sequence[Tensor], biases_O: Sequence[Tensor | None], transposed: bool
+    ) -> OneDnnLinear | None:
+        """oneDNN's copy of the weights; None when it would not help or could not be kept true to them."""
+        if not self._one_dnn:
+            return None
         # Tensors made in inference mode do not count their changes.
         if any(
             type(tensor) not in (Tensor, nn.Parameter)
             or tensor.is_inference()
             or tensor.dtype != self.dtype
             or tensor.device.type != "cpu"
-            for tensor in tensors
+            for tensor in (*weights, *(bias for bias in biases_O if bias is not None))
         ):
             return None
-        smallest = _SMALLEST_NATIVE if self.native else _SMALLEST_ONEDNN
-        if self.dtype == torch.float32 and sum(weight.numel() for weight in weights_OI) < smallest:
+        if self.dtype == torch.float32 and sum(weight.numel() for weight in weights) < _SMALLEST_ONEDNN:
             return None
-        known = self._packed.get(name)
-        if known is None or not known.same(weights_OI, biases_O):
-            known = self._packed[name] = PackedLinear(weights_OI, biases_O, transposed)
+        known = self._copies.get(name)
+        if known is None or not known.same(weights, biases_O):
+            known = self._copies[name] = OneDnnLinear(weights, biases_O, transposed)
         return known
 
     def nbytes(self) -> int:
-        """Bytes held by packed copies at present."""
-        held = [layer._packed for layer in self._packed.values() if layer._packed is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        """Bytes of packed values at present, those that took a parameter's place included."""
+        held = [layer.packed for layer in self._copies.values()] + [each.values for each in self._matrices.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Pack the linear layers of a model that is going to be run through its own forward."""
+        if self.native:
+            for name, module in model.named_modules():
+                if type(module) is nn.Linear or type(module) is Conv1D:
+                    self._matrix(name, (module.weight,), type(module) is Conv1D)
 
     @contextmanager
-    def inside(self, model: nn.Module) -> Iterator[None]:
-        """While this lasts, the linear layers of `model` run packed; afterwards the model is as it was."""
+    def inside(self, model: nn.Module, rows: int) -> Iterator[None]:
+        """While this lasts, `model`'s own forward multiplies `rows` rows with packed weights."""
+        if self.native:
+            with kernel_products():
+                yield
+        elif self.one_dnn(rows):
+            with self._replaced(model):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _replaced(self, model: nn.Module) -> Iterator[None]:
+        """While this lasts, oneDNN multiplies in the linear layers of `model`; afterwards the model is as it was."""
         replaced: list[nn.Module] = []
         try:
             for name, module in model.named_modules():
@@ -186,9 +262,9 @@ class Packs:
                     continue
                 if type(module) is not nn.Linear and type(module) is not Conv1D:
                     continue
-                packed = self.layer(name, (module.weight,), (module.bias,), type(module) is Conv1D)
-                if packed is not None:
-                    module.__dict__["forward"] = _module_forward(packed)
+                copy = self._copy(name, (module.weight,), (module.bias,), type(module) is Conv1D)
+                if copy is not None:
+                    module.__dict__["forward"] = _module_forward(copy)
                     replaced.append(module)
             yield
         finally:
@@ -196,8 +272,13 @@ class Packs:
                 module.__dict__.pop("forward", None)
 
 
-def _module_forward(packed: PackedLinear) -> Callable[[Tensor], Tensor]:
+def _module_forward(packed: OneDnnLinear) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Linear gives it
         return packed(input)
 
     return forward
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's values are kept by the kernel's matrix."""
+    return type(parameter) is PackedWeight
