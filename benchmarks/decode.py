@@ -1,6 +1,6 @@
 """Decoding side by side: this engine, transformers' generate and assisted generation, and the raw forward beneath.
 
-    python benchmarks/decode.py [--out FILE.json] [--sections forwards ways ...] [--device cuda --dtype bfloat16]
+    python benchmarks/decode.py [--out FILE.json] [--sections forwards methods ...] [--device cuda --dtype bfloat16]
 
 Prints one JSON object. Without arguments it needs nothing but the clone: the target is draftsmith/demo/pair/target and
 the draft configs/bench/draft, both widened (`widen.py`) to the cost of a 99 M and a 7 M model; the prompts are held-out
@@ -16,6 +16,7 @@ if __name__ == "__main__":
     # Python puts this directory first, where this very file would hide the package `decode`.
     sys.path[0] = str(ROOT)
 
+import copy
 import json
 import os
 import platform
@@ -25,18 +26,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import sections
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
+from benchmarks.sixteen_bits import sixteen_bits
 from benchmarks.widen import widen
+from decode.native import kernel
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import dtype_name, load_model, resolve_device
 from draftsmith_core.options import parse
+from draftsmith_core.provenance import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 
 TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
@@ -49,14 +52,14 @@ PASSAGE_CHARACTERS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Time ways of decoding with a target and a draft."""
+    """Time methods of decoding with a target and a draft."""
 
     target: str | None = None
     """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
     draft: str | None = None
     sections: list[str] = field(default_factory=lambda: list(SECTIONS))
-    """Any of forwards, ways, verifiers, batch, context."""
-    ways: list[str] = field(
+    """Any of forwards, methods, sixteen_bits, verifiers, batch, context."""
+    methods: list[str] = field(
         default_factory=lambda: [
             "hf",
             "ar",
@@ -84,6 +87,10 @@ class Options:
     """Prompt lengths of the section `context`; the section `forwards` uses 128 and 4096 where they fit."""
     verifier_trees: list[str] = field(default_factory=lambda: ["kary:3,2,1", "kary:2,2,2,2"])
     """Trees of the section `verifiers`: 15 and 30 nodes."""
+    sixteen_bit_methods: list[str] = field(
+        default_factory=lambda: ["ar", "chain:4", "chain:8,stop=0.4", "eagle2:depth=4,beam=4,nodes=16"]
+    )
+    """Methods of the section `sixteen_bits`."""
     batch: list[int] = field(default_factory=lambda: [1, 4, 8])
     threads: int = 2
     """CPU threads of torch."""
@@ -104,7 +111,8 @@ class Options:
 
 SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
     "forwards": lambda bench, options: sections.forwards(bench),
-    "ways": lambda bench, options: sections.ways(bench, options.ways, options.temperature, options.rounds),
+    "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
+    "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
     "verifiers": lambda bench, options: sections.verifiers(bench, options.verifier_trees, options.rounds),
     "batch": lambda bench, options: sections.batches(bench, options.batch, options.rounds),
     "context": lambda bench, options: sections.contexts(bench, options.context, options.rounds),
@@ -124,6 +132,7 @@ def load_bench(options: Options) -> Bench:
     return Bench(
         pair=pair,
         small=small,
+        apart=Pair(copy.deepcopy(pair.target), copy.deepcopy(pair.draft)),
         prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
         text=long_text(tokenizer, max([*options.context, *sections.FORWARD_CONTEXTS])),
         max_new_tokens=options.max_new_tokens,
@@ -166,16 +175,29 @@ def setting(options: Options, bench: Bench) -> dict[str, Any]:
     target, draft = bench.pair.target, bench.pair.draft
     cuda = target.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(target.device) if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(target.device) if cuda else processor(),
+        "cores": os.cpu_count(),
+        "memory_GB": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        "native_kernel": kernel() is not None,
         "dtype": dtype_name(target),
         "threads": torch.get_num_threads(),
         "load_average_before": os.getloadavg(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "versions": versions(),
+        "git_commit": git_commit(),
         "target_parameters": target.num_parameters(),
         "draft_parameters": draft.num_parameters(),
         "options": asdict(options),
     }
+
+
+def processor() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The ways of decoding that the benchmarks set side by side, by the words that name them.
+"""The methods of decoding that the benchmarks set side by side, by the words that name them.
 
 hf                        transformers' generate
 hf-assisted               its assisted generation as it comes: up to 20 tokens, stopped by the draft's confidence
@@ -25,7 +25,7 @@ ASSISTED_TOKENS, ASSISTED_CONFIDENCE = 20, 0.4
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """`decode(prompts, seed)` returns the new tokens of every prompt.
 
     `prefills` of its target forwards come before the first step; in transformers the first step is the prefill.
@@ -38,7 +38,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft that never end a text: every way then emits the same number of tokens."""
+    """A target and a draft that never end a text: every method then emits the same number of tokens."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
@@ -52,21 +52,21 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Way:
-    """The way that a name stands for. Raises InputError, one line, for a name that means nothing."""
+def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Method:
+    """The method that a name stands for. Raises InputError, one line, for a name that means nothing."""
     sampling = Sampling(temperature=temperature)
     if name == "hf":
-        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, None))
+        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, None))
     if name == "hf-assisted":
-        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)))
+        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)))
     if name.startswith("hf-constant:") and name.removeprefix("hf-constant:").isdecimal():
         ahead = int(name.removeprefix("hf-constant:"))
-        return Way(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ahead, 0.0)))
+        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ahead, 0.0)))
     if name.startswith("hf"):
-        raise InputError(f"--ways {name}: use hf, hf-assisted or hf-constant:N")
+        raise InputError(f"--methods {name}: use hf, hf-assisted or hf-constant:N")
     if name == "ar":
-        return Way(name, 1, _ours(SpeculativeDecoder(pair.target), sampling, max_new_tokens))
-    return Way(name, 1, _ours(decoder(name, pair), sampling, max_new_tokens))
+        return Method(name, 1, _ours(SpeculativeDecoder(pair.target), sampling, max_new_tokens))
+    return Method(name, 1, _ours(decoder(name, pair), sampling, max_new_tokens))
 
 
 def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
@@ -76,13 +76,13 @@ def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
     weightless = [each for each, kind in PROPOSERS.items() if kind.needs == "nothing"]
     if proposer_name and proposer_name not in weightless:
         raise InputError(
-            f"--ways {name}: '{proposer_name}' is no proposer without weights; use {', '.join(weightless)}"
+            f"--methods {name}: '{proposer_name}' is no proposer without weights; use {', '.join(weightless)}"
         )
     try:
         proposer = PROPOSERS[proposer_name].make(None) if proposer_name else DraftModelProposer(pair.draft)
         return SpeculativeDecoder(pair.target, proposer, tree=tree, verifier=verifier or None)
     except ValueError as error:
-        raise InputError(f"--ways {name}: {error}") from None
+        raise InputError(f"--methods {name}: {error}") from None
 
 
 def _ours(

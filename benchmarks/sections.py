@@ -1,4 +1,4 @@
-"""What `decode.py` measures, one function a section; each returns what goes into the JSON.
+"""What `decode.py` measures, one function per section; each returns what goes into the JSON.
 
 Legend: s seconds, ms milliseconds; `rows` tokens of one forward; a *step* is one target forward that decides tokens.
 """
@@ -12,8 +12,18 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.methods import Pair, Way, build, decoder
-from benchmarks.timing import Clock, Run, hugging_face_forwards, medians_s, rotated, runner_forwards, timed_run
+from benchmarks.methods import Method, Pair, build, decoder
+from benchmarks.timing import (
+    Clock,
+    Run,
+    bandwidth,
+    bytes_per_token,
+    hugging_face_forwards,
+    medians_s,
+    rotated,
+    runner_forwards,
+    timed_run,
+)
 from decode import VERIFIERS, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import context_length
@@ -28,38 +38,50 @@ FORWARD_REPEATS = 15
 class Bench:
     """Models, prompts with their domain (as many for every round), and a long text.
 
-    `small` gives the tokens of `pair` for less.
+    `small` gives the tokens of `pair` for less. `apart` is a copy of `pair` for transformers: this engine packs the
+    weights of what it decodes with, which makes every other forward of the same model slower.
     """
 
     pair: Pair
     small: Pair
+    apart: Pair
     prompts: list[tuple[str, list[int]]]
     text: list[int]
     max_new_tokens: int
+
+    def build(self, name: str, temperature: float) -> Method:
+        """The method of that name, on the models that are for it."""
+        return build(name, self.apart if name.startswith("hf") else self.pair, temperature, self.max_new_tokens)
+
+    def clock(self) -> Clock:
+        """Notes the forwards of all models here."""
+        return Clock(target=[self.pair.target, self.apart.target], draft=[self.pair.draft, self.apart.draft])
 
 
 def forwards(bench: Bench) -> dict[str, Any]:
     """Milliseconds of one forward by number of rows, behind a short and a long context, and the ratio to one row."""
     found: dict[str, Any] = {}
-    for name, model, row_counts in (
-        ("target", bench.pair.target, FORWARD_ROWS),
-        ("draft", bench.pair.draft, FORWARD_ROWS[:3]),
+    for name, model, apart, row_counts in (
+        ("target", bench.pair.target, bench.apart.target, FORWARD_ROWS),
+        ("draft", bench.pair.draft, bench.apart.draft, FORWARD_ROWS[:3]),
     ):
         limit = context_length(model)
         for context in FORWARD_CONTEXTS:
             if limit is not None and context + max(FORWARD_ROWS) > limit:
                 continue
-            found[f"{name}_behind_{context}"] = _by_rows(model, bench.text[:context], row_counts)
-    found["cost_of_zeros"] = _cost_of_zeros(bench.pair.target, bench.text[: FORWARD_CONTEXTS[0]])
+            found[f"{name}_behind_{context}"] = _by_rows(model, apart, bench.text[:context], row_counts)
+    found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: FORWARD_CONTEXTS[0]])
     return found
 
 
-def _by_rows(model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int]) -> dict[str, Any]:
+def _by_rows(
+    model: PreTrainedModel, apart: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int]
+) -> dict[str, Any]:
     made = {
-        "transformers": hugging_face_forwards(model, context, row_counts),
+        "transformers": hugging_face_forwards(apart, context, row_counts),
         "ours": runner_forwards(model, context, row_counts, True),
         # Our masks and cache with the model's own forward.
-        "ours_plain": runner_forwards(model, context, row_counts, False),
+        "ours_plain": runner_forwards(apart, context, row_counts, False),
     }
     calls = {f"{name} {rows}": call for name, by_rows in made.items() for rows, call in by_rows.items()}
     times_s = medians_s(calls, model.device, FORWARD_REPEATS)
@@ -87,29 +109,31 @@ def _cost_of_zeros(model: PreTrainedModel, context: Sequence[int]) -> dict[str, 
     return {f"{rows} rows": times_s[f"wide {rows}"] / times_s[f"random {rows}"] for rows in (1, 17)}
 
 
-def ways(bench: Bench, names: Sequence[str], temperatures: Sequence[float], rounds: int) -> dict[str, Any]:
-    """Every way on the same prompts, other ones in every round, by temperature; `_summary` says what is kept."""
+def methods(bench: Bench, names: Sequence[str], temperatures: Sequence[float], rounds: int) -> dict[str, Any]:
+    """Every method on the same prompts, other ones in every round, by temperature; `_summary` says what is kept."""
     names = list(dict.fromkeys(["hf", "ar", *names]))
-    return {f"T={temperature:g}": _ways_at(bench, names, temperature, rounds) for temperature in temperatures}
+    return {f"T={temperature:g}": _methods_at(bench, names, temperature, rounds) for temperature in temperatures}
 
 
-def _ways_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> dict[str, Any]:
+def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> dict[str, Any]:
     target = bench.pair.target
-    made = {name: build(name, bench.pair, temperature, bench.max_new_tokens) for name in names}
+    made = {name: bench.build(name, temperature) for name in names}
     count = len(bench.prompts) // rounds
     shares = [bench.prompts[turn * count : (turn + 1) * count] for turn in range(rounds)]
     # By way, then round, then prompt.
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}
     raw = {
-        "transformers": hugging_face_forwards(target, bench.prompts[0][1], (1,))[1],
+        "transformers": hugging_face_forwards(bench.apart.target, bench.prompts[0][1], (1,))[1],
         "ours": runner_forwards(target, bench.prompts[0][1], (1,), True)[1],
     }
     raw_s: list[dict[str, float]] = []
-    with Clock(target=target, draft=bench.pair.draft) as clock:
+    read: list[float] = []
+    with bench.clock() as clock:
         for name in names:
             made[name].decode([bench.prompts[0][1]], 0)
         for turn, share in enumerate(shares):
             raw_s.append(medians_s(raw, target.device, 5))
+            read.append(bandwidth(target.device))
             for place, (_, prompt) in enumerate(share):
                 for name in rotated(names, turn * len(share) + place):
                     run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
@@ -118,6 +142,7 @@ def _ways_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int
     found: dict[str, Any] = {
         "raw_forward_ms": {name: 1e3 * statistics.median(each[name] for each in raw_s) for name in raw},
         "limit_tokens_per_s_without_draft": 1 / limit_s,
+        "bandwidth_GB_per_s": max(read) / 1e9,
     }
     domains = [[domain for domain, _ in share] for share in shares]
     for name in names:
@@ -126,6 +151,10 @@ def _ways_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int
             found[name][f"speed_over_{baseline}"] = statistics.median(
                 _speed(mine) / _speed(theirs) for mine, theirs in zip(runs[name], runs[baseline], strict=True)
             )
+        if name in ("hf", "ar"):
+            weights = bytes_per_token((bench.apart if name == "hf" else bench.pair).target)
+            found[name]["weight_MB_per_token"] = weights / 1e6
+            found[name]["share_of_memory_limit"] = found[name]["tokens_per_s"] * weights / max(read)
         if temperature == 0:
             found[name]["greedy_equal"] = _equal(runs[name], runs["ar"])
     return found
@@ -139,8 +168,8 @@ def _emitted(run: Run) -> int:
     return sum(map(len, run.outputs))
 
 
-def _steps(way: Way, run: Run) -> int:
-    return run.calls["target"] - way.prefills
+def _steps(method: Method, run: Run) -> int:
+    return run.calls["target"] - method.prefills
 
 
 def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> str:
@@ -149,7 +178,7 @@ def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> st
 
 
 def _summary(
-    way: Way, rounds: Sequence[Sequence[Run]], domains: Sequence[Sequence[str]], limit_s: float
+    method: Method, rounds: Sequence[Sequence[Run]], domains: Sequence[Sequence[str]], limit_s: float
 ) -> dict[str, Any]:
     """Speed, tau and where a step's time goes: medians over rounds, prefill included, counts over everything.
 
@@ -162,10 +191,10 @@ def _summary(
         for domain, run in zip(names, runs, strict=True):
             counts = by_domain.setdefault(domain, [0, 0])
             counts[0] += _emitted(run)
-            counts[1] += _steps(way, run)
+            counts[1] += _steps(method, run)
 
     def per_step(seconds: Callable[[Run], float]) -> float:
-        return statistics.median(1e3 * sum(map(seconds, r)) / sum(_steps(way, run) for run in r) for r in rounds)
+        return statistics.median(1e3 * sum(map(seconds, r)) / sum(_steps(method, run) for run in r) for r in rounds)
 
     def per_call(model: str) -> float | None:
         calls = sum(run.calls.get(model, 0) for run in pooled)
@@ -177,7 +206,7 @@ def _summary(
     speed = statistics.median(map(_speed, rounds))
     return {
         "tokens_per_s": speed,
-        "tau": sum(map(_emitted, pooled)) / sum(_steps(way, run) for run in pooled),
+        "tau": sum(map(_emitted, pooled)) / sum(_steps(method, run) for run in pooled),
         "tau_by_domain": {domain: emitted / steps for domain, (emitted, steps) in by_domain.items()},
         "speed_over_limit_without_draft": speed * limit_s,
         "ms_per_step": per_step(lambda run: run.wall_s),
@@ -193,7 +222,7 @@ def _summary(
         ),
         "draft_ms_per_forward": per_call("draft"),
         "draft_forwards_per_step": sum(run.calls.get("draft", 0) for run in pooled)
-        / sum(_steps(way, run) for run in pooled),
+        / sum(_steps(method, run) for run in pooled),
     }
 
 
@@ -234,12 +263,12 @@ def _tau(bench: Bench, name: str, seeds: int) -> dict[str, Any]:
 def batches(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Greedy decoding of several prompts at once: seconds a row and tokens a second of the whole batch."""
     target = bench.pair.target
-    made = {name: build(name, bench.pair, 0.0, bench.max_new_tokens) for name in ("hf", "ar", "chain:4", "kary:2,2,1")}
-    cells = [(name, size) for size in sizes for name in made]
-    labels = [f"{name} {size}" for name, size in cells]
+    made = {name: bench.build(name, 0.0) for name in ("hf", "ar", "chain:4", "kary:2,2,1")}
+    runs_of = [(name, size) for size in sizes for name in made]
+    labels = [f"{name} {size}" for name, size in runs_of]
     runs: dict[str, list[Run]] = {label: [] for label in labels}
-    of = dict(zip(labels, cells, strict=True))
-    with Clock(target=target, draft=bench.pair.draft) as clock:
+    of = dict(zip(labels, runs_of, strict=True))
+    with bench.clock() as clock:
         for turn in range(-1, rounds):
             for label in rotated(labels, turn):
                 name, size = of[label]
@@ -280,20 +309,18 @@ def contexts(bench: Bench, lengths: Sequence[int], rounds: int) -> dict[str, Any
 
 def _context(bench: Bench, prompt: list[int], rounds: int) -> dict[str, Any]:
     target = bench.pair.target
-    made = {
-        name: build(name, bench.pair, 0.0, bench.max_new_tokens) for name in ("hf", "ar", "hf-constant:4", "chain:4")
-    }
+    made = {name: bench.build(name, 0.0) for name in ("hf", "ar", "hf-constant:4", "chain:4")}
     raw = {
         f"{name} {rows} rows": call
         for name, by_rows in (
-            ("transformers", hugging_face_forwards(target, prompt, (1, 5))),
+            ("transformers", hugging_face_forwards(bench.apart.target, prompt, (1, 5))),
             ("ours", runner_forwards(target, prompt, (1, 5), True)),
         )
         for rows, call in by_rows.items()
     }
     raw_s = medians_s(raw, target.device, FORWARD_REPEATS)
     runs: dict[str, list[Run]] = {name: [] for name in made}
-    with Clock(target=target, draft=bench.pair.draft) as clock:
+    with bench.clock() as clock:
         for turn in range(-1, rounds):
             for name in rotated(list(made), turn):
                 run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))

@@ -4,11 +4,12 @@ Legend: q tokens of one forward, T cells of a block.
 
 The library has no timers of its own; `Clock` wraps the two places that every forward goes through, ours
 (`decode.runner.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it is open. Both include
-the making of masks and positions. On CUDA it records events, which
-do not make the host wait, and reads them afterwards.
+the making of masks and positions. On CUDA it records events, which do not make the host wait, and reads them
+afterwards.
 """
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.packed_linear import Packs
+from decode.packed_weight import PackedWeight
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.models import context_length
@@ -57,12 +59,12 @@ class Forward:
 
 
 class Clock:
-    """While open (`with Clock(target=..., draft=...) as clock`), notes every forward of these models in `forwards`."""
+    """While open (`with Clock(target=[...], draft=[...]) as clock`), notes the forwards of these models by name."""
 
-    def __init__(self, **models: PreTrainedModel) -> None:
+    def __init__(self, **models: Sequence[PreTrainedModel]) -> None:
         self.forwards: list[Forward] = []
-        self._models = models
-        self._names = {id(model): name for name, model in models.items()}
+        self._models = [model for group in models.values() for model in group]
+        self._names = {id(model): name for name, group in models.items() for model in group}
         self._inside = False
 
     def __enter__(self) -> "Clock":
@@ -70,7 +72,7 @@ class Clock:
         Runner.prefill = self._through_runner(Runner.prefill)  # type: ignore[method-assign]
         Runner.forward = self._through_runner(Runner.forward)  # type: ignore[method-assign]
         # On the class: a forward of an instance's own would keep the engine from its lean path.
-        self._classes = {type(model): type(model).forward for model in self._models.values()}
+        self._classes = {type(model): type(model).forward for model in self._models}
         for kind, forward in self._classes.items():
             kind.forward = self._through_model(forward)
         return self
@@ -110,7 +112,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Run:
-    """One timed call of a way. `calls` and `forward_s` are by model name."""
+    """One timed call of a method. `calls` and `forward_s` are by model name."""
 
     outputs: list[list[int]]
     wall_s: float
@@ -190,6 +192,39 @@ def medians_s(calls: dict[str, Callable[[], None]], device: torch.device, repeat
             if turn >= 0:
                 times[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+_READ_BYTES = 1 << 28
+
+
+def bandwidth(device: torch.device, repeats: int = 10) -> float:
+    """Bytes per second of reading a tensor that no cache holds, with all threads; the fastest of `repeats`, because
+    what disturbs a reading only makes it slower.
+    """
+    values = torch.ones(_READ_BYTES // 4, device=device)
+    fastest_s = math.inf
+    for _ in range(repeats):
+        synchronise(device)
+        started = time.perf_counter()
+        values.sum()
+        synchronise(device)
+        fastest_s = min(fastest_s, time.perf_counter() - started)
+    return _READ_BYTES / fastest_s
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of weights that a forward of one token reads, as they are kept at present; less an embedding that is only
+    looked up in.
+    """
+    lookup, projection = model.get_input_embeddings(), model.get_output_embeddings()
+    read: dict[int, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, PackedWeight):
+            values = parameter.place.matrix.values
+            read[id(values)] = values.numel() * values.element_size()
+        elif parameter is not lookup.weight or parameter is projection.weight:  # type: ignore[union-attr]
+            read[id(parameter)] = parameter.numel() * parameter.element_size()
+    return sum(read.values())
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

@@ -1,5 +1,6 @@
 """The benchmarks' own machinery: a widened model is the same function at a larger cost, a carved one is a part."""
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
-from benchmarks import sections
+from benchmarks import sections, sixteen_bits
 from benchmarks.carve import carve
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
 from benchmarks.methods import Pair, build, endless
@@ -18,6 +19,7 @@ from benchmarks.sections import Bench
 from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
 from benchmarks.widen import main as widen_main
 from benchmarks.widen import spread, wide_config, widen
+from decode.native import kernel
 from decode.runner import Runner
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
@@ -133,18 +135,25 @@ def test_carved_draft_is_made_of_the_models_weights() -> None:
         assert carve(model, 2, 48)(tokens_1T).logits.equal(model(tokens_1T).logits)
 
 
-WAYS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact"]
+METHODS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact"]
 
 
 def tiny_bench() -> Bench:
     pair = Pair(endless(llama(key_value_heads=2, tied=False)), endless(llama(key_value_heads=4, tied=True, seed=1)))
     tokens = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = list(zip(["prose", "code", "prose", "code"], tokens, strict=True))
-    return Bench(pair=pair, small=pair, prompts=prompts, text=[t % VOCAB for t in range(40)], max_new_tokens=8)
+    return Bench(
+        pair=pair,
+        small=pair,
+        apart=copy.deepcopy(pair),
+        prompts=prompts,
+        text=[t % VOCAB for t in range(40)],
+        max_new_tokens=8,
+    )
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_every_way_says_the_same_when_greedy(name: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_says_the_same_when_greedy(name: str) -> None:
     bench = tiny_bench()
     prompts = [ids for _, ids in bench.prompts]
     want = greedy(bench.pair.target, torch.tensor(prompts), 8).tolist()
@@ -152,7 +161,7 @@ def test_every_way_says_the_same_when_greedy(name: str) -> None:
     assert [way.decode([prompt], 0)[0] for prompt in prompts] == want
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", METHODS)
 def test_sampling_is_a_function_of_the_seed(name: str) -> None:
     bench = tiny_bench()
     way = build(name, bench.pair, 1.0, 8)
@@ -161,8 +170,8 @@ def test_sampling_is_a_function_of_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf-fast", "hf-constant:x", "chain:0", "kary:2/speculative", "nobody@chain:2"])
-def test_a_way_that_means_nothing_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InputError, match=f"--ways {name}: "):
+def test_a_method_that_means_nothing_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"--methods {name}: "):
         build(name, tiny_bench().pair, 0.0, 8)
 
 
@@ -170,7 +179,7 @@ def test_clock_notes_every_forward_once_and_leaves_no_trace() -> None:
     bench = tiny_bench()
     target, draft = bench.pair.target, bench.pair.draft
     before = Runner.prefill, Runner.forward, target.forward
-    with Clock(target=target, draft=draft) as clock:
+    with Clock(target=[target], draft=[draft]) as clock:
         runs = {
             name: timed_run(clock, target.device, partial(build(name, bench.pair, 0.0, 8).decode, [[1, 2]], 0))
             for name in ("hf", "ar", "chain:8")
@@ -215,10 +224,10 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
     assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain"}
-    ways = sections.ways(bench, ["chain:2"], [0.0, 1.0], rounds=2)
-    assert ways["T=0"]["chain:2"]["greedy_equal"] == ways["T=0"]["hf"]["greedy_equal"] == "4 of 4"
-    assert ways["T=1"]["ar"]["tau"] == ways["T=1"]["hf"]["tau"] == 1 <= ways["T=1"]["chain:2"]["tau"] <= 3
-    assert "greedy_equal" not in ways["T=1"]["chain:2"]
+    methods = sections.methods(bench, ["chain:2"], [0.0, 1.0], rounds=2)
+    assert methods["T=0"]["chain:2"]["greedy_equal"] == methods["T=0"]["hf"]["greedy_equal"] == "4 of 4"
+    assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
+    assert "greedy_equal" not in methods["T=1"]["chain:2"]
     verified = sections.verifiers(bench, ["kary:2,1"], seeds=1)["4 nodes"]
     assert "chains only" in verified["kary:2,1/speculative"]["refused"]
     assert 1 <= verified["kary:2,1/mcsd"]["tau"] <= 3
@@ -226,7 +235,27 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     contexts = sections.contexts(bench, [16, 100], rounds=1)
     assert contexts["16"]["chain:4"]["greedy_equal"] is True
     assert "left_out" in contexts["100"]
-    json.dumps([forwards, ways, verified, contexts])
+    json.dumps([forwards, methods, verified, contexts])
+
+
+@pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.packed_linear._SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
+    monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
+    bench = tiny_bench()
+    for pair in (bench.pair, bench.apart):
+        for model in (pair.target, pair.draft):
+            model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
+    packed = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 2) - VOCAB * 32
+    norms = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 1)
+    found = sixteen_bits.sixteen_bits(bench, ["ar", "chain:2"], rounds=2)
+    # Panels are filled up with zeros, which are read as well.
+    assert 2 * packed + 4 * norms <= 1e6 * found["sixteen_MB_per_token"] <= 0.55e6 * found["fp32_MB_per_token"]
+    assert all(found["methods"][name]["outputs_equal"] for name in ("ar", "chain:2"))
+    assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
+    assert found["resident_MB"]["fp32"]["decoding"] > found["resident_MB"]["fp32"]["before"] > 0
+    json.dumps(found)
 
 
 def test_prompts_are_held_out_passages_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""What 16-bit weights bring: the same models, prompts and process, with matrices packed in 16 bits and in fp32.
+
+Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel on fp32 weights.
+"""
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.methods import Pair, build
+from benchmarks.sections import Bench
+from benchmarks.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
+from decode import SpeculativeDecoder
+from decode.runner import Runner
+from decode.supported_models import attention_windows
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling
+
+ROWS = (1, 2, 5, 9, 17, 29)
+REPEATS = 25
+
+
+@contextmanager
+def kept_in_fp32() -> Iterator[None]:
+    """While this lasts, matrices are packed in fp32 whatever their values."""
+    with mock.patch("decode.native.narrowest", lambda weight_OI: weight_OI):
+        yield
+
+
+def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Forwards by number of rows, tokens per second, and resident memory, each in 16 bits over fp32."""
+    pairs = {"sixteen": bench.pair, "fp32": copy.deepcopy(bench.apart)}
+    for kept, pair in pairs.items():
+        for model in (pair.target, pair.draft):
+            with kept_in_fp32() if kept == "fp32" else nullcontext():
+                Runner(model, attention_windows(model), None)  # packs
+    device = bench.pair.target.device
+    read = [bandwidth(device)]
+    found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
+    read.append(bandwidth(device))
+    found["methods"] = _methods(pairs, bench, names, rounds, read)
+    limit = max(read)
+    found["bandwidth_GB_per_s"] = limit / 1e9
+    for kept, pair in pairs.items():
+        weights = bytes_per_token(pair.target)
+        found[f"{kept}_MB_per_token"] = weights / 1e6
+        found[f"{kept}_ar_share_of_memory_limit"] = found["methods"]["ar"][kept] * weights / limit
+        found[f"{kept}_forward_share_of_memory_limit"] = weights / limit / found["forwards"]["1"][f"{kept}_ms"] * 1e3
+    with tempfile.TemporaryDirectory() as directory:
+        bench.apart.target.save_pretrained(directory)
+        memory = {kept: _resident(directory, kept) for kept in pairs}
+    found["resident_MB"] = memory
+    added = {kept: each["decoding"] - each["before"] for kept, each in memory.items()}
+    found["resident_over_fp32"] = {
+        "process": memory["sixteen"]["decoding"] / memory["fp32"]["decoding"],
+        "model": added["sixteen"] / added["fp32"],
+    }
+    return found
+
+
+def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any]:
+    made = {kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()}
+    calls = {f"{kept} {rows}": made[kept][rows] for rows in ROWS for kept in made}
+    times_s = medians_s(calls, bench.pair.target.device, REPEATS)
+    return {
+        str(rows): {f"{kept}_ms": 1e3 * times_s[f"{kept} {rows}"] for kept in made}
+        | {f"{kept}_over_one_row": times_s[f"{kept} {rows}"] / times_s[f"{kept} 1"] for kept in made}
+        for rows in ROWS
+    }
+
+
+def _methods(
+    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int, read: list[float]
+) -> dict[str, dict[str, Any]]:
+    """Greedy tokens per second; the gain is the median over rounds of the ratio within a round."""
+    made = {
+        (name, kept): build(name, pair, 0.0, bench.max_new_tokens) for name in names for kept, pair in pairs.items()
+    }
+    count = len(bench.prompts) // rounds
+    speeds: dict[tuple[str, str], list[float]] = {key: [] for key in made}
+    outputs: dict[tuple[str, str], list[list[int]]] = {key: [] for key in made}
+    for turn in range(-1, rounds):
+        share = bench.prompts[:1] if turn < 0 else bench.prompts[turn * count : (turn + 1) * count]
+        seconds = dict.fromkeys(made, 0.0)
+        for place, (_, prompt) in enumerate(share):
+            for key in rotated(list(made), turn * len(share) + place):
+                took_s, out = _timed(partial(made[key].decode, [prompt], turn))
+                seconds[key] += took_s
+                if turn >= 0:
+                    outputs[key] += out
+        if turn >= 0:
+            read.append(bandwidth(bench.pair.target.device))
+            for key in made:
+                speeds[key].append(len(share) * bench.max_new_tokens / seconds[key])
+    return {
+        name: {kept: statistics.median(speeds[name, kept]) for kept in pairs}
+        | {
+            "gain": statistics.median(
+                a / b for a, b in zip(speeds[name, "sixteen"], speeds[name, "fp32"], strict=True)
+            ),
+            "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
+        }
+        for name in names
+    }
+
+
+def _timed(call: Any) -> tuple[float, list[list[int]]]:
+    started = time.perf_counter()
+    out = call()
+    return time.perf_counter() - started, out
+
+
+def _resident(target: str, kept: str) -> dict[str, float]:
+    """Resident memory of a process of its own, in MB: before it loads the model, and while it decodes."""
+    command = [sys.executable, "-c", f"from benchmarks.sixteen_bits import report; report({target!r}, {kept!r})"]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        command, capture_output=True, check=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(target: str, kept: str) -> None:
+    """Print the JSON of `_resident`; to be run in a process of its own."""
+    torch.zeros(8, 8) @ torch.zeros(8, 8)
+    before = _resident_mb()
+    model = load_model(target, device="cpu", dtype="float32")
+    with kept_in_fp32() if kept == "fp32" else nullcontext():
+        SpeculativeDecoder(model).generate([[1] * 16], Sampling(temperature=0.0), 8, eos_ids=())
+    sys.stdout.write(json.dumps({"before": before, "decoding": _resident_mb()}) + "\n")
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
