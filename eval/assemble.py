@@ -1,7 +1,6 @@
-"""From the kept measurements to results.json: every figure, its interval, and the per-prompt sums
-behind it."""
+"""From measurements to results.json: every figure, its interval, and the per-prompt sums behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,8 +20,9 @@ from eval.bootstrap import (
 )
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
-from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, SpeedRun
+from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
 from eval.request import Method
+from eval.results import KINDS
 from eval.schema import (
     DEFINITIONS,
     SCHEMA_VERSION,
@@ -49,12 +49,23 @@ DEPTH_COUNTS = ("accepted_by_depth", "reached_by_depth")
 
 @dataclass(frozen=True)
 class Measured:
-    """All finished cells. Keys: (suite, temperature), then the draft, then the method."""
+    """All finished measurements. Keys: (suite, temperature), then the draft, then the method."""
 
     baselines: dict[tuple[str, float], BaselineMeasurement]
     alphas: dict[tuple[str, float, str], AlphaMeasurement]
     decodings: dict[tuple[str, float, str, Method], DecodingMeasurement]
     speeds: dict[tuple[str, float], SpeedMeasurement]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one row of a table is about: a suite (`domain`), or all of a kind pooled (None), at one temperature."""
+
+    domain: str | None
+    kind: SuiteKind
+    suites: list[Suite]
+    temperature: float
+    picks: Resamples
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,14 @@ class Setting:
         """The suites of one kind."""
         return [suite for suite in self.suites if suite.kind == kind]
 
-    def groups(self) -> list[tuple[str | None, SuiteKind, list[Suite]]]:
-        """Every suite by itself, then all of a kind pooled (domain None)."""
-        pooled: list[tuple[str | None, SuiteKind, list[Suite]]] = [
-            (None, kind, self.kind(kind)) for kind in ("id", "ood") if self.kind(kind)
-        ]
-        return [(suite.name, suite.kind, [suite]) for suite in self.suites] + pooled
+    def groups(self) -> Iterator[Group]:
+        """Every suite by itself, then all of a kind pooled; each at every temperature."""
+        alone: list[tuple[str | None, SuiteKind, list[Suite]]] = [(s.name, s.kind, [s]) for s in self.suites]
+        pooled = [(None, kind, self.kind(kind)) for kind in KINDS if self.kind(kind)]
+        for domain, kind, suites in alone + pooled:
+            picks = self.prompt_picks(suites)
+            for temperature in self.temperatures:
+                yield Group(domain, kind, suites, temperature, picks)
 
     def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
         """The resamples of some suites; a suite's own are the same wherever it appears."""
@@ -92,6 +105,11 @@ class Setting:
     def prompt_picks(self, suites: Sequence[Suite]) -> Resamples:
         """The resamples over all prompts of some suites."""
         return self.picks(suites, [len(suite.prompts) for suite in suites])
+
+
+def _ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
+    """The per-prompt lists `above` and `below` of some measurements, side by side."""
+    return pool_sums([PromptSums.of(part[above], part[below]) for part in parts])
 
 
 def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
@@ -119,9 +137,9 @@ def baseline_rows(setting: Setting, measured: Measured) -> list[BaselineRow]:
     rows = []
     for suite in setting.suites:
         for temperature in setting.temperatures:
-            cell = measured.baselines[suite.name, temperature]
-            lengths = [len(ids) for ids in cell["output_ids"]]
-            stopped = cell["finish_reason"].count("stop")
+            baseline = measured.baselines[suite.name, temperature]
+            lengths = [len(ids) for ids in baseline["output_ids"]]
+            stopped = baseline["finish_reason"].count("stop")
             rows.append(
                 BaselineRow(
                     domain=suite.name,
@@ -137,112 +155,94 @@ def baseline_rows(setting: Setting, measured: Measured) -> list[BaselineRow]:
 
 
 def _alpha(measured: Measured, suites: Sequence[Suite], temperature: float, draft: str) -> PromptSums:
-    cells = [measured.alphas[suite.name, temperature, draft] for suite in suites]
-    return pool_sums([PromptSums.of(cell["sum"], cell["count"]) for cell in cells])
-
-
-def _per_prompt(cell: AlphaMeasurement) -> dict[str, list[Any]]:
-    return {"sum": cell["sum"], "count": cell["count"]}
+    return _ratio([measured.alphas[suite.name, temperature, draft] for suite in suites], "sum", "count")
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
     """alpha of every draft on every suite and on each kind pooled, with its gain over the base."""
     rows = []
-    for domain, kind, suites in setting.groups():
-        picks = setting.prompt_picks(suites)
-        for temperature in setting.temperatures:
-            base = _alpha(measured, suites, temperature, setting.base)
-            for draft in setting.drafts:
-                sums = _alpha(measured, suites, temperature, draft)
-                rows.append(
-                    AlphaRow(
-                        draft=draft,
-                        domain=domain,
-                        kind=kind,
-                        temperature=temperature,
-                        alpha=estimate(sums, picks),
-                        gain=None if draft == setting.base else difference(sums, base, picks),
-                        per_prompt=(
-                            _per_prompt(measured.alphas[domain, temperature, draft]) if domain is not None else None
-                        ),
-                    )
+    for group in setting.groups():
+        base = _alpha(measured, group.suites, group.temperature, setting.base)
+        for draft in setting.drafts:
+            sums = _alpha(measured, group.suites, group.temperature, draft)
+            own = measured.alphas[group.domain, group.temperature, draft] if group.domain is not None else None
+            rows.append(
+                AlphaRow(
+                    draft=draft,
+                    domain=group.domain,
+                    kind=group.kind,
+                    temperature=group.temperature,
+                    alpha=estimate(sums, group.picks),
+                    gain=None if draft == setting.base else difference(sums, base, group.picks),
+                    per_prompt=None if own is None else {"sum": own["sum"], "count": own["count"]},
                 )
+            )
     return rows
 
 
 def transfer_rows(setting: Setting, measured: Measured) -> list[TransferRow]:
     """transfer of every aligned draft to every OOD suite and to all of them pooled."""
-    home, away = setting.kind("id"), setting.kind("ood")
-    picks_id = setting.prompt_picks(home)
+    id_suites = setting.kind("id")
+    picks_id = setting.prompt_picks(id_suites)
     rows = []
-    for domain, kind, suites in setting.groups():
-        if kind == "id" or (domain is None and len(away) == 1):
+    for group in setting.groups():
+        # A single OOD suite needs no pooled row.
+        if group.kind == "id" or (group.domain is None and len(group.suites) == 1):
             continue
-        picks_ood = setting.prompt_picks(suites)
-        for temperature in setting.temperatures:
-            base_id = _alpha(measured, home, temperature, setting.base)
-            base_ood = _alpha(measured, suites, temperature, setting.base)
-            for draft in setting.drafts:
-                if draft == setting.base:
-                    continue
-                new_id = _alpha(measured, home, temperature, draft)
-                new_ood = _alpha(measured, suites, temperature, draft)
-                share = transfer(new_id, base_id, picks_id, new_ood, base_ood, picks_ood)
-                rows.append(
-                    TransferRow(
-                        draft=draft,
-                        domain=domain,
-                        temperature=temperature,
-                        value=share["value"],
-                        low=share["low"],
-                        high=share["high"],
-                        undefined=share["undefined"],
-                        gain_id=difference(new_id, base_id, picks_id),
-                        gain_ood=difference(new_ood, base_ood, picks_ood),
-                    )
+
+        def sums(suites: Sequence[Suite], draft: str, temperature: float = group.temperature) -> PromptSums:
+            return _alpha(measured, suites, temperature, draft)
+
+        base_id, base_ood = sums(id_suites, setting.base), sums(group.suites, setting.base)
+        for draft in setting.drafts:
+            if draft == setting.base:
+                continue
+            new_id, new_ood = sums(id_suites, draft), sums(group.suites, draft)
+            share = transfer(new_id, base_id, picks_id, new_ood, base_ood, group.picks)
+            rows.append(
+                TransferRow(
+                    draft=draft,
+                    domain=group.domain,
+                    temperature=group.temperature,
+                    value=share["value"],
+                    low=share["low"],
+                    high=share["high"],
+                    undefined=share["undefined"],
+                    gain_id=difference(new_id, base_id, picks_id),
+                    gain_ood=difference(new_ood, base_ood, group.picks),
                 )
+            )
     return rows
 
 
-def _ratio(cells: Sequence[DecodingMeasurement], above: str, below: str) -> PromptSums:
-    untyped: Sequence[Any] = cells
-    return pool_sums([PromptSums.of(cell[above], cell[below]) for cell in untyped])
-
-
-def _at_depth(cells: Sequence[DecodingMeasurement], depth: int) -> PromptSums:
+def _at_depth(parts: Sequence[DecodingMeasurement], depth: int) -> PromptSums:
     """accept@depth; a prompt whose steps never offered that depth counts zero of zero."""
 
     def column(rows: list[list[int]]) -> list[float]:
         return [row[depth - 1] if len(row) >= depth else 0 for row in rows]
 
-    return pool_sums(
-        [PromptSums.of(column(cell["accepted_by_depth"]), column(cell["reached_by_depth"])) for cell in cells]
-    )
+    sums = [PromptSums.of(column(part["accepted_by_depth"]), column(part["reached_by_depth"])) for part in parts]
+    return pool_sums(sums)
 
 
-def _headroom(
-    measured: Measured, suites: Sequence[Suite], temperature: float, draft: str, method: Method, picks: Resamples
-) -> Estimate | None:
+def _headroom(measured: Measured, group: Group, draft: str, method: Method) -> Estimate | None:
     """The bound at the root over what the verifier accepts there; None where no bound was taken."""
     step = RootStep.of(method)
-    alphas = [measured.alphas[suite.name, temperature, draft] for suite in suites]
+    alphas = [measured.alphas[suite.name, group.temperature, draft] for suite in group.suites]
     if step is None or not all(step.name in alpha["roots"] for alpha in alphas):
         return None
     roots = [alpha["roots"][step.name] for alpha in alphas]
-    bound, reached = (
-        pool_sums([PromptSums.of(root[key], root["count"]) for root in roots]) for key in ("bound", "reached")
-    )
-    return quotient(bound, reached, picks)
+    return quotient(_ratio(roots, "bound", "count"), _ratio(roots, "reached", "count"), group.picks)
 
 
-def _identical(cells: Sequence[DecodingMeasurement]) -> Identical | None:
-    parts = [cell["identical"] for cell in cells if cell["identical"] is not None]
-    if not parts:
+def _identical(parts: Sequence[DecodingMeasurement]) -> Identical | None:
+    checks = [part["identical"] for part in parts if part["identical"] is not None]
+    if not checks:
         return None
-    gaps = [part["largest_gap"] for part in parts if part["largest_gap"] is not None]
+    gaps = [check["largest_gap"] for check in checks if check["largest_gap"] is not None]
     return Identical(
-        same=sum(part["same"] for part in parts),
-        of=sum(part["of"] for part in parts),
+        same=sum(check["same"] for check in checks),
+        of=sum(check["of"] for check in checks),
         largest_gap=max(gaps, default=None),
     )
 
@@ -250,86 +250,72 @@ def _identical(cells: Sequence[DecodingMeasurement]) -> Identical | None:
 def decoding_rows(setting: Setting, measured: Measured) -> list[DecodingRow]:
     """tau, accept@d and alpha_mcsd of every draft, suite, temperature and method, and on each kind pooled."""
     rows = []
-    for domain, kind, suites in setting.groups():
-        picks = setting.prompt_picks(suites)
-        for temperature in setting.temperatures:
-            for method in setting.methods:
-                cells = {
-                    draft: [measured.decodings[s.name, temperature, draft, method] for s in suites]
-                    for draft in setting.drafts
-                }
-                base_tau = _ratio(cells[setting.base], "emitted", "target_calls")
-                for draft, own in cells.items():
-                    untyped: Sequence[Any] = own
-                    tau = _ratio(own, "emitted", "target_calls")
-                    depths = max((len(r) for cell in own for r in cell["reached_by_depth"]), default=0)
-                    rows.append(
-                        DecodingRow(
-                            draft=draft,
-                            domain=domain,
-                            kind=kind,
-                            temperature=temperature,
-                            tree=method.tree,
-                            verifier=method.verifier,
-                            lossless=method.lossless,
-                            tau=estimate(tau, picks),
-                            tau_gain=None if draft == setting.base else difference(tau, base_tau, picks),
-                            alpha_mcsd=estimate(_ratio(own, "accepted", "depth_sum"), picks),
-                            accept_at=[estimate(_at_depth(own, depth), picks) for depth in range(1, depths + 1)],
-                            headroom=_headroom(measured, suites, temperature, draft, method, picks),
-                            identical_outputs=_identical(own),
-                            counts={key: sum(sum(cell[key]) for cell in untyped) for key in COUNTS},
-                            per_prompt=(
-                                {key: untyped[0][key] for key in COUNTS + DEPTH_COUNTS} if domain is not None else None
-                            ),
-                        )
+    for group in setting.groups():
+        for method in setting.methods:
+            by_draft = {
+                draft: [measured.decodings[s.name, group.temperature, draft, method] for s in group.suites]
+                for draft in setting.drafts
+            }
+            base_tau = _ratio(by_draft[setting.base], "emitted", "target_calls")
+            for draft, parts in by_draft.items():
+                untyped: Sequence[Any] = parts
+                tau = _ratio(parts, "emitted", "target_calls")
+                deepest = max((len(row) for part in parts for row in part["reached_by_depth"]), default=0)
+                own = {key: untyped[0][key] for key in COUNTS + DEPTH_COUNTS}
+                rows.append(
+                    DecodingRow(
+                        draft=draft,
+                        domain=group.domain,
+                        kind=group.kind,
+                        temperature=group.temperature,
+                        tree=method.tree,
+                        verifier=method.verifier,
+                        lossless=method.lossless,
+                        tau=estimate(tau, group.picks),
+                        tau_gain=None if draft == setting.base else difference(tau, base_tau, group.picks),
+                        alpha_mcsd=estimate(_ratio(parts, "accepted", "depth_sum"), group.picks),
+                        accept_at=[estimate(_at_depth(parts, depth), group.picks) for depth in range(1, deepest + 1)],
+                        headroom=_headroom(measured, group, draft, method),
+                        identical_outputs=_identical(parts),
+                        counts={key: sum(sum(part[key]) for part in untyped) for key in COUNTS},
+                        per_prompt=None if group.domain is None else own,
                     )
+                )
     return rows
 
 
-def _rate(runs: Sequence[SpeedRun]) -> PromptSums:
-    return pool_sums([PromptSums.of(run["emitted"], run["decode_s"]) for run in runs])
-
-
 def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
-    """Tokens per second and speedup of every way of decoding; empty when nothing was timed."""
+    """Tokens per second and speedup of every decoding method; empty when nothing was timed."""
     rows: list[SpeedRow] = []
-    lossless = {(way.tree, way.verifier): way.lossless for way in setting.methods}
-    for domain, kind, suites in setting.groups() if measured.speeds else []:
-        for temperature in setting.temperatures:
-            cells = [measured.speeds[suite.name, temperature] for suite in suites]
-            picks = setting.picks(suites, [len(cell["prompt_ids"]) for cell in cells])
-            alone = _rate([cell["runs"][0] for cell in cells])
-            for way, first in enumerate(cells[0]["runs"]):
-                runs = [cell["runs"][way] for cell in cells]
-                rate = _rate(runs)
-                rows.append(
-                    SpeedRow(
-                        draft=first["draft"],
-                        domain=domain,
-                        kind=kind,
-                        temperature=temperature,
-                        tree=first["tree"],
-                        verifier=first["verifier"],
-                        # The target alone is in no table of methods.
-                        lossless=lossless.get((first["tree"] or "", first["verifier"] or ""), True),
-                        tokens_per_s=rate.pooled,
-                        latency_s_per_token=1 / rate.pooled if rate.pooled else None,
-                        speedup=None if first["draft"] is None else quotient(rate, alone, picks),
-                        tokens=sum(sum(run["emitted"]) for run in runs),
-                        prefill_s=sum(sum(run["prefill_s"]) for run in runs),
-                        decode_s=sum(sum(run["decode_s"]) for run in runs),
-                        per_prompt=(
-                            {
-                                "emitted": first["emitted"],
-                                "prefill_s": first["prefill_s"],
-                                "decode_s": first["decode_s"],
-                            }
-                            if domain is not None
-                            else None
-                        ),
-                    )
+    # The target alone is in no table of methods; its tree and verifier are None.
+    lossless: dict[tuple[str | None, str | None], bool] = {(None, None): True}
+    lossless |= {(method.tree, method.verifier): method.lossless for method in setting.methods}
+    for group in setting.groups() if measured.speeds else ():
+        timed = [measured.speeds[suite.name, group.temperature] for suite in group.suites]
+        picks = setting.picks(group.suites, [len(each["prompt_ids"]) for each in timed])
+        alone = _ratio([each["runs"][0] for each in timed], "emitted", "decode_s")
+        for index, first in enumerate(timed[0]["runs"]):
+            runs: list[Any] = [each["runs"][index] for each in timed]
+            rate = _ratio(runs, "emitted", "decode_s")
+            own = {key: runs[0][key] for key in ("emitted", "prefill_s", "decode_s")}
+            rows.append(
+                SpeedRow(
+                    draft=first["draft"],
+                    domain=group.domain,
+                    kind=group.kind,
+                    temperature=group.temperature,
+                    tree=first["tree"],
+                    verifier=first["verifier"],
+                    lossless=lossless[first["tree"], first["verifier"]],
+                    tokens_per_s=rate.pooled,
+                    latency_s_per_token=1 / rate.pooled if rate.pooled else None,
+                    speedup=None if first["draft"] is None else quotient(rate, alone, picks),
+                    tokens=sum(sum(run["emitted"]) for run in runs),
+                    prefill_s=sum(sum(run["prefill_s"]) for run in runs),
+                    decode_s=sum(sum(run["decode_s"]) for run in runs),
+                    per_prompt=None if group.domain is None else own,
                 )
+            )
     return rows
 
 
@@ -368,8 +354,13 @@ def assemble(
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
         methods=[
-            {"tree": way.tree, "shape": asdict(way.shape), "verifier": way.verifier, "lossless": way.lossless}
-            for way in setting.methods
+            {
+                "tree": method.tree,
+                "shape": asdict(method.shape),
+                "verifier": method.verifier,
+                "lossless": method.lossless,
+            }
+            for method in setting.methods
         ],
         models=models,
         suites=suite_rows(setting.suites),

@@ -166,7 +166,7 @@ def transfer(
     base_ood: PromptSums,
     picks_ood: Resamples,
 ) -> Transfer:
-    """(gain OOD) / (gain ID): the share of what alignment bought at home that survives away from home.
+    """(gain OOD) / (gain ID): the share of what alignment bought in distribution that survives out of it.
 
     The two sets of prompts are resampled independently. A ratio to a gain that may be zero means nothing, so
     it is undefined unless the interval of the ID gain lies above zero.
@@ -179,13 +179,13 @@ def transfer(
     elif gain_id["low"] is None or gain_id["high"] is None:
         reason = "the gain in distribution has no interval"
     elif gain_id["high"] < 0:
-        reason = "acceptance fell in distribution, so there is no gain to carry over"
+        reason = "acceptance fell in distribution, so there is no gain to transfer"
     elif gain_id["low"] <= 0:
         reason = "the gain in distribution cannot be told from zero"
     if reason is not None or gain_id["value"] is None or gain_ood["value"] is None:
         return Transfer(value=None, low=None, high=None, undefined=reason)
-    home_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
-    away_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
+    id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
+    ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = interval(away_R / home_R, picks_ood)
+        low, high = interval(ood_R / id_R, picks_ood)
     return Transfer(value=gain_ood["value"] / gain_id["value"], low=low, high=high, undefined=None)

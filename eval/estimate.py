@@ -1,7 +1,7 @@
 """alpha: the expected acceptance of one draft token, from two teacher-forced forwards and no decoding loop.
 
 A head is read as it drafts the first token below the root: at each position it gets the target's own state at the
-position before and the token that stands there. What it makes of states that it predicted itself is measured by
+position before and the token at it. What it makes of states that it predicted itself is measured by
 decoding (accept@d).
 
 Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, H hidden size.
@@ -170,7 +170,7 @@ def _batch_sums(
     # All Medusa heads are computed, though only the first is read.
     held = len(rows) * vocabulary_size(target) * (len(draft) if isinstance(draft, MedusaHeads) else 1)
     is_model = isinstance(draft, PreTrainedModel)
-    # A head has no way to leave out the logits of the part before `first`, which is chunked like the rest.
+    # A head cannot leave out the logits of the part before `first`, which is chunked like the rest.
     chunks = _chunks(first if is_model else 0, columns, max(1, max_logits // held))
     sums_B = torch.zeros(len(rows), dtype=torch.float64)
     positions_BT = torch.arange(columns, device=ids_BT.device).expand_as(ids_BT)

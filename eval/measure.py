@@ -1,12 +1,12 @@
 """Decoding for real: the target alone, then every draft against it, counted per prompt and timed.
 
-What a function here returns is plain JSON, because it is kept on disk as one cell of the evaluation.
+What a function here returns is plain JSON, because it is kept on disk as one measurement of the evaluation.
 Every list is in the order of the prompts.
 """
 
 import os
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ from eval.request import Method
 from eval.schema import Identical
 
 WARM_UP_TOKENS = 8
+# What is kept of `decode.stats`, per prompt.
+COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum", "accepted_by_depth", "reached_by_depth")
 
 
 class BaselineMeasurement(TypedDict):
@@ -44,7 +46,7 @@ class DecodingMeasurement(TypedDict):
 
 
 class SpeedRun(TypedDict):
-    """Batch-1 clock times of one way of decoding; `draft` None is the autoregressive baseline."""
+    """Batch-1 clock times of one decoding method; `draft` None is the autoregressive baseline."""
 
     draft: str | None
     tree: str | None
@@ -67,7 +69,7 @@ def _generators(prompts: Sequence[Prompt], seed: int, stream: str) -> list[torch
 
 
 def _stream(sampling: Sampling, method: Method | None) -> str:
-    """The name of a row's random stream: all drafts share one, so that they are compared on equal luck."""
+    """The name of the random stream of a prompt: all drafts share one, which makes their differences less noisy."""
     plain = f"{sampling.temperature}"
     return plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
 
@@ -90,7 +92,7 @@ def baseline(
 ) -> BaselineMeasurement:
     """Continue every prompt with the target alone. `tick(n)` is told of every n prompts done."""
     decoder = SpeculativeDecoder(target, None)
-    cell = BaselineMeasurement(output_ids=[], finish_reason=[])
+    counted = BaselineMeasurement(output_ids=[], finish_reason=[])
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
@@ -100,16 +102,17 @@ def baseline(
             _generators(rows, seed, _stream(sampling, None)),
             eos,
         )
-        cell["output_ids"] += [row.output_ids for row in batch.generations]
-        cell["finish_reason"] += [row.finish_reason for row in batch.generations]
+        counted["output_ids"] += [row.output_ids for row in batch.generations]
+        counted["finish_reason"] += [row.finish_reason for row in batch.generations]
         tick(len(rows))
-    return cell
+    return counted
 
 
-def continuations(prompts: Sequence[Prompt], cell: BaselineMeasurement) -> list[Continuation]:
+def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
     """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
     return [
-        Continuation(prompt.id, prompt.ids, output) for prompt, output in zip(prompts, cell["output_ids"], strict=True)
+        Continuation(prompt.id, prompt.ids, output)
+        for prompt, output in zip(prompts, baseline["output_ids"], strict=True)
     ]
 
 
@@ -155,16 +158,7 @@ def decoding(
     """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
     decoder = decoder_of(target, draft, method)
     outputs: list[list[int]] = []
-    cell = DecodingMeasurement(
-        target_calls=[],
-        emitted=[],
-        proposed=[],
-        accepted=[],
-        depth_sum=[],
-        accepted_by_depth=[],
-        reached_by_depth=[],
-        identical=None,
-    )
+    counted: dict[str, list[Any]] = {key: [] for key in COUNTED}
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
@@ -177,17 +171,12 @@ def decoding(
         for generation in batch.generations:
             stats = generation.stats
             outputs.append(generation.output_ids)
-            cell["target_calls"].append(stats.target_calls)
-            cell["emitted"].append(stats.emitted)
-            cell["proposed"].append(stats.proposed)
-            cell["accepted"].append(stats.accepted)
-            cell["depth_sum"].append(stats.depth_sum)
-            cell["accepted_by_depth"].append(list(stats.accepted_by_depth))
-            cell["reached_by_depth"].append(list(stats.reached_by_depth))
+            for key, values in counted.items():
+                value = getattr(stats, key)
+                values.append(list(value) if key.endswith("_by_depth") else value)
         tick(len(rows))
-    if sampling.greedy:
-        cell["identical"] = _compare(target, prompts, outputs, expected["output_ids"])
-    return cell
+    identical = _compare(target, prompts, outputs, expected["output_ids"]) if sampling.greedy else None
+    return cast(DecodingMeasurement, {**counted, "identical": identical})
 
 
 def speed(
@@ -204,12 +193,12 @@ def speed(
 ) -> SpeedMeasurement:
     """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order.
 
-    Interleaving spreads a slow minute of the machine over all of them, rotation spreads the warm
-    cache. Each is warmed up once before the clock counts.
+    Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each is
+    warmed up once before the clock counts.
     """
     load = os.getloadavg()[0]
     runs: list[SpeedRun] = []
-    ways: list[tuple[SpeculativeDecoder, str, SpeedRun]] = []
+    contenders: list[tuple[SpeculativeDecoder, str, SpeedRun]] = []
 
     def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None) -> None:
         run = SpeedRun(
@@ -221,19 +210,19 @@ def speed(
             decode_s=[],
         )
         runs.append(run)
-        ways.append((decoder, _stream(sampling, method), run))
+        contenders.append((decoder, _stream(sampling, method), run))
 
     add(SpeculativeDecoder(target, None), None, None)
     for name, draft in drafts.items():
         for method in methods:
             add(decoder_of(target, draft, method), name, method)
-    for decoder, stream, _ in ways:
+    for decoder, stream, _ in contenders:
         row = prompts[0]
         warm_up = min(WARM_UP_TOKENS, max_new_tokens)
         decoder.generate([row.ids], sampling, warm_up, _generators([row], seed, stream), eos)
     for index, prompt in enumerate(prompts):
-        turn = index % len(ways)
-        for decoder, stream, run in ways[turn:] + ways[:turn]:
+        turn = index % len(contenders)
+        for decoder, stream, run in contenders[turn:] + contenders[:turn]:
             batch = decoder.generate([prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos)
             run["emitted"].append(len(batch.generations[0].output_ids))
             run["prefill_s"].append(batch.prefill_s)

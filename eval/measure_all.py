@@ -47,7 +47,7 @@ class _Run:
         return outcome
 
     def common(self, suite: Suite, sampling: Sampling) -> dict[str, Any]:
-        """What decides the outcome of every measurement on a suite at one way of sampling."""
+        """What decides the outcome of every measurement on a suite with one sampling."""
         return {
             "suite": suite.digest,
             "sampling": asdict(sampling),

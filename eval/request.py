@@ -80,7 +80,7 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
                 raise InputError(f"--verifier {name}: unknown; did you mean {near[0]}?")
             method = Method(spec, name)
             try:
-                # Draft models and heads can draw siblings of a static tree in every way, so the rule gets its first
+                # Draft models and heads have every drawing of siblings of a static tree, so the rule gets its first
                 # choice. A tree that grows while decoding always takes the most probable tokens.
                 VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
             except ValueError as error:

@@ -51,20 +51,20 @@ def figures(document: ResultsDocument) -> dict[str, float]:
     tau and speedup depend on the tree and the verifier, alpha and transfer do not. What is not defined is left out.
     """
     found: dict[str, float | None] = {}
-    for cell in (*document["alpha"], *document["overall_alpha"]):
-        found[f"alpha/{_cell(cell)}"] = cell["alpha"]["value"]
-        if cell["gain"] is not None:
-            found[f"gain/{_cell(cell)}"] = cell["gain"]["value"]
-    for way in (*document["decoding"], *document["overall_decoding"]):
-        found[f"tau/{_cell(way)}/{way['tree']}/{way['verifier']}"] = way["tau"]["value"]
+    for row in (*document["alpha"], *document["overall_alpha"]):
+        found[f"alpha/{_name(row)}"] = row["alpha"]["value"]
+        if row["gain"] is not None:
+            found[f"gain/{_name(row)}"] = row["gain"]["value"]
+    for decoded in (*document["decoding"], *document["overall_decoding"]):
+        found[f"tau/{_name(decoded)}/{decoded['tree']}/{decoded['verifier']}"] = decoded["tau"]["value"]
     for timed in (*document["speed"]["domains"], *document["speed"]["overall"]):
         if timed["speedup"] is not None:
-            found[f"speedup/{_cell(timed)}/{timed['tree']}/{timed['verifier']}"] = timed["speedup"]["value"]
+            found[f"speedup/{_name(timed)}/{timed['tree']}/{timed['verifier']}"] = timed["speedup"]["value"]
     for share in document["transfer"]:
-        found[f"transfer/{_cell({**share, 'kind': 'ood'})}"] = share["value"]
+        found[f"transfer/{_name({**share, 'kind': 'ood'})}"] = share["value"]
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _cell(row: Any) -> str:
-    # A name of a set has no space in it, so that `all id` is no set's.
+def _name(row: Any) -> str:
+    # Names of sets have no spaces, so no set is called `all id`.
     return f"{row['draft']}/{row['domain'] or 'all ' + row['kind']}/T{row['temperature']:g}"

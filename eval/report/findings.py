@@ -235,8 +235,8 @@ def _plain_finding(results: Results) -> Finding:
 
 def _work(results: Results, draft: str) -> list[tuple[str, str]]:
     """Tokens per target call and speed in distribution, with the method that does best there."""
-    rows = [results.decoding(draft, "id", None, way["tree"], way["verifier"]) for way in results.document["methods"]]
-    rows = [row for row in rows if row["tau"]["value"] is not None]
+    methods = [(method["tree"], method["verifier"]) for method in results.document["methods"]]
+    rows = [row for method in methods if (row := results.decoding(draft, "id", None, *method))["tau"]["value"]]
     if not rows:
         return []
 
@@ -280,14 +280,14 @@ def _figure(value: Estimate) -> str:
 
 def _lossless(results: Results) -> str:
     document = results.document
-    lossy = sorted({way["verifier"] for way in document["methods"] if not way["lossless"]})
+    lossy = sorted({method["verifier"] for method in document["methods"] if not method["lossless"]})
     parts = []
     if lossy:
         parts.append(f"Outputs are not the target's own with {', '.join(lossy)}, lossy by design (lossless: false).")
     found = [row["identical_outputs"] for row in document["decoding"] if row["lossless"] and row["identical_outputs"]]
     same, total = sum(check["same"] for check in found), sum(check["of"] for check in found)
     if not found:
-        if any(way["lossless"] for way in document["methods"]):
+        if any(method["lossless"] for method in document["methods"]):
             parts.append(
                 "The verifiers keep the target's output distribution; temperature 0 was not measured, so outputs were "
                 "not compared token for token."
