@@ -1,4 +1,4 @@
-"""One training step with a live teacher, side by side: this project's chunked way, and the plain way.
+"""One training step with a live teacher, side by side: this project's chunked method, and the plain one.
 
     python benchmarks/train.py --out FILE.json [--vocabulary 32000 --sequence 1024 --batch 4 --objective fkl]
 
@@ -7,15 +7,14 @@ other than fkl: this project's own loss function on them), backward. Both make t
 forward and backward, optimizer; random weights and tokens, every position predicted. The draft has the shape of
 LLaMA-68M (2 layers of 768), the target is a small Llama.
 
-Seconds: one process, one warm-up each, the two ways in turn, medians. Where others share the machine the seconds of the
-processor (CPU only) say more than those of the clock; both are written. The chunked way also measures alpha, as it does
-in training. Memory: a fresh process for each way, the highest it rose in its second step above what it held before
+Seconds: one process, one warm-up each, the two methods in turn, medians. On a shared machine the seconds of the
+processor (CPU only) say more than those of the clock; both are written. The chunked one also measures alpha, as it does
+in training. Memory: a fresh process for each method, the highest it rose in its second step above what it held before
 it: on CUDA `max_memory_allocated`, on a CPU the kernel's high-water mark of resident memory, reset before the step (an
 allocator that returns memory late can only raise it). Quote the ratios.
 """
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -31,14 +30,15 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from draftsmith_core.memory import peak_memory, reset_peak_memory  # noqa: E402
 from draftsmith_core.models import resolve_device  # noqa: E402
 from draftsmith_core.options import parse  # noqa: E402
 from train.data import Batch  # noqa: E402
 from train.objective import parse_objective  # noqa: E402
 from train.trainees.lm import LMTrainee  # noqa: E402
 
-WAYS = ("plain", "chunked")
-Step = Callable[[], float]
+METHODS = ("plain", "chunked")
+StepFunction = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Options:
     """Autocast to bf16 in both."""
     device: str = "auto"
     only: str = ""
-    """Used by itself: measure the memory of this way and print it."""
+    """Used by itself: measure the memory of this method and print it."""
 
 
 def llama(hidden: int, layers: int, vocabulary: int, sequence: int) -> LlamaForCausalLM:
@@ -76,8 +76,8 @@ def llama(hidden: int, layers: int, vocabulary: int, sequence: int) -> LlamaForC
     return LlamaForCausalLM(config)
 
 
-def make_steps(options: Options) -> dict[str, Step]:
-    """The two ways as functions that make one step and return its loss per token."""
+def make_steps(options: Options) -> dict[str, StepFunction]:
+    """The two methods as functions that make one step and return its loss per token."""
     device = resolve_device(options.device)
     torch.manual_seed(0)
     target = llama(options.target_hidden, options.target_layers, options.vocabulary, options.sequence)
@@ -114,42 +114,26 @@ def make_steps(options: Options) -> dict[str, Step]:
     return {"plain": lambda: step(plain), "chunked": lambda: step(chunked)}
 
 
-def high_water_mark() -> int:
-    """The most bytes that this process has held since the mark was reset."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def reset_mark() -> None:
-    """Start counting from what is held now."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory_of(way: str, options: Options) -> dict[str, int]:
+def memory_of(method: str, options: Options) -> dict[str, int]:
     """Bytes held before a step, and by how much it rose; run in a process of its own."""
-    step = make_steps(options)[way]
+    step = make_steps(options)[method]
+    device = resolve_device(options.device)
     step()
-    reset_mark()
-    before = high_water_mark()
+    reset_peak_memory(device)
+    before, _ = peak_memory(device)
     step()
-    return {"before": before, "rise": high_water_mark() - before}
+    return {"before": before, "rise": peak_memory(device)[0] - before}
 
 
-def measured_memory(way: str) -> dict[str, int]:
+def measured_memory(method: str) -> dict[str, int]:
     """`memory_of` in a fresh process with this command's options."""
-    words = [sys.executable, __file__, *sys.argv[1:], "--only", way]
+    words = [sys.executable, __file__, *sys.argv[1:], "--only", method]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def timed(step: Step) -> tuple[float, float]:
+def timed(step: StepFunction) -> tuple[float, float]:
     """Seconds of one step: by the clock, and of all this process's cores together."""
     started, busy = time.perf_counter(), time.process_time()
     step()
@@ -164,16 +148,16 @@ def main() -> None:
     if options.only:
         sys.stdout.write(json.dumps(memory_of(options.only, options)) + "\n")
         return
-    memory = {way: measured_memory(way) for way in WAYS}
+    memory = {method: measured_memory(method) for method in METHODS}
     steps = make_steps(options)
-    losses = {way: steps[way]() for way in WAYS}
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    losses = {method: steps[method]() for method in METHODS}
+    seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
     for repeat in range(options.repeats):
-        for way in WAYS if repeat % 2 == 0 else WAYS[::-1]:
-            seconds[way].append(timed(steps[way]))
+        for method in METHODS if repeat % 2 == 0 else METHODS[::-1]:
+            seconds[method].append(timed(steps[method]))
     tokens = options.batch * options.sequence
-    speed = {way: tokens / statistics.median(clock for clock, _ in seconds[way]) for way in WAYS}
-    busy = {way: statistics.median(spent for _, spent in seconds[way]) for way in WAYS}
+    speed = {method: tokens / statistics.median(clock for clock, _ in seconds[method]) for method in METHODS}
+    busy = {method: statistics.median(spent for _, spent in seconds[method]) for method in METHODS}
     result = {
         "options": asdict(replace(options, out="")),
         "device": str(resolve_device(options.device)),
@@ -181,8 +165,8 @@ def main() -> None:
         "torch": torch.__version__,
         "loss": losses,
         "memory_bytes": memory,
-        "seconds": {way: [clock for clock, _ in seconds[way]] for way in WAYS},
-        "processor_seconds": {way: [spent for _, spent in seconds[way]] for way in WAYS},
+        "seconds": {method: [clock for clock, _ in seconds[method]] for method in METHODS},
+        "processor_seconds": {method: [spent for _, spent in seconds[method]] for method in METHODS},
         "tokens_per_s": speed,
         "memory_ratio": memory["chunked"]["rise"] / memory["plain"]["rise"],
         "speed_ratio": speed["chunked"] / speed["plain"],

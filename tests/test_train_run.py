@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from drafts.heads import save_head
+from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
@@ -328,6 +330,11 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
         ("--heldout_fraction 0", "heldout_fraction: 0.0 must be above 0 and below 1"),
         ("--objective 0.9fkl+0.1*ce", "no loss is named '0.9fkl' (write 0.9*fkl)"),
         ("--objective jsd=0.5", "no loss is named 'jsd=0.5' (write jsd:beta=0.5)"),
+        ("--optim.name sgd --optim.beta2 0.9", "optim.beta2: sgd has none; leave it out"),
+        ("--on_policy.temperature 0.5", "on_policy: is not used while on_policy.fraction is 0; leave it out"),
+        ("--dtype bfloat16", "dtype: is the target's, and none is given; leave it out"),
+        ("--heldout d --heldout_fraction 0.2", "heldout_fraction: is not used where `heldout` is given; leave it out"),
+        ("--temperature 2", "temperature: `ce` has none; leave it out"),
         ("--draft_config .", "draft_config: . is a directory; name the config.json in it"),
         ("--target words.txt", "words.txt: is a file; name the directory that it lies in"),
     ],
@@ -485,3 +492,28 @@ def test_tensorboard_gets_the_curves_and_no_secret(words: list[str], tmp_path: P
     # What the clock says is in no file that two runs could be compared by.
     assert "tokens_per_s" not in (tmp_path / "draft/run/metrics.jsonl").read_text()
     no_secret(tmp_path, out, err)
+
+
+def test_weights_that_are_not_numbers_are_named_and_not_the_learning_rate(
+    tmp_path: Path, door: Door, distilled: str, draft_dir: str, target_dir: str
+) -> None:
+    head = MedusaHeads.fresh(load_model(target_dir, device="cpu"), num_heads=1)
+    with torch.no_grad():
+        next(head.parameters())[0, 0] = float("nan")
+    save_head(head, tmp_path / "head")
+    for name, source in (("draft", draft_dir), ("target", target_dir)):
+        model = load_model(source, device="cpu")
+        with torch.no_grad():
+            next(model.parameters())[5, 3] = float("nan")
+        model.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / name)
+    words = ("train", "--data", distilled, "--out", tmp_path / "out", "--objective", "fkl", "--device", "cpu")
+    for kind, draft, target, named in (
+        ("lm", tmp_path / "draft", target_dir, "draft"),
+        ("lm", draft_dir, tmp_path / "target", "target"),
+        ("medusa", tmp_path / "head", target_dir, "head"),
+    ):
+        code, _, err = door(*words, "--kind", kind, "--draft", draft, "--target", target)
+        assert code == 2
+        assert f"{tmp_path / named}: its weight" in err and "holds NaN or inf" in err
+        assert len(err.strip().splitlines()) == 1

@@ -186,6 +186,7 @@ class TrainConfig:
         if not self.data:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
         self._check_kind()
+        self._check_unused()
         if self.smoke and self.push_to_hub is not None:
             raise InputError("push_to_hub: what --smoke makes is a random model; leave one of them out")
         if self.kind == "lm" and self.draft is None and self.draft_config is None:
@@ -222,6 +223,27 @@ class TrainConfig:
         ):
             if not 0 <= value < math.inf:
                 raise InputError(f"{key}: {value} must not be negative")
+
+    def _check_unused(self) -> None:
+        """InputError for an option that was set and that this run would not use."""
+        sgd, policy, default = self.optim.name == "sgd", self.on_policy, OnPolicy()
+        for key, ignored, why in (
+            ("optim.beta1", sgd and self.optim.beta1 != Optim.beta1, "sgd has none"),
+            ("optim.beta2", sgd and self.optim.beta2 != Optim.beta2, "sgd has none"),
+            ("on_policy", not policy.fraction and policy != default, "is not used while on_policy.fraction is 0"),
+            (
+                "dtype",
+                self.dtype != "auto" and not (self.target or self.reference),
+                "is the target's, and none is given",
+            ),
+            (
+                "heldout_fraction",
+                self.heldout and self.heldout_fraction != 0.05,
+                "is not used where `heldout` is given",
+            ),
+        ):
+            if ignored:
+                raise InputError(f"{key}: {why}; leave it out")
 
     def _check_kind(self) -> None:
         self.head.check(self.kind)

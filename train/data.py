@@ -169,6 +169,8 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.D
     if tokenizer is not None:
         check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
     paths, parts = [], []
+    if not isinstance(manifest.get("parts"), list):
+        raise InputError(f"{directory / 'manifest.json'}: lacks the list 'parts'; make the set again")
     for part in manifest["parts"]:
         path = directory / part["file"]
         if not path.is_file():

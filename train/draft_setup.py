@@ -13,7 +13,7 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json
-from draftsmith_core.models import fingerprint, load_model, vocabulary_size
+from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from train import onpolicy, parallel
 from train.config import TrainConfig
 from train.data import Examples
@@ -116,7 +116,9 @@ def _loaded_head(config: TrainConfig, target: PreTrainedModel) -> Head:
     for key in _SHAPE_OPTIONS:
         if getattr(config.head, key) is not None:
             raise InputError(f"head.{key}: the head in {config.draft} has its own; leave it out")
-    return load_head(config.draft, target)
+    head = load_head(config.draft, target)
+    check_finite(config.draft, head)
+    return head
 
 
 def make_trainee(

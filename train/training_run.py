@@ -23,7 +23,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import on_main, terminable
+from draftsmith_core.processes import is_main, on_main, terminable
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
@@ -137,6 +137,14 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         identity["loss_source"] = loss_digest(loss)
     if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
         log.warning("data: was distilled from other weights than those of target %s", config.target)
+    if training.dropped + heldout.dropped and is_main():
+        log.warning(
+            "data: %d rows have no response token within max_length %d and are left out",
+            training.dropped if not config.heldout else training.dropped + heldout.dropped,
+            config.max_length,
+        )
+    if set(config.heldout) & set(config.data) and is_main():
+        log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
     steps = config.steps or math.ceil(config.epochs * len(training) / identity["rows_per_step"])
     run = PreparedRun(config, world, Path(config.out), tokenizer, target, training, heldout, identity)
     trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference)
@@ -150,7 +158,10 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
 
 def _objective(config: TrainConfig, loss: LossFn | None) -> Objective:
     if loss is None:
-        return parse_objective(config.objective, config.temperature)
+        objective = parse_objective(config.objective, config.temperature)
+        if config.temperature != 1 and not objective.needs_target:
+            raise InputError("temperature: `ce` has none; leave it out, or use an objective that has a teacher")
+        return objective
     if config.objective != TrainConfig.objective:
         raise InputError(
             f"objective: is {config.objective}, and a `loss` was given to be used in its place; leave out one"
