@@ -80,17 +80,13 @@ def resamples(prompts: int, count: int, seed: int) -> Resamples:
 
 def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
     """Several suites side by side: each is resampled on its own (stratified), their prompts pooled."""
-    return Resamples(
-        np.concatenate([part.weights_RP for part in parts], axis=1),
-        all(part.usable for part in parts),
-    )
+    return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), all(part.usable for part in parts))
 
 
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
     """The prompts of several suites, in the order of `pool_resamples`."""
     return PromptSums(
-        np.concatenate([part.numerator_P for part in parts]),
-        np.concatenate([part.denominator_P for part in parts]),
+        np.concatenate([part.numerator_P for part in parts]), np.concatenate([part.denominator_P for part in parts])
     )
 
 

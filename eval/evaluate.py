@@ -91,11 +91,7 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     said = announce(remarks.of_options(config), strict=config.strict)
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     suites = load_suites(
-        request.id_sets,
-        request.ood_sets,
-        tokenizer,
-        prompt_tokens=config.prompt_tokens,
-        limit=config.max_prompts,
+        request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
     )
     pair = load_pair(
         config.target,

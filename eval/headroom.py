@@ -101,11 +101,13 @@ def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -
 
     p, q: fp32 distributions of target and draft above temperature 0. u: float64 uniforms.
     """
+    # A single candidate is drawn in the same way by all of them, and this one needs no integral.
+    drawing = step.drawing if step.candidates > 1 or step.drawing == "deterministic" else "with_replacement"
     trials, size = u_NTU.shape[1], max(1, MAX_ELEMENTS // (p_NV.shape[1] * u_NTU.shape[1]))
     bounds: list[Tensor] = []
     reached: list[Tensor] = []
     for p, q, u in zip(p_NV.split(size), q_NV.split(size), u_NTU.split(size), strict=True):
-        bounds.append(optimal_acceptance(p, q, step.candidates, step.drawing))
+        bounds.append(optimal_acceptance(p, q, step.candidates, drawing))
         again_p, again_q = p.repeat_interleave(trials, dim=0), q.repeat_interleave(trials, dim=0)
         reached.append(_one_step(step, again_p, again_q, u.flatten(0, 1).to(p.device)).view(-1, trials).mean(1))
     return torch.cat(bounds), torch.cat(reached)

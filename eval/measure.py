@@ -96,11 +96,7 @@ def baseline(
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
-            [row.ids for row in rows],
-            sampling,
-            max_new_tokens,
-            _generators(rows, seed, _stream(sampling, None)),
-            eos,
+            [row.ids for row in rows], sampling, max_new_tokens, _generators(rows, seed, _stream(sampling, None)), eos
         )
         counted["output_ids"] += [row.output_ids for row in batch.generations]
         counted["finish_reason"] += [row.finish_reason for row in batch.generations]
@@ -128,10 +124,7 @@ def _gap(target: PreTrainedModel, prompt: Sequence[int], ours: list[int], theirs
 
 
 def _compare(
-    target: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    outputs: list[list[int]],
-    expected: list[list[int]],
+    target: PreTrainedModel, prompts: Sequence[Prompt], outputs: list[list[int]], expected: list[list[int]]
 ) -> Identical:
     gaps = [
         _gap(target, prompt.ids, ours, theirs)
@@ -162,11 +155,7 @@ def decoding(
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         batch = decoder.generate(
-            [row.ids for row in rows],
-            sampling,
-            max_new_tokens,
-            _generators(rows, seed, _stream(sampling, method)),
-            eos,
+            [row.ids for row in rows], sampling, max_new_tokens, _generators(rows, seed, _stream(sampling, method)), eos
         )
         for generation in batch.generations:
             stats = generation.stats

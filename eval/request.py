@@ -124,11 +124,7 @@ def check(config: EvalConfig) -> EvalRequest:
     ):
         if getattr(config, option) < least:
             raise InputError(f"--{option} {getattr(config, option)}: must be at least {least}")
-    for option, values in (
-        ("temperature", config.temperature),
-        ("tree", config.tree),
-        ("verifier", config.verifier),
-    ):
+    for option, values in (("temperature", config.temperature), ("tree", config.tree), ("verifier", config.verifier)):
         if len(set(values)) < len(values):
             raise InputError(f"--{option}: {' '.join(map(str, values))} names one value twice")
     if not config.temperature:

@@ -28,12 +28,7 @@ class Suite:
 
 
 def load_suites(
-    id_sets: dict[str, str],
-    ood_sets: dict[str, str],
-    tokenizer: Tokenizer,
-    *,
-    prompt_tokens: int,
-    limit: int,
+    id_sets: dict[str, str], ood_sets: dict[str, str], tokenizer: Tokenizer, *, prompt_tokens: int, limit: int
 ) -> list[Suite]:
     """Read every set, ID ones first. Raises InputError with file and line for what cannot be read."""
     kinds: list[tuple[SuiteKind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
