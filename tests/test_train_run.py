@@ -333,7 +333,6 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
         ("--optim.name sgd --optim.beta2 0.9", "optim.beta2: sgd has none; leave it out"),
         ("--on_policy.temperature 0.5", "on_policy: is not used while on_policy.fraction is 0; leave it out"),
         ("--dtype bfloat16", "dtype: is the target's, and none is given; leave it out"),
-        ("--heldout d --heldout_fraction 0.2", "heldout_fraction: is not used where `heldout` is given; leave it out"),
         ("--temperature 2", "temperature: `ce` has none; leave it out"),
         ("--draft_config .", "draft_config: . is a directory; name the config.json in it"),
         ("--target words.txt", "words.txt: is a file; name the directory that it lies in"),

@@ -236,11 +236,6 @@ class TrainConfig:
                 self.dtype != "auto" and not (self.target or self.reference),
                 "is the target's, and none is given",
             ),
-            (
-                "heldout_fraction",
-                self.heldout and self.heldout_fraction != 0.05,
-                "is not used where `heldout` is given",
-            ),
         ):
             if ignored:
                 raise InputError(f"{key}: {why}; leave it out")

@@ -89,7 +89,7 @@ def smoke_config(config: TrainConfig) -> TrainConfig:
         data=[data],
         heldout=[data] if config.heldout else [],
         replay=[data] if config.replay else [],
-        heldout_fraction=config.heldout_fraction if config.heldout else 0.2,
+        heldout_fraction=0.2,
         draft=named.get("draft"),
         draft_config=None,
         target=named.get("target"),
