@@ -49,6 +49,9 @@ def choose_method(
         shape = parse_tree(tree, read_tree_file) if isinstance(tree, str) else tree
         _check_needs(name, kinds, datastore)
         if name == "none":
+            for key, value in (("tree", tree), ("verifier", verifier)):
+                if value is not None:
+                    raise InputError(f"{key}: nothing drafts here, so it would not be used; add --draft or --proposer")
             return None
         if shape is None:
             shape, tree = (own := default_tree(name, heads)), tree_name(own, name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
@@ -75,6 +76,13 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         config.distill, max_prompts=prompts, num_samples=samples, max_new_tokens=answer, batch_size=together, **drawn
     )
     train = _train(config, facts, prompts * samples, answer, choose)
+    if facts.context is not None:
+        for key, value, least in (
+            ("distill.max_new_tokens", answer, facts.context - 1),
+            ("train.max_length", train.max_length, facts.context),
+        ):
+            if value > least:
+                raise InputError(f"{key}: {value} leaves no room in a context of {facts.context}")
     trees = ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"]
     longest = choose("eval", "max_new_tokens", min(answer, 128 if gpu else 48), f"answers of {answer} tokens, {place}")
     measure = replace(

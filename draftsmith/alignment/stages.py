@@ -29,7 +29,7 @@ from draftsmith_core.provenance import difference
 from draftsmith_core.run_directory import hold
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.request import NAME
+from eval.request import NAME, check
 from eval.results import Results
 from train.config import DraftKind, Optim, TrainConfig
 from train.training_run import train
@@ -90,11 +90,18 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
             return
         facts, read = _look(config)
         whole, choices = complete(config, facts)
+        # What a later stage would refuse is refused now, before anything is written or hours have passed.
+        _distill_config(whole, "")
+        for index in range(len(whole.objective)):
+            _train_config(whole, index)
+        check(_eval_config(whole))
+        if whole.heldout_prompts is not None:
+            hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
+        if read.skipped:
+            skip = read.skipped[0]
+            say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {skip.row}: {skip.reason})")
         for line in choices:
             say(f"chosen: {line}")
-        if not config.id:
-            assert whole.heldout_prompts is not None
-            hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
         write_text_atomic(file, _to_yaml(whole, choices))
         say(f"{file}: all of it, to be edited and run again with --config")
         settled[0] = whole
@@ -142,9 +149,6 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         14 * hidden**2 if draft is None else parameter_count(draft),
         resolve_sampling(config.target, pair.target, temperature=config.distill.temperature, default_temperature=1.0),
     )
-    if read.skipped:
-        skip = read.skipped[0]
-        say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {skip.row}: {skip.reason})")
     del pair, draft
     _free()
     return facts, read

@@ -10,7 +10,7 @@ from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices
 from draftsmith.alignment.stages import say
 from draftsmith.demo import corpus
 from draftsmith.jsonl import write_rows
-from draftsmith_core.io import atomic_dir
+from draftsmith_core.io import atomic_dir, make_dir
 from draftsmith_core.processes import join_processes, on_main
 
 RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
@@ -51,6 +51,7 @@ def recipe(short: bool) -> dict[str, Any]:
 
 
 def _write(out: Path) -> None:
+    make_dir(out, "--out")
     if not (out / "pair").is_dir():
         # A copy has a path that works in commands typed from here, wherever the package is installed.
         with atomic_dir(out / "pair") as made:
