@@ -174,8 +174,8 @@ def load_pair(
     target, draft: local directories or hub names; a draft is a language model or a head. Several language models
     draft together; `{name: source}` gives them names. device: auto, cpu, cuda or cuda:N. dtype: auto (float32 on a
     CPU, else the checkpoint's own), float32, bfloat16 or float16. quantize: "nf4" for four-bit weights. tokenizer: the
-    target's, where it is loaded already. fast: packed
-    weights and the lean Llama forward on a CPU, which change outputs by rounding only.
+    target's, where it is loaded already. fast: packed weights and the lean Llama forward on a CPU, which change outputs
+    by rounding only.
     Raises InputError, one line, for what cannot be loaded or does not fit the target.
     """
     sources = {} if draft is None else ([draft] if isinstance(draft, str) else draft)
@@ -327,7 +327,7 @@ class Pair:
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
-        """A decoder for this way of drafting, chosen as `generate` says; that of the last call where it is the same."""
+        """A decoder for this method of drafting, chosen as `generate` says; the last call's where it is the same."""
         key = (draft if isinstance(draft, str | None) else tuple(draft), proposer, tree, verifier, datastore)
         if self._last is None or self._last[0] != key:
             self._last = None

@@ -102,6 +102,7 @@ def test_json_is_asked_apart() -> None:
     [
         (["--nmae", "a"], "--nmae: unknown option; did you mean --name?"),
         (["--name", "a", "--rate", "1"], "did you mean --inner.rate?"),
+        (["--name", "a", "--rat", "1"], "did you mean --inner.rate?"),
         (["--name", "a", "--zzzz", "1"], "--help lists them"),
         (["name"], "'name': unexpected word"),
         (["--name", "a", "b"], "'b': unexpected word after --name"),
