@@ -1,4 +1,4 @@
-# make demo | make test | make test-all | make check | make install | make dist.  Needs Python >= 3.11, make and a C compiler.
+# make demo | make test | make test-all | make check | make docs | make install | make dist.  Needs Python >= 3.11, make and a C compiler.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take the CPU build of torch where the default would be CUDA's.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ JOBS ?= 2
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser demo test test-slow test-all check format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser demo test test-slow test-all check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -52,6 +52,10 @@ test-slow: install-test browser
 	@$(PYTEST) -m slow tests
 
 test-all: test test-slow
+
+# The site, from docs/ and the code, into out/site; a broken link or a page that no menu has is an error. No network.
+docs: install-test
+	@$(BIN)/mkdocs build --strict --quiet && echo "documentation: out/site/index.html"
 
 # The sdist, and the wheel built from it.
 dist: install-test

@@ -1,47 +1,103 @@
-"""Every command in README and docs/training.md is run: make's targets against the Makefile, the others for real, in
-order.
+"""What the documentation says is so: its commands and programs are run, its tables, links and names compared with the
+code, its site built.
 """
 
+import ast
+import contextlib
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from draftsmith.__main__ import main
 from draftsmith.cli.method_table import markdown
 from train.losses import LOSSES
 from train.trainees import TRAINEES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-# What `make demo` leaves behind and the README's lines read.
+# The pages whose blocks are run, in the order in which a reader meets them.
+RUN = [
+    "README.md",
+    "docs/tutorial.md",
+    "docs/training.md",
+    "docs/decoding.md",
+    "docs/evaluation.md",
+    "docs/publishing.md",
+]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages of the site that docs/site_hooks.py makes.
+GENERATED = {
+    "reference-commands.md",
+    "reference-methods.md",
+    "reference-figures.md",
+    "contributing.md",
+    "changelog.md",
+    "tour.md",
+}
+# Stand-ins for the prompts that the demo writes.
 ROWS = {
     "prose.train.jsonl": "If the file {} is not found, an error is raised and the caller must decide what to do. ",
     "prose.jsonl": "The value {} of an expression is returned when the lookup of a name fails in the inner scope. ",
     "code.jsonl": "def close{}(self):\n    self.file.close()\n    for line in self.lines:\n        yield line\n",
+    "unicode.jsonl": "LATIN SMALL LETTER {} WITH DIAERESIS, GREEK CAPITAL LETTER OMEGA WITH PSILI, ",
 }
+TOUR = ROOT / "docs" / "tour.ipynb"
 
 
-def commands(text: str = README) -> list[str]:
-    """Command lines of a page's code blocks, continuations joined, comments dropped."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(language, content) of a page's shell and Python blocks; a shell block as one line per command."""
+    for language, content in re.findall(r"^```(bash|python)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        if language == "python":
+            yield language, content
+            continue
+        for line in content.replace("\\\n", " ").splitlines():
+            if line.strip() and not line.startswith("#"):
+                yield language, re.split(r"\s+#", line)[0].strip()
+
+
+def commands(text: str) -> list[str]:
+    return [content for language, content in blocks(text) if language == "bash"]
+
+
+def run_here(line: str) -> tuple[int, str]:
+    """A `draftsmith` command in this process: a new interpreter would spend seconds on imports alone."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(shlex.split(line)[1:])
+    return code, said.getvalue()
+
+
+def run_apart(line: str) -> tuple[int, str]:
+    # PET_STANDALONE: accelerate finds a port itself; that of the launch file may be taken.
+    environment = os.environ | {
+        "PET_STANDALONE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_readme_has_commands() -> None:
-    found = commands()
-    assert {"make demo", "make test"} <= set(found)
-    for name in ("distill", "train", "eval", "decode"):
+    found = commands(README)
+    assert "make demo" in found
+    for name in ("align", "decode"):
         assert any(f"draftsmith {name} " in line for line in found), name
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])
+@pytest.mark.parametrize(
+    "line", sorted({line for page in RUN for line in commands((ROOT / page).read_text()) if line.startswith("make ")})
+)
 def test_make_targets_exist(line: str) -> None:
     done = subprocess.run(["make", "-n", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -49,25 +105,54 @@ def test_make_targets_exist(line: str) -> None:
 
 
 @pytest.mark.slow
-def test_commands_work_in_order(tmp_path: Path) -> None:
+def test_commands_and_programs_of_all_pages_work_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Prompts that are there are not read
+    from Python's library again, which takes a minute.
+    """
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     prompts = tmp_path / "out" / "demo" / "prompts"
     prompts.mkdir(parents=True)
     for name, text in ROWS.items():
-        rows = [json.dumps({"text": text.format(i) * 6}) for i in range(12)]
+        rows = [json.dumps({"id": f"{name} {i}", "text": text.format(i) * 6}) for i in range(24)]
         (prompts / name).write_text("\n".join(rows) + "\n")
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "PET_STANDALONE": "1",  # accelerate finds a port itself: that of the launch file may be taken
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    ours = [line for line in commands() if "draftsmith " in line and not line.startswith("git ")]
-    assert len(ours) >= 4
-    ours += commands(TRAINING)
-    for line in ours:
-        done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    tried = 0
+    for page in RUN:
+        for language, content in blocks((ROOT / page).read_text(encoding="utf-8")):
+            if language == "python":
+                exec(compile(content, page, "exec"), {})  # noqa: S102
+            elif content.startswith("draftsmith demo") or content == "make demo":
+                if not (tmp_path / "out" / "demo" / "eval").exists():
+                    code, said = run_here("draftsmith demo --short")
+                    assert code == 0, said
+            elif content.startswith("draftsmith "):
+                code, said = run_here(content)
+                assert code == 0, f"{page}: {content}\n{said}"
+            elif not content.startswith(("make ", "pip ", "export PATH", "python -m venv")):
+                code, said = run_apart(content)
+                assert code == 0, f"{page}: {content}\n{said}"
+            tried += 1
+    assert tried >= 12
     assert (tmp_path / "out" / "mine" / "eval" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_tour_runs() -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(TOUR, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"image/png", "text/html"} <= kinds, "a plot, and a picture of the tokens"
+
+
+def test_the_tour_is_stored_small_and_as_it_ran() -> None:
+    cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+    assert TOUR.stat().st_size < 100_000
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell.get("outputs", []))
+    assert str(ROOT) not in TOUR.read_text(encoding="utf-8")
 
 
 def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
@@ -86,22 +171,113 @@ def test_training_page_names_what_there_is() -> None:
     assert {name for name in re.findall(r"`(\w+\.yaml)`", TRAINING)} == launchers
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_links_of_other_pages_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|src(?:set)?=\"([^\"]+)\"", text)
+    for target in (a or b for a, b in targets):
+        path, _, anchor = target.partition("#")
+        if target.startswith("http") or path in GENERATED:
+            continue
+        there = page.parent / path if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name}: {target}"
 
 
-def test_readme_pictures_and_links_are_in_the_repository() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)|src(?:set)?=\"([^\"]+)\"", README)
-    local = [a or b for a, b in targets if not (a or b).startswith("http")]
-    assert any(target.endswith(".png") for target in local)
-    for target in local:
-        assert (ROOT / target).exists(), target
+def test_readme_has_a_picture() -> None:
+    assert re.search(r'src="docs/figures/[\w-]+\.png"', README)
 
 
 def test_readme_holds_the_table_of_what_decode_can_do() -> None:
-    between = re.findall(r"<!-- ways: begin -->\n(.*?)\n<!-- ways: end -->", README, flags=re.DOTALL)
+    between = re.findall(r"<!-- methods: begin -->\n(.*?)\n<!-- methods: end -->", README, flags=re.DOTALL)
     assert between == [markdown()], (
         "put `python -c 'from draftsmith.cli.method_table import *; print(markdown())'` there"
     )
+
+
+def test_contributing_names_files_and_tables_that_exist() -> None:
+    """Every path in it is there, and every `TABLE in file` is assigned in that file."""
+    paths = re.findall(r"`([\w.]+(?:/[\w.]+)*/?)`", CONTRIBUTING)
+    paths = [path for path in paths if "/" in path or path.endswith((".py", ".md", ".toml", ".txt", ".yml"))]
+    assert len(paths) > 40
+    # A bare name is that of an artifact or stands for one file among many.
+    known = {"manifest.json", "results.json", "config.py"}
+    missing = {path for path in paths if path not in known and not (ROOT / path).exists() and not _in_a_room(path)}
+    assert not missing
+    tables = re.findall(r"`(_?[A-Z_]{3,})`[^`|]*? (?:in|of) `([\w/.]+\.py)`", CONTRIBUTING)
+    assert len(tables) >= 10
+    for name, path in tables:
+        assert name in _assigned(ROOT / path), f"{path} has no {name}"
+
+
+def _in_a_room(path: str) -> bool:
+    return any((ROOT / room / path).exists() for room in ("decode", "distill", "train", "draftsmith"))
+
+
+def _assigned(file: Path) -> set[str]:
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_every_law_that_the_code_cites_is_in_contributing() -> None:
+    laws = [int(number) for number in re.findall(r"^(\d+)\. \*\*", CONTRIBUTING, flags=re.MULTILINE)]
+    assert laws == list(range(1, 12))
+    rooms = ("draftsmith_core", "drafts", "decode", "distill", "train", "eval", "draftsmith", "tests", "benchmarks")
+    sources = [file.read_text(encoding="utf-8") for room in rooms for file in (ROOT / room).rglob("*.py")]
+    cited = {int(number) for text in sources for number in re.findall(r"\blaws? (\d+)\b", text)}
+    assert cited <= set(laws)
+
+
+def test_the_glossary_is_sorted_and_says_each_word_once() -> None:
+    section = CONTRIBUTING.partition("## Glossary")[2]
+    words = [word.lower() for word in re.findall(r"^\| \*\*([^*]+)\*\*", section, flags=re.MULTILINE)]
+    assert len(words) > 50 and words == sorted(words, key=str.lower) and len(words) == len(set(words))
+
+
+def test_trust_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`(tests/\w+\.py)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")))
+    assert len(named) > 10 and all((ROOT / name).exists() for name in named)
+
+
+class _Resources(HTMLParser):
+    """What a page loads when it is opened: scripts, styles, pictures, fonts; not where its links lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        loads = tag in ("script", "img", "iframe", "source") or (
+            tag == "link" and values.get("rel") in ("stylesheet", "preconnect", "preload", "icon", "shortcut icon")
+        )
+        self.found += [value for key in ("src", "href", "srcset") if loads and (value := values.get(key))]
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= 16
+    for page in pages:
+        parser = _Resources()
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert parser.found
+        for resource in parser.found:
+            assert not resource.startswith(("http", "//")), f"{page.name}: {resource}"
+    for style in site.rglob("*.css"):
+        assert "url(http" not in style.read_text(encoding="utf-8")
+    commands_page = (site / "reference-commands.html").read_text(encoding="utf-8")
+    assert "--push_to_hub" in commands_page
+    assert "load_pair" in (site / "reference-python.html").read_text(encoding="utf-8")

@@ -1,0 +1,155 @@
+"""Pages of the site that are made from the code, so that they cannot say something else than it does."""
+
+import base64
+import dataclasses
+import importlib
+import json
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+from docstring_parser import parse_from_object
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# The dataclass with the options of each command of `draftsmith.__main__.COMMANDS`.
+OPTIONS = {
+    "demo": "draftsmith.cli.demo:DemoConfig",
+    "align": "draftsmith.alignment.config:AlignConfig",
+    "distill": "distill.config:DistillConfig",
+    "train": "train.config:TrainConfig",
+    "decode": "draftsmith.cli.decode_options:DecodeConfig",
+    "eval": "eval.config:EvalConfig",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    sys.path.insert(0, str(ROOT))
+    pages: dict[str, str | bytes] = {
+        "reference-commands.md": commands(),
+        "reference-methods.md": methods(),
+        "reference-figures.md": figures(),
+        "contributing.md": of_the_root("CONTRIBUTING.md"),
+        "changelog.md": of_the_root("CHANGELOG.md"),
+        **notebook(ROOT / "docs" / "tour.ipynb"),
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def of_the_root(name: str) -> str:
+    """A page that lies in the repository's root; its links to pages in docs/ lead to the same pages here."""
+    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](").replace("](README.md)", "](index.md)")
+
+
+def commands() -> str:
+    """Every command with its options, their types, defaults and meanings."""
+    from draftsmith.__main__ import COMMANDS
+
+    if set(COMMANDS) != set(OPTIONS):
+        raise ValueError(f"OPTIONS in {__file__} must have the commands of draftsmith: {sorted(COMMANDS)}")
+    parts = [
+        "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m draftsmith COMMAND ...` on "
+        "several processes. Every command also takes `--config FILE.yaml` (the same keys; what is typed wins), "
+        "`--print_config`, `--json` (the last line of standard output is one JSON object) and `--help`.\n\n"
+        "| exit code | |\n| --- | --- |\n| 0 | done |\n| 1 | failed while running, in one line |\n"
+        "| 2 | bad input or usage, in one line |\n| 130, 143 | interrupted, told to stop; what was done is kept |"
+    ]
+    for name, (_, what) in COMMANDS.items():
+        module, _, cls = OPTIONS[name].partition(":")
+        config = getattr(importlib.import_module(module), cls)
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(config))
+        head = f"## {name}\n\n{what[0].upper()}{what[1:]}."
+        parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
+    return "\n\n".join(parts) + "\n"
+
+
+def options(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(option, type, default, meaning) of every field, those of nested dataclasses with dotted names."""
+    hints = typing.get_type_hints(cls)
+    said = {each.arg_name: each.description or "" for each in parse_from_object(cls).params}
+    rows = []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            rows += options(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
+            continue
+        meaning = " ".join(said.get(field.name, "").split()).replace("|", "\\|")
+        rows.append((f"`--{prefix}{field.name}`", kind(hints[field.name]), default(field), meaning))
+    return rows
+
+
+def kind(hint: Any) -> str:
+    """A type as a reader of the command line thinks of it."""
+    arguments = [each for each in typing.get_args(hint) if each is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{each}`" for each in arguments)
+    if typing.get_origin(hint) is list:
+        return f"{kind(arguments[0])} ..."
+    if len(arguments) == 1:
+        return kind(arguments[0])
+    return str(getattr(hint, "__name__", hint))
+
+
+def default(field: "dataclasses.Field[Any]") -> str:
+    """What a field is when it is not given."""
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING:
+        return "**required**"
+    if value is None or value == []:
+        return ""
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`".replace("True", "true").replace(
+        "False", "false"
+    )
+
+
+def methods() -> str:
+    """The table of proposers, trees and verifiers."""
+    from draftsmith.cli.method_table import markdown
+
+    return (
+        "# Decoding methods\n\nA proposer guesses ahead, a tree says how many guesses and in which shape, a verifier "
+        "says which of them stay. [Decode with it](decoding.md) says how to choose. Combinations that are not valid "
+        f"are refused before a model is loaded, where that can be known.\n\n{markdown()}\n"
+    )
+
+
+def figures() -> str:
+    """What every figure in results.json means, from its own definitions."""
+    from eval.schema import DEFINITIONS
+
+    rows = "\n".join(f"| **{name}** | {text} |" for name, text in DEFINITIONS.items())
+    return (
+        "# Figures in results\n\nThese definitions are also in every `results.json`, under `definitions`. "
+        f"[Acceptance and speed](acceptance.md) explains them.\n\n| figure | definition |\n| --- | --- |\n{rows}\n"
+    )
+
+
+def notebook(path: Path) -> dict[str, str | bytes]:
+    """A notebook as a page, with the outputs that are stored in it."""
+    pages: dict[str, str | bytes] = {}
+    parts = []
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"tour-{number}.png"
+                pages[name] = base64.b64decode(data["image/png"])
+                parts.append(f"![output of the cell above]({name})")
+            elif "text/html" in data:
+                parts.append(re.sub(r"\n\s*", "\n", "".join(data["text/html"])))
+            elif text := "".join(output.get("text") or data.get("text/plain", "")):
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    pages[f"{path.stem}.md"] = "\n\n".join(parts) + "\n"
+    return pages
