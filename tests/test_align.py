@@ -62,6 +62,10 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     assert len(train) + len(heldout) == 24
     assert {row["prompt"] for row in heldout}.isdisjoint(row["prompt"] for row in train)
     assert len({row["prompt"] for row in heldout}) == 4
+    # Each card has the figures of the evaluation.
+    for name in ("jsd", "ce"):
+        card = (out / name / "README.md").read_text()
+        assert f"compared as `{name}` with `base`" in card and "| other (OOD) | 1.0 | " in card
     # Every choice is said with its reason, and stands in a file that leaves nothing open.
     chosen = [line for line in err.splitlines() if line.startswith("chosen: ")]
     written = yaml.safe_load((out / "align.yaml").read_text())
@@ -255,3 +259,27 @@ def test_names_of_drafts_say_their_objective() -> None:
     assert names("ce", "jsd:beta=0.5") == ["ce", "jsd"]
     assert names("jsd:beta=0.5", "jsd:beta=0.1") == ["jsd-beta-0.5", "jsd-beta-0.1"]
     assert names("0.9*fkl+0.1*ce") == ["0.9-fkl-0.1-ce"]
+
+
+def test_the_best_draft_is_uploaded_where_that_is_asked_for(
+    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[tuple[Path, str, str]] = []
+
+    def push(directory: Path, name: str, kind: str) -> str:
+        assert "compared as" in (directory / "README.md").read_text(), "the card is complete by then"
+        uploads.append((directory, name, kind))
+        return f"https://hub/{name}"
+
+    out = tmp_path / "out"
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
+    code, _, err = door("align", *words, "--push_to_hub", "org/draft")
+    assert code == 2 and "HF_TOKEN" in err
+    assert not out.exists()
+    monkeypatch.setattr("draftsmith_core.hub.push", push)
+    monkeypatch.setattr("draftsmith_core.hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    code, _, err = door("align", *words, "--push_to_hub", "org/draft")
+    assert code == 0, err
+    assert uploads == [(out / "jsd", "org/draft", "model")]
+    assert "uploaded: https://hub/org/draft" in err and "hf_secret" not in err

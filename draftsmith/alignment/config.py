@@ -107,6 +107,9 @@ class AlignConfig:
     distill: DistillChoices = field(default_factory=DistillChoices)
     train: TrainChoices = field(default_factory=TrainChoices)
     eval: EvalChoices = field(default_factory=EvalChoices)
+    push_to_hub: str | None = None
+    """Upload the best of the aligned drafts to this model on the hub, owner/name, with the token in HF_TOKEN; made
+    private where it does not exist."""
     seed: int = 0
     """Of every draw; each stage has its own from it."""
     device: str = "auto"

@@ -23,7 +23,7 @@ def table(results: Results) -> Table:
 
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     """The object of `--json`: where everything is, and the figures of the best draft with their intervals."""
-    best = _best(config, results)
+    best = best_draft(config, results)
     tree = _best_tree(results, best)
     found: dict[str, Any] = {
         "out": config.out,
@@ -51,7 +51,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
     """What was bought, where the checkpoint is, and which command decodes with it."""
-    best = _best(config, results)
+    best = best_draft(config, results)
     tree = _best_tree(results, best)
     said = [f"{best} ({config.drafts()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
     for kind in _kinds(results):
@@ -76,7 +76,7 @@ def _kinds(results: Results) -> list[SuiteKind]:
     return [kind for kind in KINDS if results.has(kind)]
 
 
-def _best(config: AlignConfig, results: Results) -> str:
+def best_draft(config: AlignConfig, results: Results) -> str:
     """The aligned draft with the highest alpha in distribution at the highest temperature."""
     return max(config.drafts(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
 

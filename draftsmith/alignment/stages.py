@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from distill.generate import distill
 from drafts.load import draft_kind, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.prompts import hold_out
+from draftsmith_core.cards import add_results
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
+from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import make_dir, write_text_atomic
 from draftsmith_core.models import context_length, parameter_count, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main
@@ -35,7 +39,7 @@ from train.config import DraftKind, Optim, TrainConfig
 from train.training_run import train
 
 # Where the work is done is no part of what is done.
-_NOT_IDENTITY = ("out", "device")
+_NOT_IDENTITY = ("out", "device", "push_to_hub")
 Say = Callable[[str], None]
 
 
@@ -54,6 +58,8 @@ def align(config: AlignConfig) -> Results:
     and train, and the main one evaluates. Raises InputError for what cannot be done, RunError for what failed.
     """
     out = Path(config.out)
+    if config.push_to_hub is not None:
+        check_push(config.push_to_hub)
     join_processes(config.device)
     on_main(lambda: make_dir(out, "--out"))
     with hold(out):
@@ -68,8 +74,13 @@ def align(config: AlignConfig) -> Results:
         say("\n3/3 evaluate")
         measured: list[Results] = []
         on_main(lambda: measured.append(evaluate(_eval_config(config))))
-    # Only the main process has measured; the others read what it wrote.
-    return measured[0] if measured else Results.load(out / "eval")
+        # Only the main process has measured; the others read what it wrote.
+        results = measured[0] if measured else Results.load(out / "eval")
+        for name in config.drafts():
+            on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
+        for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
+            say(f"uploaded: {url}")
+    return results
 
 
 def _free() -> None:
@@ -110,7 +121,7 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     if launched() > 1:
         broadcast_object_list(settled)
     assert settled[0] is not None
-    return replace(settled[0], out=config.out, device=config.device)
+    return replace(settled[0], out=config.out, device=config.device, push_to_hub=config.push_to_hub)
 
 
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
