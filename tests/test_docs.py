@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,9 @@ def test_the_tour_runs() -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(TOUR, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    # A busy machine may take longer than a minute, the default, to start a kernel.
+    options: dict[str, Any] = {"timeout": None, "startup_timeout": 900, "kernel_name": "python3"}
+    NotebookClient(notebook, **options, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds, "a plot, and a picture of the tokens"
