@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from benchmarks import sections
+from benchmarks import peers, sections
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
 from benchmarks.sixteen_bits import sixteen_bits
@@ -94,6 +94,8 @@ class Options:
     batch: list[int] = field(default_factory=lambda: [1, 4, 8])
     threads: int = 2
     """CPU threads of torch."""
+    peers: bool = False
+    """Also other engines on the same models and prompts (benchmarks/peers.py), greedy; which are not there is said."""
     device: str = "auto"
     dtype: str = "auto"
     out: str | None = None
@@ -211,6 +213,11 @@ def main() -> None:
         started = time.monotonic()
         result[name] = SECTIONS[name](bench, options)
         sys.stderr.write(f"{name}: {time.monotonic() - started:.0f} s\n")
+        if options.out is not None:
+            write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
+    if options.peers:
+        tokenizer = load_tokenizer(options.target or str(TARGET))
+        result["peers"] = peers.compare(bench, tokenizer, options.methods, options.rounds, options.threads)
         if options.out is not None:
             write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
     json.dump(result, sys.stdout, indent=2)

@@ -24,7 +24,8 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from decode.cache import TreeCache
-from decode.packed_linear import FusedLinear, Packs, is_packed
+from decode.packed_linear import FusedLinear, Packs
+from decode.packed_weight import PackedWeight
 
 _FAMILY: dict[type, Any] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,
@@ -66,7 +67,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     parameters = list(model.parameters())
-    if any(type(parameter) is not nn.Parameter and not is_packed(parameter) for parameter in parameters):
+    if any(type(parameter) not in (nn.Parameter, PackedWeight) for parameter in parameters):
         return None
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
         return None

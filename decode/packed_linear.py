@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from decode.native import PackedMatrix, kernel, release_freed_memory
-from decode.packed_weight import PackedWeight, can_be_packed, kernel_products, pack_weights
+from decode.packed_weight import can_be_packed, kernel_products, pack_weights
 
 # oneDNN, measured on an AVX-512 server CPU with weights that no cache holds: below, the plain layer is as fast; above,
 # the product itself is what costs. (Half precision is always packed.)
@@ -277,8 +277,3 @@ def _module_forward(packed: OneDnnLinear) -> Callable[[Tensor], Tensor]:
         return packed(input)
 
     return forward
-
-
-def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's values are kept by the kernel's matrix."""
-    return type(parameter) is PackedWeight

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
-from benchmarks import sections, sixteen_bits
+from benchmarks import peers, sections, sixteen_bits
 from benchmarks.carve import carve
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
 from benchmarks.methods import Pair, build, endless
@@ -256,6 +257,49 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
     assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
     assert found["resident_MB"]["fp32"]["decoding"] > found["resident_MB"]["fp32"]["before"] > 0
     json.dumps(found)
+
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"status": "ok"})
+    def do_POST(self):
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert wanted["temperature"] == 0 and wanted["ignore_eos"]
+        self.answer({"tokens": wanted["prompt"][: wanted["n_predict"]]})
+    def answer(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+    def log_message(self, *args):
+        pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(TARGET))
+    for name in ("OPENVINO_PYTHON", "LLAMA_SERVER", "LLAMA_GGUF"):
+        monkeypatch.delenv(name, raising=False)
+    found = peers.compare(tiny_bench(), tokenizer, ["chain:2"], 2, 1)
+    assert set(found) == {"ar", "hf", "chain:2", "openvino-genai f32", "llama-server"}
+    assert all(speed > 0 for name in ("ar", "hf", "chain:2") for speed in found[name]["tokens_per_s"])
+    assert "OPENVINO_PYTHON" in found["openvino-genai f32"]["skipped"] and "LLAMA" in found["llama-server"]["skipped"]
+    server = tmp_path / "llama-server"
+    server.write_text(f"#!{sys.executable}\n{SERVER}")
+    server.chmod(0o755)
+    monkeypatch.setenv("LLAMA_SERVER", str(server))
+    monkeypatch.setenv("LLAMA_GGUF", str(tmp_path / "target.gguf"))
+    monkeypatch.setenv("OPENVINO_PYTHON", "/bin/false")
+    found = peers.compare(tiny_bench(), tokenizer, [], 2, 1)
+    assert found["llama-server"]["tokens_per_s"] > 0 and found["llama-server"]["equal"] == "0 of 4"
+    assert found["openvino-genai f32"] == {"failed": "no message"}
+    answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
+    assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
 
 
 def test_prompts_are_held_out_passages_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
