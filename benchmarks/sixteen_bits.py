@@ -25,6 +25,7 @@ from benchmarks.methods import Pair, build
 from benchmarks.sections import Bench
 from benchmarks.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
 from decode import SpeculativeDecoder
+from decode.packed_weight import PackedWeight
 from decode.runner import Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.models import load_model
@@ -61,7 +62,10 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
         found[f"{kept}_ar_share_of_memory_limit"] = found["methods"]["ar"][kept] * weights / limit
         found[f"{kept}_forward_share_of_memory_limit"] = weights / limit / found["forwards"]["1"][f"{kept}_ms"] * 1e3
     with tempfile.TemporaryDirectory() as directory:
-        bench.apart.target.save_pretrained(directory)
+        # As checkpoints are: an fp32 file would stay mapped into memory after the weights were packed from it.
+        narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}
+        dtype = torch.float16 if torch.float16 in narrow else torch.bfloat16
+        copy.deepcopy(bench.apart.target).to(dtype).save_pretrained(directory)
         memory = {kept: _resident(directory, kept) for kept in pairs}
     found["resident_MB"] = memory
     added = {kept: each["decoding"] - each["before"] for kept, each in memory.items()}
@@ -122,6 +126,11 @@ def _timed(call: Any) -> tuple[float, list[list[int]]]:
     started = time.perf_counter()
     out = call()
     return time.perf_counter() - started, out
+
+
+def _matrices(model: PreTrainedModel) -> list[torch.Tensor]:
+    weights = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
+    return [weight.place.matrix.values for weight in weights]
 
 
 def _resident(target: str, kept: str) -> dict[str, float]:

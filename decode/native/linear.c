@@ -182,10 +182,10 @@ INLINE void panel_over_rows(
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
         const char *ahead = slice + count * PANEL * BYTES(kind);
         size_t lines = count * PANEL * BYTES(kind) / 64;
-        if (kind == FP32 || rows <= TILE)
+        if (kind == FP32 || rows <= 2 * TILE)
             rows_over_slice(kind, rows, x + i, inputs, slice, count, sums, ahead, lines);
         else {
-            /* Several tiles: widened once for all of them. */
+            /* Many tiles: widened once for all of them. */
             for (size_t k = 0; k < count * PANEL; k += LANES) *(vec *)(wide + k) = load(kind, slice, k);
             rows_over_slice(FP32, rows, x + i, inputs, wide, count, sums, ahead, lines);
         }
