@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import openvino
 import openvino_genai
+from openvino_tokenizers import convert_tokenizer
 from optimum.exporters.openvino import main_export
+from transformers import PreTrainedTokenizerFast
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 
@@ -26,6 +28,12 @@ def converted(source: str) -> str:
     out = Path(source) / "openvino"
     if not out.exists():
         main_export(source, output=out, task="text-generation-with-past", library_name="transformers")
+        # The pipeline wants one although it is given token ids.
+        parts = convert_tokenizer(
+            PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json"), with_detokenizer=True
+        )
+        for name, part in zip(("tokenizer", "detokenizer"), parts):  # noqa: B905 (always two)
+            openvino.save_model(part, out / f"openvino_{name}.xml")
     return str(out)
 
 

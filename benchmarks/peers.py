@@ -73,6 +73,9 @@ def openvino(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[
         for name, model in names.items():
             model.save_pretrained(Path(directory) / name)
             tokenizer.save_pretrained(Path(directory) / name)
+            # It refuses a model without an end; the request says to go on behind it.
+            for file in (Path(directory) / name).glob("*config.json"):
+                file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 0}))
         file = Path(directory) / "request.json"
         file.write_text(json.dumps(request))
         script = Path(__file__).with_name("peer_openvino.py")
