@@ -39,12 +39,8 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.padded, self.pack, self.rows, self.linear = (
-            library.draftsmith_padded,
-            library.draftsmith_pack,
-            library.draftsmith_rows,
-            library.draftsmith_linear,
-        )
+        self.padded, self.pack = library.draftsmith_padded, library.draftsmith_pack
+        self.rows, self.linear = library.draftsmith_rows, library.draftsmith_linear
         self.padded.argtypes, self.padded.restype = [size], size
         self.pack.argtypes, self.pack.restype = [kind, pointer, pointer, size, size], None
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
