@@ -203,7 +203,7 @@ def _fill(wanted: dict[str, Any], begun: dict[str, Any]) -> None:
 
 def _to_yaml(config: AlignConfig, choices: list[str]) -> str:
     """The options as a file for --config, with the reason behind every chosen one."""
-    reasons = {line.partition(" ")[0]: line.rpartition("(")[2].rstrip(")") for line in choices}
+    reasons = {line.partition(" ")[0]: line.partition("   (")[2].removesuffix(")") for line in choices}
 
     def line(key: str, value: Any, section: str = "") -> str:
         shown = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
