@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from draftsmith_core.errors import InputError as InputError
     from draftsmith_core.errors import RunError as RunError
     from eval.config import EvalConfig as EvalConfig
+    from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
@@ -48,6 +49,7 @@ _PUBLIC = {
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
     "align": ("draftsmith.alignment.stages", "align"),
+    "decide": ("eval.decision", "decide"),
     "distill": ("distill.generate", "distill"),
     "evaluate": ("eval.evaluate", "evaluate"),
     "load_pair": ("draftsmith.pair", "load_pair"),
@@ -69,6 +71,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "align",
+    "decide",
     "distill",
     "evaluate",
     "load_pair",

@@ -21,6 +21,7 @@ from eval.bootstrap import (
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
+from eval.remarks import SPREAD, loaded
 from eval.request import Method
 from eval.results import KINDS
 from eval.schema import (
@@ -319,7 +320,7 @@ def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
     return rows
 
 
-def speed_conditions(measured: Measured) -> list[SpeedConditions]:
+def speed_conditions(measured: Measured, cpus: int) -> list[SpeedConditions]:
     """How quiet the machine was during each timing."""
     rows = []
     for (suite, temperature), timed in measured.speeds.items():
@@ -327,7 +328,9 @@ def speed_conditions(measured: Measured) -> list[SpeedConditions]:
         rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
         low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
         spread = float((high - low) / middle) if middle else None
-        rows.append(SpeedConditions(domain=suite, temperature=temperature, load=timed["load"], spread=spread))
+        load = timed["load"]
+        busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
+        rows.append(SpeedConditions(domain=suite, temperature=temperature, load=load, spread=spread, busy=busy))
     return rows
 
 
@@ -374,7 +377,7 @@ def assemble(
         speed=Speed(
             domains=[row for row in speed if row["domain"] is not None],
             overall=[row for row in speed if row["domain"] is None],
-            conditions=speed_conditions(measured),
+            conditions=speed_conditions(measured, clock["machine"]["cpus"]),
         ),
         clock=clock,
     )

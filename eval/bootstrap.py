@@ -185,3 +185,13 @@ def transfer(
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
     return Transfer(value=gain_ood["value"] / gain_id["value"], low=low, high=high, undefined=None)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of one family of tests adjusted for their number (Holm 1979), in the order given, at most 1."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

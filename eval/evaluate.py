@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig) -> Results:
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
         said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         measured = measure_all(config, request, suites, pair, models, cache)
-        busy = remarks.of_timing(assemble.speed_conditions(measured), os.cpu_count() or 1)
+        busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         said += announce(busy, strict=False)
         document = assemble.assemble(
             assemble.Setting(

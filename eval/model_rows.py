@@ -1,5 +1,6 @@
 """What results.json says of the models that were measured, of the machine, and of the time it took."""
 
+import os
 import platform
 import time
 from pathlib import Path
@@ -78,6 +79,7 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
     on_gpu = model.device.type == "cuda"
     return {
         "cpu": _cpu_name(),
+        "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
         "system": platform.system(),

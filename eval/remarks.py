@@ -123,12 +123,16 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: Quantize | None = 
     return remarks
 
 
+def loaded(load: Sequence[float], cpus: int) -> bool:
+    """Whether others kept the machine busy: one more than its processors, all of which the evaluation itself uses."""
+    return max(load, default=0.0) > cpus + 1
+
+
 def of_timing(conditions: Sequence[SpeedConditions], cpus: int) -> list[Remark]:
     """Clock times taken on a busy machine: its load, or rounds that differ among themselves."""
     remarks = []
     load = max((value for row in conditions for value in row["load"]), default=0.0)
-    # One more than the processors there are: the evaluation itself keeps them all busy.
-    if load > cpus + 1:
+    if loaded([load], cpus):
         text = f"speed: the machine was busy while the clock ran (load average {load:.1f} on {cpus} processors)"
         remarks.append(Remark(about="busy_machine", text=text))
     spread = max((row["spread"] or 0.0 for row in conditions), default=0.0)

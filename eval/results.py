@@ -135,6 +135,11 @@ class Results:
         row: SpeedRow = self._one(rows, draft, domain, temperature, **method)
         return row
 
+    def busy(self, domain: str, temperature: float) -> bool:
+        """Whether the machine was too busy for the clock times of one set at one temperature to be relied on."""
+        rows = self.document["speed"]["conditions"]
+        return any(row["busy"] for row in rows if (row["domain"], row["temperature"]) == (domain, temperature))
+
     def transfer(self, draft: str, domain: str = "ood", temperature: float | None = None) -> TransferRow | None:
         """Gain out of distribution over gain in distribution; None for the base, and when no OOD set was measured."""
         ood = self.domains("ood")

@@ -227,13 +227,15 @@ class SpeedConditions(TypedDict):
     """How quiet the machine was while one set was timed at one temperature.
 
     `load`: its load average over one minute, before and after. `spread`: the distance of the quartiles of the target's
-    own seconds per token over prompts, as a share of their median; None for fewer than four prompts.
+    own seconds per token over prompts, as a share of their median; None for fewer than four prompts. `busy`: one of
+    them was too large for these clock times to be relied on (`eval.remarks` says from where on).
     """
 
     domain: str
     temperature: float
     load: list[float]
     spread: float | None
+    busy: bool
 
 
 class Speed(TypedDict):

@@ -1,7 +1,9 @@
 """The compact object that `eval --json` prints."""
 
+from dataclasses import asdict
 from typing import Any
 
+from eval.decision import Decision, decide
 from eval.results import Results
 from eval.schema import Difference, Estimate
 
@@ -11,12 +13,13 @@ def _bounds(figure: Estimate | Difference | None) -> list[float | None] | None:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Files, alpha and gain per draft, domain and temperature with what decoding measured there, and transfer."""
+    """Files, the decision, alpha and gain per draft, domain and temperature with what was decoded, transfer."""
     document = results.document
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
+        "decision": _decided(decide(results)),
         "remarks": [remark["text"] for remark in document["remarks"]],
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
@@ -47,6 +50,26 @@ def summary(results: Results) -> dict[str, Any]:
             }
             for row in document["transfer"]
         ],
+    }
+
+
+def _decided(decision: Decision) -> dict[str, Any]:
+    return {
+        "verdict": decision.verdict,
+        "setting": asdict(decision.setting) if decision.setting else None,
+        "cells": [
+            {
+                "domain": cell.domain,
+                "temperature": cell.temperature,
+                "sign": cell.sign,
+                "speedup": cell.speedup["value"],
+                "speedup_ci": _bounds(cell.speedup),
+                "busy": cell.busy,
+            }
+            for cell in decision.cells
+        ],
+        "over_base": decision.over_base["value"] if decision.over_base else None,
+        "over_base_ci": _bounds(decision.over_base),
     }
 
 

@@ -182,7 +182,7 @@ def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
         "gain.png",
         "tau.png",
     ]
-    assert "Alignment raised acceptance in distribution from" in Path(summary["report"]).read_text()
+    assert "alignment raised acceptance in distribution from" in Path(summary["report"]).read_text()
 
 
 def _without_clocks(config: EvalConfig) -> dict[str, Any]:

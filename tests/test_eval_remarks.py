@@ -70,11 +70,12 @@ def test_drafts_that_are_not_smaller_or_are_the_same() -> None:
 
 
 def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
-    quiet = SpeedConditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03)
+    quiet = SpeedConditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03, busy=False)
     assert remarks.of_timing([quiet], cpus=2) == [] == remarks.of_timing([], cpus=2)
     loaded, uneven = quiet | {"load": [2.0, 3.4]}, quiet | {"spread": 0.4}
     (one,) = remarks.of_timing([quiet, loaded], cpus=2)
     assert "load average 3.4 on 2 processors" in one["text"]
+    assert remarks.loaded(loaded["load"], 2) and not remarks.loaded(quiet["load"], 2)
     (other,) = remarks.of_timing([uneven], cpus=2)
     assert "differ by 40% of their median" in other["text"]
 

@@ -79,23 +79,25 @@ def _plots(count: int, lines: int) -> tuple[Figure, list[Axes]]:
 
 def alpha_figure(results: Results, look: Look) -> Figure | None:
     """alpha of every draft on every set, ID first; a dashed line carries the base draft through each set."""
-    lines: list[Line] = []
-    spans: list[tuple[int, Estimate]] = []
-    for kind in KINDS:
-        for domain in results.domains(kind):
-            lines.append(Line(f"{domain} ({kind.upper()})"))
-            spans.append((len(lines), results.alpha(results.base, domain)))
-            for draft in results.drafts:
-                alpha = results.alpha(draft, domain)
-                lines.append(Line(draft, draft, [(alpha, kind == "ood")], number(alpha["value"])))
+    temperatures = sorted(results.temperatures)
+    sets = [(kind, domain) for kind in KINDS for domain in results.domains(kind)]
     with drawing(look.colours):
-        figure, (ax,) = _plots(1, len(lines))
-        _dot_plot(ax, look, lines, (-0.01, 1.01))
-        for top, base in spans:
-            if base["value"] is not None:
-                ends = [top - 0.4, top + len(results.drafts) - 0.6]
-                ax.plot([base["value"]] * 2, ends, color=look.colours["base"], lw=1, ls=(0, (2, 2)))
-        ax.set_xlabel(f"expected acceptance α, T = {results.top_temperature:g}")
+        figure, axes = _plots(len(temperatures), len(sets) * (1 + len(results.drafts)))
+        for ax, temperature in zip(axes, temperatures, strict=True):
+            lines: list[Line] = []
+            for kind, domain in sets:
+                lines.append(Line(f"{domain} ({kind.upper()})"))
+                for draft in results.drafts:
+                    alpha = results.alpha(draft, domain, temperature)
+                    lines.append(Line(draft, draft, [(alpha, kind == "ood")], number(alpha["value"])))
+            _dot_plot(ax, look, lines, (-0.01, 1.01))
+            for index, (_, domain) in enumerate(sets):
+                base = results.alpha(results.base, domain, temperature)["value"]
+                if base is not None:
+                    top = index * (1 + len(results.drafts)) + 1
+                    ends = [top - 0.4, top + len(results.drafts) - 0.6]
+                    ax.plot([base] * 2, ends, color=look.colours["base"], lw=1, ls=(0, (2, 2)))
+            ax.set_xlabel(f"expected acceptance α, T = {temperature:g}")
     return figure
 
 
@@ -103,20 +105,23 @@ def gain_figure(results: Results, look: Look) -> Figure | None:
     """What alignment changed per aligned draft and set, and on the right the share of the ID gain that transferred."""
     if not results.aligned:
         return None
-    lines: list[Line] = []
-    for draft in results.aligned:
-        lines.append(Line(draft))
-        for kind in KINDS:
-            for domain in results.domains(kind):
-                kept = results.transfer(draft, domain) if kind == "ood" else None
-                note = "ID" if kept is None else percent(kept["value"])
-                lines.append(Line(domain, draft, [(results.gain(draft, domain), kind == "ood")], note))
+    temperatures = sorted(results.temperatures)
     with drawing(look.colours):
-        figure, (ax,) = _plots(1, len(lines))
-        _dot_plot(ax, look, lines, (-1.0, 1.0), reference=0.0)
-        if results.has("ood"):
-            ax.annotate("transfer", (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
-        ax.set_xlabel(f"gain in α over {shortened(results.base, 14)}, T = {results.top_temperature:g}")
+        figure, axes = _plots(len(temperatures), len(results.aligned) * (1 + len(results.domains())))
+        for ax, temperature in zip(axes, temperatures, strict=True):
+            lines: list[Line] = []
+            for draft in results.aligned:
+                lines.append(Line(draft))
+                for kind in KINDS:
+                    for domain in results.domains(kind):
+                        kept = results.transfer(draft, domain, temperature) if kind == "ood" else None
+                        note = "ID" if kept is None else percent(kept["value"])
+                        gain = results.gain(draft, domain, temperature)
+                        lines.append(Line(domain, draft, [(gain, kind == "ood")], note))
+            _dot_plot(ax, look, lines, (-1.0, 1.0), reference=0.0)
+            if results.has("ood"):
+                ax.annotate("transfer", (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
+            ax.set_xlabel(f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}")
     return figure
 
 

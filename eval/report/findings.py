@@ -6,9 +6,10 @@ they are about: 1 and -1 where the interval lies on one side of zero, 0 where it
 
 from dataclasses import dataclass
 
+from eval.decision import Cell, Decision, Setting, Verdict, decide
 from eval.report.formats import KIND_TITLES, interval, number, percent, points, tree_name
 from eval.results import KINDS, Results
-from eval.schema import DecodingRow, Difference, Estimate, SpeedRow, SuiteKind
+from eval.schema import DecodingRow, Difference, Estimate, SuiteKind
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,47 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lead:
-    """The head of the report: one sentence, the other temperatures, what to run, one finding per aligned draft."""
+    """The head of the report: the decision and why, cell by cell; what alignment changed; findings by draft."""
 
     headline: str
-    others: list[str]
-    decision: list[tuple[str, str]]
+    detail: str
+    cells: list[tuple[str, str]]
+    changes: list[str]
     findings: list[Finding]
     lossless: str
 
 
+HEADLINES: dict[Verdict, str] = {
+    "ship": "Ship {draft}: {speed} times the target alone",
+    "ship_for": "Ship {draft} for {where}: {speed} times the target alone",
+    "none_beats_none": "Do not ship: no draft beats no draft",
+    "not_shown": "Do not ship: no draft is measurably faster than the target alone",
+    "too_few": "Not decided: too few prompts were timed",
+    "not_timed": "Not decided: nothing was timed",
+}
+DETAILS: dict[Verdict, str] = {
+    "ship": "Decode with {method}: it pays on every set at every temperature measured.",
+    "ship_for": "Decode with {method} there. {rest}",
+    "none_beats_none": "Every setting is slower than the target. The fastest is {setting}: {speed} times its speed.",
+    "not_shown": "The fastest setting is {setting}, at {speed} times the speed of the target alone. {rest}",
+    "too_few": "{setting} was fastest, at {speed} times the target alone. Time more prompts: --speed_prompts.",
+    "not_timed": "Whether a draft pays is a matter of time: measure again with --speed_prompts 8 or more.",
+}
+# What is said of the cells that do not pay, by their sign.
+REST: dict[int | None, str] = {
+    -1: "It costs time on {}: decode without a draft.",
+    0: "No speedup is shown on {}: time more prompts, or decode without a draft.",
+    None: "Too few prompts were timed on {}.",
+}
+CELLS: dict[int | None, str] = {
+    1: "Pays: {speed} times the target alone.",
+    0: "Not shown to pay: {speed} times the target alone.",
+    -1: "Costs time: {speed} times the target alone.",
+    None: "Too few prompts to judge: {speed} times the target alone.",
+}
+BEATS_BASE = " All sets together, it is {figure} times as fast as {base} with its own fastest method."
+AS_BASE = " All sets together, it is not measurably faster than {base} with its own fastest method: {figure} times."
+BUSY = " The machine was busy while the clock ran: time again on a quiet one before you rely on this."
 ID_HEADLINE = {
     1: "{who} raised acceptance in distribution from {before} to {after}",
     -1: "{who} lowered acceptance in distribution from {before} to {after}",
@@ -77,20 +110,76 @@ def sign(gain: Difference | None) -> int | None:
 
 
 def lead(results: Results) -> Lead:
-    """Headline, what to run, one finding per aligned draft (or the base alone), and whether outputs are unchanged."""
-    if not results.aligned:
-        findings = [_plain_finding(results)]
-        return Lead(_plain_headline(results), [], _decision(results), findings, _lossless(results))
-    best = max(results.aligned, key=lambda draft: _value(results.gain(draft, "id")))
-    others = [
-        f"At temperature {temperature:g}, {_headline(results, best, temperature, best)}"
-        for temperature in sorted(results.temperatures, reverse=True)[1:]
-    ]
-    findings = [_finding(results, draft) for draft in [best, *(d for d in results.aligned if d != best)]]
-    count = len(results.aligned)
-    who = "Alignment" if count == 1 else f"The best of {count} alignments, {best},"
-    headline = _headline(results, best, results.top_temperature, who)
-    return Lead(headline, others, _decision(results), findings, _lossless(results))
+    """The decision, what every setting cell does, what alignment changed at each temperature, findings by draft."""
+    decision = decide(results)
+    temperatures = sorted(results.temperatures)
+    order = sorted(results.aligned, key=lambda draft: -_value(results.gain(draft, "id"))) or [results.base]
+    if results.aligned:
+        who = "alignment" if len(order) == 1 else f"the best of {len(order)} alignments, {order[0]},"
+        changes = [f"At T = {t:g}, {_headline(results, order[0], t, who)}" for t in temperatures]
+    else:
+        changes = [f"At T = {t:g}, {_plain_headline(results, t)}" for t in temperatures]
+    return Lead(
+        headline=_said(HEADLINES[decision.verdict], decision),
+        detail=_detail(decision, results),
+        changes=changes,
+        cells=[_cell(cell, decision, results) for cell in decision.cells],
+        findings=[_finding(results, draft) for draft in order],
+        lossless=_lossless(results),
+    )
+
+
+def _said(template: str, decision: Decision) -> str:
+    setting, cells = decision.setting, decision.paying or decision.cells
+    if setting is None:
+        return template
+    values = sorted(cell.speedup["value"] or 0.0 for cell in cells)
+    ends = [number(value, 2) for value in (values[0], values[-1])]
+    return template.format(
+        draft=setting.draft,
+        setting=_setting(setting),
+        method=f"{tree_name(setting.tree)} and {setting.verifier}",
+        speed=ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}",
+        where=_where(decision, 1),
+        rest=" ".join(text.format(where) for sign, text in REST.items() if (where := _where(decision, sign))),
+    )
+
+
+def _setting(setting: Setting) -> str:
+    return f"{setting.draft} with {tree_name(setting.tree)} and {setting.verifier}"
+
+
+def _where(decision: Decision, sign: int | None) -> str:
+    """The sets on which the setting has this sign, with the temperatures where it is not all of them."""
+    names: dict[str, list[Cell]] = {}
+    for cell in decision.cells:
+        names.setdefault(cell.domain, []).append(cell)
+    said = []
+    for name, cells in names.items():
+        fit = [f"{cell.temperature:g}" for cell in cells if cell.sign == sign]
+        if fit:
+            said.append(name if len(fit) == len(cells) else f"{name} at T = {' and '.join(fit)}")
+    return ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else "".join(said)
+
+
+def _detail(decision: Decision, results: Results) -> str:
+    text = _said(DETAILS[decision.verdict], decision)
+    over = decision.over_base
+    if over is not None and decision.verdict in ("ship", "ship_for"):
+        clear = over["low"] is not None and over["low"] > 1
+        text += (BEATS_BASE if clear else AS_BASE).format(base=results.base, figure=_figure(over))
+    if any(cell.busy for cell in decision.cells):
+        text += BUSY
+    return text
+
+
+def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
+    text = CELLS[cell.sign].format(speed=_figure(cell.speedup))
+    if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
+        text += f" Fastest there: {_setting(cell.fastest)}, {_figure(cell.fastest_speedup)}."
+    if cell.busy:
+        text += " The machine was busy."
+    return f"{cell.domain} ({results.kind(cell.domain).upper()}), T = {cell.temperature:g}", text
 
 
 def _value(gain: Difference | None) -> float:
@@ -119,36 +208,11 @@ def _listed(names: list[str]) -> str:
     return " and ".join(names) if len(names) <= 2 else f"{len(names)} domains"
 
 
-def _plain_headline(results: Results) -> str:
-    shares = {kind: percent(results.alpha(results.base, kind)["value"]) for kind in KINDS if results.has(kind)}
-    text = f"The target accepts {shares['id']} of what {results.base} drafts in distribution"
+def _plain_headline(results: Results, temperature: float) -> str:
+    kinds = [kind for kind in KINDS if results.has(kind)]
+    shares = {kind: percent(results.alpha(results.base, kind, temperature)["value"]) for kind in kinds}
+    text = f"the target accepts {shares['id']} of what {results.base} drafts in distribution"
     return f"{text} and {shares['ood']} out of distribution." if "ood" in shares else f"{text}."
-
-
-def _decision(results: Results) -> list[tuple[str, str]]:
-    """Which draft and tree to run, by temperature and kind of prompts: the fastest lossless one, or none."""
-    decided = []
-    for temperature in sorted(results.temperatures, reverse=True):
-        for kind in KINDS:
-            rows = [row for row in results.document["speed"]["overall"] if row["speedup"] and row["lossless"]]
-            rows = [row for row in rows if (row["kind"], row["temperature"]) == (kind, temperature)]
-            if rows:
-                decided.append((f"T = {temperature:g}, {kind.upper()}", _fastest(rows)))
-    return decided
-
-
-def _fastest(rows: list[SpeedRow]) -> str:
-    best = max(rows, key=lambda row: (row["speedup"]["value"] if row["speedup"] else None) or 0.0)
-    speedup = best["speedup"]
-    assert speedup is not None
-    what = f"{best['draft']} with {tree_name(best['tree'] or '')} and {best['verifier']}"
-    if speedup["low"] is None:
-        return f"Too few prompts to judge; {what} was fastest, {_figure(speedup)} times the target alone."
-    if speedup["low"] > 1:
-        return f"{what}: {_figure(speedup)} times the target alone."
-    if speedup["high"] is not None and speedup["high"] < 1:
-        return f"None: no draft pays. The fastest, {what}, is {_figure(speedup)} times the target alone."
-    return f"None is measurably faster than the target alone. The fastest, {what}: {_figure(speedup)} times."
 
 
 def _bounds(low: float | None, high: float | None, text: str) -> str:
@@ -156,47 +220,51 @@ def _bounds(low: float | None, high: float | None, text: str) -> str:
 
 
 def _finding(results: Results, draft: str) -> Finding:
+    """What was found of one draft, its lowest temperature first: `decode` decodes at 0 unless told otherwise."""
     said = []
-    for kind in KINDS:
-        if results.has(kind):
-            text = _change(results, draft, kind) + (_by_domain(results, draft) if kind == "ood" else "")
-            said.append((KIND_TITLES[kind], text))
-    said += _transfer(results, draft)
-    return Finding(draft, said + _work(results, draft) + _training(results, draft))
+    for temperature in sorted(results.temperatures):
+        at = f", T\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{temperature:g}"
+        for kind in KINDS:
+            if results.has(kind):
+                said.append((KIND_TITLES[kind] + at, _acceptance(results, draft, kind, temperature)))
+        said += [(label + at, text) for label, text in _work(results, draft, temperature)]
+    if draft == results.base:
+        said.append(("Alignment", "Only one draft was measured, so there is no gain to report; add an aligned one."))
+    return Finding(draft, said + _training(results, draft))
 
 
-def _change(results: Results, draft: str, kind: SuiteKind) -> str:
-    gain = results.gain(draft, kind)
+def _acceptance(results: Results, draft: str, kind: SuiteKind, temperature: float) -> str:
+    """What alignment changed on all sets of a kind, by set and as a share of the gain in distribution."""
+    if draft == results.base:
+        alpha = results.alpha(draft, kind, temperature)
+        bounds = _bounds(alpha["low"], alpha["high"], interval(alpha, 1, scale=100))
+        return f"{percent(alpha['value'])} of draft tokens are accepted ({bounds})."
+    gain = results.gain(draft, kind, temperature)
     assert gain is not None
-    before, after = (percent(results.alpha(each, kind)["value"]) for each in (results.base, draft))
+    before, after = (percent(results.alpha(each, kind, temperature)["value"]) for each in (results.base, draft))
     spread = _bounds(gain["low"], gain["high"], interval(gain, 1, scale=100, sign=True))
-    return CHANGE[sign(gain)].format(before=before, after=after, detail=f"{points(gain)}, {spread}")
+    text = CHANGE[sign(gain)].format(before=before, after=after, detail=f"{points(gain)}, {spread}")
+    names = results.domains(kind)
+    # What the pooled change is made of, where there are few enough sets to name.
+    if 2 <= len(names) <= 4:
+        gains = {name: results.gain(draft, name, temperature) for name in names}
+        parts = [f"{name} {points(gain)}" + " (includes zero)" * (sign(gain) == 0) for name, gain in gains.items()]
+        text += f" By set: {', '.join(parts)}."
+    return text + (_transfer(results, draft, temperature) if kind == "ood" else "")
 
 
-def _by_domain(results: Results, draft: str) -> str:
-    """What the pooled change out of distribution is made of, where there are few enough domains to name."""
-    names = results.domains("ood")
-    if not 2 <= len(names) <= 4:
-        return ""
-    gains = {name: results.gain(draft, name) for name in names}
-    parts = [f"{name} {points(gain)}" + " (includes zero)" * (sign(gain) == 0) for name, gain in gains.items()]
-    return f" By domain: {', '.join(parts)}."
-
-
-def _transfer(results: Results, draft: str) -> list[tuple[str, str]]:
-    row = results.transfer(draft)
+def _transfer(results: Results, draft: str, temperature: float) -> str:
+    row = results.transfer(draft, "ood", temperature)
     if row is None:
-        return []
+        return ""
     share, bounds = percent(row["value"]), _bounds(row["low"], row["high"], interval(row, 0, scale=100))
     if row["value"] is None:
-        text = f"Undefined: {row['undefined']}."
-    elif row["high"] is not None and row["high"] < 0:
-        text = f"None of it: the change out of distribution is {share} of the ID gain ({bounds})."
-    elif row["low"] is not None and row["low"] <= 0:
-        text = f"Cannot be told from none: {share} of the ID gain ({bounds})."
-    else:
-        text = f"{share} of the ID gain holds out of distribution ({bounds})."
-    return [("Transfer", text)]
+        return f" Transfer is undefined: {row['undefined']}."
+    if row["high"] is not None and row["high"] < 0:
+        return f" Transfer: none, {share} of the ID gain ({bounds})."
+    if row["low"] is not None and row["low"] <= 0:
+        return f" Transfer cannot be told from none: {share} of the ID gain ({bounds})."
+    return f" Transfer: {share} of the ID gain holds ({bounds})."
 
 
 def _training(results: Results, draft: str) -> list[tuple[str, str]]:
@@ -222,26 +290,16 @@ def _objective(spec: str) -> str:
     return spec if name is None or "+" in spec or "@" in spec else f"Token-level KD ({name})"
 
 
-def _plain_finding(results: Results) -> Finding:
-    said = []
-    for kind in KINDS:
-        if results.has(kind):
-            alpha = results.alpha(results.base, kind)
-            bounds = _bounds(alpha["low"], alpha["high"], interval(alpha, 1, scale=100))
-            said.append((KIND_TITLES[kind], f"{percent(alpha['value'])} of draft tokens are accepted ({bounds})."))
-    said.append(("Alignment", "Only one draft was measured, so there is no gain to report; add an aligned one."))
-    return Finding(results.base, said + _work(results, results.base))
-
-
-def _work(results: Results, draft: str) -> list[tuple[str, str]]:
+def _work(results: Results, draft: str, temperature: float) -> list[tuple[str, str]]:
     """Tokens per target call and speed in distribution, with the method that does best there."""
     methods = [(method["tree"], method["verifier"]) for method in results.document["methods"]]
-    rows = [row for method in methods if (row := results.decoding(draft, "id", None, *method))["tau"]["value"]]
+    found = [results.decoding(draft, "id", temperature, *method) for method in methods]
+    rows = [row for row in found if row["tau"]["value"]]
     if not rows:
         return []
 
     def speedup(of: str, row: DecodingRow) -> Estimate | None:
-        timed = results.speed(of, "id", None, row["tree"], row["verifier"])
+        timed = results.speed(of, "id", temperature, row["tree"], row["verifier"])
         return timed["speedup"] if timed else None
 
     def merit(row: DecodingRow) -> tuple[bool, float, float]:
@@ -254,13 +312,13 @@ def _work(results: Results, draft: str) -> list[tuple[str, str]]:
     if not best["lossless"]:
         text += f" and {best['verifier']} (lossless: false)"
     if draft != results.base:
-        base = results.decoding(results.base, "id", None, best["tree"], best["verifier"])
+        base = results.decoding(results.base, "id", temperature, best["tree"], best["verifier"])
         text += f"; with {results.base}, {number(base['tau']['value'], 2)}"
         text += ", no measurable difference" * (sign(best["tau_gain"]) == 0)
     said = [("Tokens per call", f"{text}.")]
     timed, before = speedup(draft, best), speedup(results.base, best)
     if timed is not None and timed["value"] is not None:
-        text = f"{_figure(timed)} times the target alone in distribution, on this machine, one prompt at a time"
+        text = f"{_figure(timed)} times the target alone in distribution"
         if timed["high"] is not None and timed["high"] < 1:
             text += ": slower than no draft at all"
         elif timed["low"] is not None and timed["low"] <= 1:

@@ -93,7 +93,6 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         tables=tables(results),
         open_rows=OPEN_ROWS,
         roles=roles,
-        temperature=results.top_temperature,
         light=LIGHT,
         dark=DARK,
         prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in KINDS},

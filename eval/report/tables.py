@@ -77,6 +77,7 @@ SPEED: list[Column] = [
     ("tokens", lambda row: str(row["tokens"])),
     ("decode s", lambda row: number(row["decode_s"], 2)),
     ("prefill s", lambda row: number(row["prefill_s"], 2)),
+    ("machine", lambda row: "busy" if row["busy"] else "quiet"),
 ]
 SUITES: list[Column] = [
     ("set", lambda row: _domain(row["name"], row["kind"])),
@@ -142,6 +143,7 @@ def tables(results: Results) -> list[Table]:
     pooled = [row for row in document["overall_alpha"] if row["kind"] in several]
     reasons = any(row["undefined"] for row in document["transfer"])
     deepest = max((len(row["accept_at"]) for row in document["decoding"]), default=0)
+    speeds = document["speed"]["domains"]
     models = [{"role": role, **row} for role, row in document["models"].items()]
     whole = "" if document["clock"]["machine"]["gpu"] else ", all of the process included"
     every = [
@@ -170,10 +172,10 @@ def tables(results: Results) -> list[Table]:
         _table(
             "Speed",
             "Batch 1, interleaved. Tokens per second and milliseconds per token leave the prefill out; it stands "
-            "beside them. These are clock times of one machine.",
+            "beside them. These are clock times of one machine; those of a busy one are marked.",
             4,
             SPEED,
-            document["speed"]["domains"],
+            [{**row, "busy": results.busy(str(row["domain"]), row["temperature"])} for row in speeds],
         ),
         _table("Prompts", "Every row read is done, skipped or failed.", 2, SUITES, document["suites"]),
         _table(

@@ -1,0 +1,164 @@
+"""Whether a draft is worth serving: with which settings, for which prompts, how fast; by the clock, on intervals.
+
+A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
+when it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, and so it stays
+under Holm's correction over all cells of the setting. The setting that pays in most cells is judged; lossy verifiers
+are not. It was chosen on the prompts it is judged on, so expect a little less of it on others.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from eval.bootstrap import LEVEL, PromptSums, Resamples, holm, pool_sums, quotient, resamples
+from eval.results import Results
+from eval.schema import Estimate, SpeedRow
+
+Verdict = Literal["ship", "ship_for", "none_beats_none", "not_shown", "too_few", "not_timed"]
+# Half the width of a 95 % interval in standard errors.
+HALF = 1.959964
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """A draft and how to decode with it."""
+
+    draft: str
+    tree: str
+    verifier: str
+
+    @classmethod
+    def of(cls, row: SpeedRow) -> "Setting":
+        """The setting that a row of speeds is about."""
+        return cls(row["draft"] or "", row["tree"] or "", row["verifier"] or "")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One set at one temperature: what the decided setting does there, and the fastest setting there.
+
+    `sign` is 1 where the setting pays, -1 where it costs time, 0 where neither is shown, None without an interval.
+    """
+
+    domain: str
+    temperature: float
+    speedup: Estimate
+    sign: int | None
+    fastest: Setting
+    fastest_speedup: Estimate
+    busy: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The verdict, its setting (None when nothing was timed), every cell, and the speed over the base draft.
+
+    `over_base`: the setting's tokens per second over those of the base draft with its own fastest method, all cells
+    pooled, paired by prompt; None where the setting is the base's.
+    """
+
+    verdict: Verdict
+    setting: Setting | None
+    cells: list[Cell]
+    over_base: Estimate | None
+
+    @property
+    def paying(self) -> list[Cell]:
+        """The cells in which the setting pays."""
+        return [cell for cell in self.cells if cell.sign == 1]
+
+
+def decide(results: Results) -> Decision:
+    """Ship, ship for some sets, or do not ship, from the clock times of every lossless setting in every cell."""
+    by_setting: dict[Setting, list[SpeedRow]] = {}
+    for row in results.document["speed"]["domains"]:
+        if row["draft"] is not None and row["lossless"]:
+            by_setting.setdefault(Setting.of(row), []).append(row)
+    if not by_setting:
+        return Decision("not_timed", None, [], None)
+    signs = {setting: _signs(rows) for setting, rows in by_setting.items()}
+    means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
+    chosen = max(by_setting, key=lambda setting: (signs[setting].count(1), means[setting]))
+    cells = []
+    for index, row in enumerate(by_setting[chosen]):
+        fastest = max(by_setting, key=lambda setting: _speed(by_setting[setting][index]))
+        cells.append(
+            Cell(
+                domain=str(row["domain"]),
+                temperature=row["temperature"],
+                speedup=_speedup(row),
+                sign=signs[chosen][index],
+                fastest=fastest,
+                fastest_speedup=_speedup(by_setting[fastest][index]),
+                busy=results.busy(str(row["domain"]), row["temperature"]),
+            )
+        )
+    over_base = None
+    if chosen.draft != results.base:
+        base = max((s for s in by_setting if s.draft == results.base), key=lambda setting: means[setting])
+        over_base = _quotient(results, by_setting[chosen], by_setting[base])
+    return Decision(_verdict(signs, chosen), chosen, cells, over_base)
+
+
+def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict:
+    own = signs[chosen]
+    if 1 in own:
+        return "ship" if own.count(1) == len(own) else "ship_for"
+    if all(sign is None for sign in own):
+        return "too_few"
+    return "none_beats_none" if all(sign == -1 for every in signs.values() for sign in every) else "not_shown"
+
+
+def _speedup(row: SpeedRow) -> Estimate:
+    assert row["speedup"] is not None  # only the target alone has none
+    return row["speedup"]
+
+
+def _speed(row: SpeedRow) -> float:
+    return _speedup(row)["value"] or 0.0
+
+
+def _mean_speed(rows: Sequence[SpeedRow]) -> float:
+    """The geometric mean of the speedups of a setting over its cells."""
+    return math.exp(sum(math.log(max(_speed(row), 1e-9)) for row in rows) / len(rows))
+
+
+def _signs(rows: Sequence[SpeedRow]) -> list[int | None]:
+    """Per cell 1, -1 or 0 as the speedup is above 1, below 1 or neither at 95 %, Holm's correction over the cells."""
+    z_scores: dict[int, float] = {}
+    for index, row in enumerate(rows):
+        speedup = _speedup(row)
+        if speedup["value"] and speedup["low"] and speedup["high"]:
+            # On the logarithm, on which a ratio is symmetric; its standard error is read off the interval.
+            error = math.log(speedup["high"] / speedup["low"]) / (2 * HALF)
+            z_scores[index] = math.log(speedup["value"]) / max(error, 1e-12)
+    found: list[int | None] = [0 if index in z_scores else None for index in range(len(rows))]
+    # A family of one-sided tests for either claim: cells that clearly cost time must not make it easier to pay.
+    for side in (1, -1):
+        p_values = [math.erfc(side * z / math.sqrt(2)) / 2 for z in z_scores.values()]
+        for index, p in zip(z_scores, holm(p_values), strict=True):
+            bound = _speedup(rows[index])["low" if side == 1 else "high"]
+            if p <= (1 - LEVEL) / 2 and bound is not None and side * (bound - 1) > 0:
+                found[index] = side
+    return found
+
+
+def _quotient(results: Results, new: Sequence[SpeedRow], base: Sequence[SpeedRow]) -> Estimate:
+    """Tokens per second of one setting over another's, cells pooled; a prompt is drawn alike at all temperatures."""
+    config = results.document["config"]
+    picks: dict[str | None, Resamples] = {}
+    for row in new:
+        assert row["per_prompt"] is not None
+        count = len(row["per_prompt"]["emitted"])
+        picks.setdefault(row["domain"], resamples(count, config["bootstrap"], config["seed"] + len(picks)))
+    drawn = [picks[row["domain"]] for row in new]
+    weights = Resamples(np.concatenate([d.weights_RP for d in drawn], axis=1), all(d.usable for d in drawn))
+    return quotient(_rates(new), _rates(base), weights)
+
+
+def _rates(rows: Sequence[SpeedRow]) -> PromptSums:
+    parts = [row["per_prompt"] for row in rows]
+    return pool_sums([PromptSums.of(part["emitted"], part["decode_s"]) for part in parts if part is not None])
