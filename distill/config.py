@@ -22,15 +22,17 @@ class DistillConfig:
     num_samples: int = 1
     """Answers per prompt; several samples of one prompt are worth more than one."""
     max_new_tokens: int = 256
+    """The longest answer, in tokens."""
     temperature: float | None = None
     """Sample as you will serve; 0 is greedy. Default: of the target's generation_config.json, else 1."""
     top_p: float | None = None
-    """Default: of the target's generation_config.json, else 1, which keeps all tokens."""
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: of that file, else 1."""
     top_k: int | None = None
-    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    """Keep the k most probable tokens; 0 keeps all. Default: of that file, else 0."""
     min_p: float | None = None
-    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    """Keep tokens of at least this share of the greatest probability; 0 keeps all. Default: of that file, else 0."""
     seed: int = 0
+    """Of every draw; each output has its own from it."""
     batch_size: int = 32
     """Rows that are generated together."""
     part_rows: int = 1024
@@ -50,8 +52,11 @@ class DistillConfig:
     """Upload the finished set to this data set on the hub, owner/name, with the token in HF_TOKEN; made private where
     it does not exist."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
+    """Of the models: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
     trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens"):

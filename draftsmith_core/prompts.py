@@ -47,12 +47,17 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What a prompt source held. `len(prompts) + len(skipped) == rows`; no row is dropped in silence."""
+    """What a prompt source held. `len(prompts) + len(skipped) == rows`; no row is dropped in silence.
+
+    more: whether it has rows beyond those that were asked for. from_text: how many rows were `text`.
+    """
 
     source: str
     prompts: tuple[Prompt, ...]
     skipped: tuple[Skipped, ...]
     rows: int
+    more: bool = False
+    from_text: int = 0
 
     @property
     def digest(self) -> str:
@@ -98,14 +103,16 @@ def read_prompts(
     named: dict[str, int] = {}
     repeats: Counter[str] = Counter()
     unread: dict[str, int] = {}
-    rows = 0
+    rows = from_text = 0
+    more = False
     for number, row in iterate_rows(source):
-        if limit is not None and rows >= limit:
+        if more := limit is not None and rows >= limit:
             break
         rows += 1
         for name in _unread(row):
             unread.setdefault(name, number)
         where = f"{source}:{number}"
+        from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
         ids, short = _encode(row, where, tokenizer, prompt_tokens)
         key = _string(row, "id", where)
         if key in named:
@@ -127,7 +134,7 @@ def read_prompts(
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
         raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
-    return PromptSet(source, tuple(prompts), tuple(skipped), rows)
+    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more, from_text)
 
 
 def content_id(ids: list[int], repeats: Counter[str]) -> str:

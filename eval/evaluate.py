@@ -116,7 +116,13 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         if isinstance(draft, PreTrainedModel)
     }
     suites = fit(suites, config.max_new_tokens, contexts)
-    found = [*remarks.of_prompts(suites), *remarks.of_training(request.drafts, suites)]
+    for line in remarks.of_counts(config, suites):
+        sys.stderr.write(f"eval: {line}\n")
+    found = [
+        *remarks.of_sets(config, suites),
+        *remarks.of_prompts(suites),
+        *remarks.of_training(request.drafts, suites),
+    ]
     return suites, pair, said + announce(found, strict=config.strict)
 
 

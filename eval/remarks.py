@@ -43,6 +43,25 @@ def of_options(config: EvalConfig) -> list[Remark]:
     return [Remark(about="options", text=f"--{given[0]}: changes nothing at temperature 0, the only one measured")]
 
 
+def of_sets(config: EvalConfig, suites: Sequence[Suite]) -> list[Remark]:
+    """An option about `text` rows where there are none."""
+    if config.prompt_tokens == EvalConfig.prompt_tokens or any(suite.from_text for suite in suites):
+        return []
+    text = f"--prompt_tokens {config.prompt_tokens}: changes nothing, no prompt set has rows with `text`"
+    return [Remark(about="options", text=text)]
+
+
+def of_counts(config: EvalConfig, suites: Sequence[Suite]) -> list[str]:
+    """Lines about sets that are cut short, or smaller than what is to be timed. Nothing is wrong with that."""
+    cut = [suite.name for suite in suites if suite.more]
+    few = [suite for suite in suites if len(suite.prompts) < config.speed_prompts]
+    said = [f"{', '.join(cut)}: only the first {config.max_prompts} rows are read (--max_prompts)"] if cut else []
+    if few:
+        sizes = ", ".join(f"{suite.name} {len(suite.prompts)}" for suite in few)
+        said.append(f"--speed_prompts {config.speed_prompts}: all prompts are timed where a set has fewer ({sizes})")
+    return said
+
+
 def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
     """Prompts that two sets share, and prompts of one that are nearly those of another."""
     remarks = []

@@ -12,7 +12,10 @@ from eval.schema import SuiteKind
 
 @dataclass(frozen=True)
 class Suite:
-    """One named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (which row or prompt, why)."""
+    """One named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (which row or prompt, why).
+
+    more, from_text: as in `PromptSet`.
+    """
 
     name: str
     kind: SuiteKind
@@ -20,6 +23,8 @@ class Suite:
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[str, str], ...]
     rows: int
+    more: bool = False
+    from_text: int = 0
 
     @property
     def digest(self) -> str:
@@ -37,7 +42,7 @@ def load_suites(
         for name, source in sets.items():
             read = read_prompts(source, tokenizer, domain=name, prompt_tokens=prompt_tokens, limit=limit)
             skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-            suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows))
+            suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more, read.from_text))
     return suites
 
 

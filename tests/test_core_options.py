@@ -1,5 +1,6 @@
 """The door and its options: what is wrong is said in one line with the place, the key and the nearest right one."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -188,6 +189,20 @@ def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> 
     assert "--config" in out
     assert "--print_config" in out
     assert "--device" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_every_command_says_what_it_is(command: str) -> None:
+    pytest.importorskip("mkdocs", reason="docs/site_hooks.py, which knows the options of every command, needs mkdocs")
+    found = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    assert found is not None and found.loader is not None
+    hooks = importlib.util.module_from_spec(found)
+    found.loader.exec_module(hooks)
+    module, _, name = hooks.OPTIONS[command].partition(":")
+    options = hooks.options(getattr(importlib.import_module(module), name))
+    assert options
+    for option, _, _, meaning in options:
+        assert meaning and not meaning.startswith("Default"), f"{command} {option}: {meaning!r} does not say what it is"
 
 
 def test_the_door_itself(door: Door) -> None:

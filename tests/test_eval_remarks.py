@@ -9,11 +9,12 @@ import pytest
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
+from draftsmith_core.tokenization import load_tokenizer
 from eval import remarks
 from eval.config import EvalConfig
 from eval.request import check
 from eval.schema import ModelRow, SpeedConditions, SuiteKind
-from eval.suites import Suite
+from eval.suites import Suite, load_suites
 
 TEXT = tuple(range(100, 140))
 
@@ -103,6 +104,27 @@ def test_filters_that_change_nothing(change: dict[str, object], said: int) -> No
 def test_options_that_would_be_ignored_or_mean_two_things_are_refused(change: dict[str, object], says: str) -> None:
     with pytest.raises(InputError, match=says.replace("...", r"\.\.\.")):
         check(replace(CONFIG, **change))  # type: ignore[arg-type]
+
+
+def test_an_option_for_text_rows_where_there_are_none_and_sets_that_are_cut_or_small() -> None:
+    prose = suite("prose", "id", TEXT, (1, 2), (3, 4))
+    texts, cut = replace(prose, from_text=1), replace(prose, name="code", more=True)
+    asked = replace(CONFIG, prompt_tokens=16, speed_prompts=3, max_prompts=3)
+    (remark,) = remarks.of_sets(asked, [prose, cut])
+    assert remark["text"].startswith("--prompt_tokens 16: changes nothing")
+    assert remarks.of_sets(asked, [prose, texts]) == [] == remarks.of_sets(CONFIG, [prose])
+    assert remarks.of_counts(asked, [prose]) == []
+    assert remarks.of_counts(asked, [prose, cut]) == ["code: only the first 3 rows are read (--max_prompts)"]
+    (line,) = remarks.of_counts(replace(asked, speed_prompts=4), [prose])
+    assert line == "--speed_prompts 4: all prompts are timed where a set has fewer (prose 3)"
+
+
+def test_what_a_set_is_made_of_is_known_from_reading_it(prompts_file: str, target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    found = {
+        limit: load_suites({"a": prompts_file}, {}, tokenizer, prompt_tokens=4, limit=limit)[0] for limit in (4, 9)
+    }
+    assert [(each.rows, each.more, each.from_text) for each in found.values()] == [(4, True, 0), (9, False, 1)]
 
 
 def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,12 @@ from transformers import (
 )
 
 from draftsmith_core.errors import InputError
+from train.config import TrainConfig
 from train.data import IGNORE, Examples, collate, load_examples, order, packed, units, with_replay
 from train.objective import parse_objective
 from train.packing import block_mask, document_layout, pack, packing_method
 from train.trainees.lm import LMTrainee
+from train.training_run import train
 
 Row = dict[str, Any]
 
@@ -299,4 +301,21 @@ def test_rows_that_are_rare_but_right_are_read(tmp_path: Path) -> None:
     rows = stored_rows()
     rows[0] |= {"top_ids": [[], [3], [4, 5]], "top_logprobs": [[], [0.0], [-math.inf, -1.0]], "tail_mass": [1, 0, 0.5]}
     examples = examples_of(tmp_path, "set", rows)
-    assert examples.stored and examples.max_top_id == 12
+    assert (
+        examples.stored
+        and examples.max_top_id[0] == 12
+        and examples.max_top_id[1].endswith("part-00000.parquet: row 3")
+    )
+
+
+def test_a_teacher_token_beyond_the_vocabulary_is_named_by_its_row(
+    tmp_path: Path, target_dir: str, draft_dir: str
+) -> None:
+    rows = stored_rows()
+    rows[1]["top_ids"] = [[3, 290], [4]]
+    config = TrainConfig(
+        target=target_dir, draft=draft_dir, data=[write(tmp_path / "set", rows)], out=str(tmp_path / "out"),
+        device="cpu", max_length=16, steps=1, heldout_fraction=0.4,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"part-00000\.parquet: row 2: key 'top_ids' holds token 290, and .* has 290"):
+        train(config)

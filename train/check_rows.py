@@ -22,13 +22,13 @@ _TOLERANCE = 1e-2
 Array = npt.NDArray[Any]
 
 
-def check_part(file: Path, teacher: bool) -> int:
-    """The largest stored teacher token, -1 without any. teacher: whether to read the target's top tokens.
+def check_part(file: Path, teacher: bool) -> tuple[int, str]:
+    """The largest stored teacher token and its row, (-1, "") without any. teacher: whether to read the top tokens.
 
     InputError names file, row and column of the first value that cannot be: a null, a negative token, a token listed
     twice at one position, a probability that is not a number or above one, lists of unequal length.
     """
-    opened, start, largest = pq.ParquetFile(file), 0, -1
+    opened, start, largest = pq.ParquetFile(file), 0, (-1, "")
     names = _TOKENS + (_TEACHER if teacher else ())
     missing = [name for name in names if name not in opened.schema_arrow.names]
     if missing:
@@ -39,7 +39,7 @@ def check_part(file: Path, teacher: bool) -> int:
     return largest
 
 
-def _check(batch: pa.RecordBatch, place: str, first: int) -> int:
+def _check(batch: pa.RecordBatch, place: str, first: int) -> tuple[int, str]:
     """`check_part` of some rows, the first of which has this number."""
 
     def refuse(column: str, wrong: Array, row: Array, problem: str, values: Array | None = None) -> None:
@@ -64,7 +64,7 @@ def _check(batch: pa.RecordBatch, place: str, first: int) -> int:
         ids, row = np.array(found[name][0]), found[name][1]
         refuse(name, ids < 0, row, "tokens are 0 or more", ids)
     if "top_ids" not in found:
-        return -1
+        return -1, ""
     row_N = found["response_ids"][1]
     for name in _TEACHER:
         lengths_R = np.bincount(found[name][1], minlength=len(batch))
@@ -85,4 +85,7 @@ def _check(batch: pa.RecordBatch, place: str, first: int) -> int:
     order = np.lexsort((ids_M, at_M))
     twice = (np.diff(ids_M[order]) == 0) & (np.diff(at_M[order]) == 0)
     refuse("top_ids", twice, row_M[order[1:]], "twice at one position", ids_M[order[1:]])
-    return int(ids_M.max(initial=-1))
+    if not len(ids_M):
+        return -1, ""
+    at = int(ids_M.argmax())
+    return int(ids_M[at]), f"{place} {first + int(row_M[at])}"

@@ -113,7 +113,7 @@ class TrainConfig:
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns; with `ce` it
     adds alpha."""
     tokenizer: str | None = None
-    """Default: the target's, else the draft's."""
+    """The tokenizer to save with the draft, and for rows of text. Default: the target's, else the draft's."""
     objective: str = "ce"
     """ce (cross-entropy: sequence-level KD on the target's answers), fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha,
     lk_hybrid:eta=3, sums such as `0.9*fkl+0.1*ce`; `@adaspec:keep=0.4` behind it selects tokens."""

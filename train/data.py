@@ -47,8 +47,8 @@ class Examples:
     What is shuffled and dealt to processes is a unit: a row, or, where `groups` is given, the rows packed together.
     `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
     identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
-    `stored` whether every row has the teacher's columns, and `max_top_id` the largest token in them (-1 without). Units
-    from `replay_from` on are general data to mix in.
+    `stored` whether every row has the teacher's columns, and `max_top_id` the largest token in them with its file and
+    row ((-1, "") without). Units from `replay_from` on are general data to mix in.
     """
 
     rows: datasets.Dataset
@@ -59,7 +59,7 @@ class Examples:
     max_token: int
     targets: frozenset[str]
     stored: bool = False
-    max_top_id: int = -1
+    max_top_id: tuple[int, str] = (-1, "")
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
 
@@ -107,7 +107,7 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
     """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault."""
     tables, digests = [], []
     targets: set[str | None] = set()
-    max_top_id = -1
+    max_top_id = (-1, "")
     for source in sources:
         if Path(source).is_dir():
             table, digest, target, top_id = _distilled(Path(source), tokenizer)
@@ -124,7 +124,7 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
         tables = [table.select_columns(list(_FEATURES)) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
-    return replace(examples, max_top_id=max_top_id if examples.stored else -1)
+    return replace(examples, max_top_id=max_top_id if examples.stored else (-1, ""))
 
 
 def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: frozenset[str]) -> Examples:
@@ -159,9 +159,11 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
         yield from table[name].chunks
 
 
-def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None, int]:
-    """Rows, what identifies them, the fingerprint of the target that wrote them (None if not recorded), and the
-    largest token that the teacher's columns list (-1 without).
+def _distilled(
+    directory: Path, tokenizer: Tokenizer | None
+) -> tuple[datasets.Dataset, str, str | None, tuple[int, str]]:
+    """Rows, what identifies them, the fingerprint of the target that wrote them (None if not recorded), and
+    `Examples.max_top_id`.
     """
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
@@ -180,7 +182,7 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.D
         paths.append(glob.escape(str(path)))
         parts.append(path)
     teacher = _has_teacher(parts)
-    max_top_id = max((check_part(path, teacher) for path in parts), default=-1)
+    max_top_id = max((check_part(path, teacher) for path in parts), default=(-1, ""))
     features = datasets.Features(_FEATURES | (_TEACHER if teacher else {}))
     table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
     assert isinstance(table, datasets.Dataset)

@@ -307,8 +307,11 @@ def _check_data(
                 f"it was made with another tokenizer"
             )
     known = sizes.get("target", sizes["draft"] + _PADDING)
-    if examples.max_top_id >= known:
-        raise InputError(f"data: its teacher columns hold token {examples.max_top_id}, beyond a vocabulary of {known}")
+    top_id, place = examples.max_top_id
+    if top_id >= known:
+        raise InputError(
+            f"{place}: key 'top_ids' holds token {top_id}, and the vocabulary has {known}; make the set again"
+        )
     if objective.needs_target and target is None and not examples.stored:
         raise InputError(
             f"target: objective {objective.spec} needs the target as its teacher, or data with teacher columns"

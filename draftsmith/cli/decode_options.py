@@ -39,17 +39,19 @@ class DecodeConfig:
     num_samples: int = 1
     """Outputs per prompt."""
     max_new_tokens: int = 128
+    """The longest output, in tokens."""
     stop: list[str] = field(default_factory=list)
     """Texts that end an output: it is cut behind the token that completes one."""
     temperature: float | None = None
     """0 is greedy. Default: of the target's generation_config.json where that samples, else 0."""
     top_p: float | None = None
-    """Default: of the target's generation_config.json, else 1, which keeps all tokens."""
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: of that file, else 1."""
     top_k: int | None = None
-    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    """Keep the k most probable tokens; 0 keeps all. Default: of that file, else 0."""
     min_p: float | None = None
-    """Default: of the target's generation_config.json, else 0, which keeps all tokens."""
+    """Keep tokens of at least this share of the greatest probability; 0 keeps all. Default: of that file, else 0."""
     seed: int = 0
+    """Of every draw; each output has its own from it."""
     batch_size: int = 1
     """Rows that are decoded together."""
     prompt_tokens: int = 32
@@ -65,8 +67,11 @@ class DecodeConfig:
     quantize_draft: Quantize | None = None
     """The same for draft models. Default: as --quantize."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
+    """Of the models: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
     trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "max_new_tokens", "batch_size", "prompt_tokens"):

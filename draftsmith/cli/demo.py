@@ -17,7 +17,9 @@ class DemoConfig:
     rebuild_pair: str | None = None
     """Instead: train the shipped pair from nothing in this directory (about an hour on two cores)."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
+    """Of the models: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
 
 
 def run(argv: list[str]) -> None:
