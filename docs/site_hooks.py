@@ -58,7 +58,9 @@ def commands() -> str:
         "several processes. Every command also takes `--config FILE.yaml` (the same keys; what is typed wins), "
         "`--print_config`, `--json` (the last line of standard output is one JSON object) and `--help`.\n\n"
         "| exit code | |\n| --- | --- |\n| 0 | done |\n| 1 | failed while running, in one line |\n"
-        "| 2 | bad input or usage, in one line |\n| 130, 143 | interrupted, told to stop; what was done is kept |"
+        "| 2 | bad input or usage, in one line |\n"
+        "| 3 | done, and a requirement of `eval --require` is not met; one line each |\n"
+        "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
     for name, (_, what) in COMMANDS.items():
         module, _, cls = OPTIONS[name].partition(":")

@@ -7,7 +7,8 @@
 
 Importing this package imports neither torch nor transformers: a name is resolved when it is first used (PEP 562).
 Everything raised on purpose is a `DraftsmithError`: `InputError` for what the caller can mend (the commands exit with
-2), `RunError` for a run that could not finish although its input was good (exit 1).
+2), `RunError` for a run that could not finish although its input was good (exit 1), `RequirementError` for results that
+miss what was required of them (exit 3).
 """
 
 import importlib
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from draftsmith.pair import load_pair as load_pair
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
     from draftsmith_core.errors import InputError as InputError
+    from draftsmith_core.errors import RequirementError as RequirementError
     from draftsmith_core.errors import RunError as RunError
     from eval.config import EvalConfig as EvalConfig
     from eval.decision import decide as decide
@@ -44,6 +46,7 @@ _PUBLIC = {
     "InputError": ("draftsmith_core.errors", "InputError"),
     "Output": ("draftsmith.pair", "Output"),
     "Pair": ("draftsmith.pair", "Pair"),
+    "RequirementError": ("draftsmith_core.errors", "RequirementError"),
     "Results": ("eval.results", "Results"),
     "RunError": ("draftsmith_core.errors", "RunError"),
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
@@ -65,6 +68,7 @@ __all__ = [
     "InputError",
     "Output",
     "Pair",
+    "RequirementError",
     "Results",
     "RunError",
     "SpeculativeDecoder",

@@ -16,7 +16,7 @@ import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith_core.errors import InputError, RunError  # noqa: E402
+from draftsmith_core.errors import InputError, RequirementError, RunError  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
 
 # command: (module with `run(argv)`, what it does). A module is imported when its command is called.
@@ -43,7 +43,9 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 130 interrupted, 143 told to stop."""
+    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 3 a requirement is not met,
+    130 interrupted, 143 told to stop.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
@@ -82,6 +84,10 @@ def _failed(name: str, error: Exception | KeyboardInterrupt) -> int:
     if isinstance(error, InputError | RunError):
         _say(f"draftsmith {name}: {' '.join(str(error).split())}", error)
         return 2 if isinstance(error, InputError) else 1
+    if isinstance(error, RequirementError):
+        for line in error.unmet:
+            _say(f"draftsmith {name}: {line}", error)
+        return 3
     if isinstance(error, BrokenPipeError):
         # The reader (`| head`) has seen enough. What Python still buffers for it has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,13 +3,26 @@
 `InputError` and `RunError` are also a `ValueError` and a `RuntimeError`, so code that catches those catches them.
 """
 
+from collections.abc import Sequence
+
 
 class DraftsmithError(Exception):
-    """Base of the family. The message is one line, written for the person who started the run."""
+    """Base of the family. One line (RequirementError: one a requirement), for the person who started the run."""
 
 
 class InputError(DraftsmithError, ValueError):
     """Bad input or usage: the message names the file, line or key and says what to do. Exit code 2."""
+
+
+class RequirementError(DraftsmithError):
+    """The run finished, and what it measured does not meet what was required of it. Exit code 3.
+
+    `unmet` has one line per requirement and figure that missed it.
+    """
+
+    def __init__(self, unmet: Sequence[str]) -> None:
+        super().__init__("\n".join(unmet))
+        self.unmet = tuple(unmet)
 
 
 class RunError(DraftsmithError, RuntimeError):

@@ -12,6 +12,8 @@ class RenderConfig:
 
     render: str
     """Directory of the evaluation; results.json there is read, report.html and plots/ are written."""
+    require: list[str] = field(default_factory=list)
+    """Requirements on it, as those of an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,10 @@ class EvalConfig:
     strict: bool = False
     """Make every remark an error: prompts that were trained on or shared between sets, drafts that are not smaller than
     the target, options that change nothing (exit code 2), and clock times of a busy machine (exit code 1)."""
+    require: list[str] = field(default_factory=list)
+    """What the results must meet, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] > 1",
+    judged on bounds of 95 % intervals: the low one for > and >=, the high one for < and <=. What brackets leave open is
+    required of every draft but the base, prompt set, temperature and tree. Exit code 3 and a line each when not met."""
     tracker: Literal["none", "wandb"] = "none"
     """wandb: the figures, results.json and report.html in Weights & Biases too, joined to the drafts' training runs
     (WANDB_MODE=offline needs no account)."""

@@ -35,7 +35,8 @@ def evaluate(config: EvalConfig) -> Results:
     """Measure every draft on every suite; writes results.json, report.html and plots/ and returns the results.
 
     Everything that can be wrong with the input is found before the first measurement. A run that was killed
-    continues: finished measurements are in OUT/cells. Raises InputError (input) or RunError (while running).
+    continues: finished measurements are in OUT/cells. Raises InputError (input), RunError (while running), and
+    RequirementError when all is written and a requirement of `config.require` is not met.
     """
     started = time.time()
     request = check(config)
@@ -78,6 +79,7 @@ def evaluate(config: EvalConfig) -> Results:
         track(config, results)
     if config.strict and busy:
         raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
+    results.require(*config.require)
     return results
 
 

@@ -11,6 +11,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling_options import Sampling
 from eval.config import EvalConfig
+from eval.require import Requirement
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -137,4 +138,21 @@ def check(config: EvalConfig) -> EvalRequest:
         samplings = [Sampling(temperature=t, top_k=top_k, top_p=top_p, min_p=min_p) for t in config.temperature]
     except ValueError as error:
         raise InputError(f"--{error}") from None
-    return EvalRequest(drafts, base, id_sets, ood_sets, samplings, _methods(config.tree, config.verifier))
+    methods = _methods(config.tree, config.verifier)
+    for text in config.require:
+        requirement = Requirement.parse(text)
+        if requirement.figure == "speedup" and not config.speed_prompts:
+            raise InputError(f"--require {text!r}: nothing is timed with --speed_prompts 0; time some, or drop it")
+        if requirement.figure == "transfer" and not ood_sets:
+            raise InputError(f"--require {text!r}: is about sets out of distribution, and there are none; add --ood")
+        away = requirement.figure == "transfer"
+        for _ in requirement.cells(
+            drafts=list(drafts),
+            base=base,
+            domains=[*([] if away else id_sets), *ood_sets],
+            kinds=[*([] if away else ["id"]), *(["ood"] if ood_sets else [])],
+            temperatures=config.temperature,
+            methods=[(method.tree, method.verifier) for method in methods],
+        ):
+            pass  # names are checked as it goes
+    return EvalRequest(drafts, base, id_sets, ood_sets, samplings, methods)

@@ -152,6 +152,14 @@ class Results:
         row: TransferRow = self._one(rows, draft, name or "ood", temperature)
         return row
 
+    def require(self, *requirements: str) -> None:
+        """Nothing when all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
+        (`eval.require` says how); RequirementError with one line for each figure that does not meet one.
+        """
+        from eval.require import require  # which reads Results
+
+        require(self, requirements)
+
     def to_frame(self, table: str) -> "DataFrame":
         """One table as a pandas DataFrame, one row per measurement: figures as columns with `_low` and `_high`.
 

@@ -80,6 +80,8 @@ WRONG = [
     ("train --target {target} --draft {draft} --data none --out out --max_length 64", "none"),
     ("train --target {target} --data {prompts} --out out", "draft"),
     # eval
+    (EVAL + " --require alhpa>0", "did you mean alpha?"),
+    (EVAL + " --require alpha[code]>0", "domain 'code' is not measured; there are b, id"),
     ("eval --target {target} --draft {draft} --id b={prompts} --out out", "expected NAME=VALUE"),
     (EVAL + " --base c", "no draft has this name"),
     (EVAL + " --ood b={prompts}", "is taken by --id b"),

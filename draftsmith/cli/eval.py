@@ -1,6 +1,7 @@
 """`draftsmith eval`."""
 
 from draftsmith.cli.output import finish
+from draftsmith_core.errors import RequirementError
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process
 from eval.config import EvalConfig, RenderConfig
@@ -13,16 +14,26 @@ def run(argv: list[str]) -> None:
         again, as_json = parse(RenderConfig, "eval", argv)
         require_single_process("eval")
         from eval.evaluate import render
+        from eval.results import Results
 
         report = str(render(again.render))
         finish({"report": report}, [f"report:  {report}"], as_json)
+        Results.load(again.render).require(*again.require)
         return
     config, as_json = parse(EvalConfig, "eval", argv)
     require_single_process("eval")
     check(config)
     # After the options are checked, because these import torch, which takes seconds.
     from eval.evaluate import evaluate
+    from eval.results import Results
     from eval.summary import summary
 
-    found = summary(evaluate(config))
+    missed: RequirementError | None = None
+    try:
+        results = evaluate(config)
+    except RequirementError as error:
+        results, missed = Results.load(config.out), error
+    found = summary(results)
     finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
+    if missed is not None:
+        raise missed

@@ -1,0 +1,173 @@
+"""What the two models say of a text that the target wrote: one forward of each, every rule and depth from them.
+
+Given the text, drafting and verifying it is a walk: at a root with n tokens emitted, the token at depth d of the accepted
+path can only be the text's own (accepted tokens are output, and output is the text). So a draft language model, which at
+depth d has read d of its own tokens, has read the text: its teacher-forced distribution there is exactly what it drafts
+from, without bias. Medusa's and Hydra's heads and EAGLE's own features are unrolled to their depth from every root.
+
+The chance that the text's token x was accepted as the candidate of rank k, given that x was output, is
+P(rank k accepted, token x) / p(x):
+    speculative          min(1, q(x) / p(x))                                    (Leviathan et al. 2023, theorem 3.5)
+    mcsd, specinfer      E[prod over earlier ranks of their refusal, times min(p_k(x), q_k(x))] / p(x), with p_k and q_k
+                         what earlier refusals left (Yang et al. 2024): one draw of the earlier candidates, unbiased
+    exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most probable tokens
+Products of these along a path are unbiased because the draws of different positions are independent.
+
+Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary, H hidden size, K ranks, D depths, N positions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from decode.propose.static_tree import fit_vocabulary
+from decode.verify.mcsd import without
+from decode.verify.tree_walk import residual
+from drafts.heads import Head
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.sampling import draw
+
+Floats = NDArray[np.float64]
+# Elements of [N, V] that the candidates of a rank are worked out for at once (32 MiB in fp32).
+MAX_ELEMENTS = 2**23
+
+
+@dataclass
+class Trace:
+    """What decides acceptance at the positions of one continuation of L tokens; every list is filled chunk by chunk.
+
+    Of the first drafted token, `[L]`: alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q). Of the text's
+    token when it is drafted at depth d, `[D, L]` (D = 1 for a language model, which drafts it alike at any depth):
+    ratio q(x)/p(x), place (how many tokens the draft holds for more probable), belief (what a confidence stop reads).
+    `ranks[rule]` `[D, L, K]`: the chance that it was accepted at each rank, for rules with several candidates.
+    """
+
+    length: int
+    alpha: Floats = field(init=False)
+    greedy: Floats = field(init=False)
+    match: Floats = field(init=False)
+    ratio: Floats = field(init=False)
+    place: Floats = field(init=False)
+    belief: Floats = field(init=False)
+    ranks: dict[str, Floats] = field(init=False)
+
+    def reserve(self, depths: int, ranks: Mapping[str, int]) -> None:
+        """Room for `depths` and, by rule, so many ranks. Where nothing is written, nothing is accepted."""
+        self.alpha, self.greedy, self.match = (np.zeros(self.length) for _ in range(3))
+        self.ratio, self.belief = np.zeros((depths, self.length)), np.zeros((depths, self.length))
+        self.place = np.full((depths, self.length), np.inf)
+        self.ranks = {rule: np.zeros((depths, self.length, count)) for rule, count in ranks.items()}
+
+
+@torch.inference_mode()
+def draft_logits(
+    head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """A head's logits `[B, T, V]` at depth 1, 2, ... of what it drafts below every token of whole texts, -inf for tokens
+    that it lacks. At depth d, entry t is for the token at t + d; it is drafted from the text up to t and from the
+    text's tokens t + 1 .. t + d - 1 as if they had been drafted. Fewer depths where there are fewer heads.
+
+    `hidden_states` are the target's over the same tokens. `alone_B`: rows whose prompt is a single token; only in
+    those does an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
+    """
+    states = [hidden_states[layer] for layer in head.hidden_layers]
+    # A head pairs each token with the state it was predicted from, one position earlier.
+    chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
+    if isinstance(head, EagleHead | Eagle3Head):
+        yield from _eagle_logits(head, chosen_from, ids_BT, alone_B, depths)
+    elif isinstance(head, MedusaHeads):
+        logits_BTKV = head(chosen_from[0])
+        for depth in range(min(depths, len(head))):
+            yield logits_BTKV[:, :, depth]
+    else:
+        tokens_BTd = ids_BT.unsqueeze(2)
+        for _ in range(min(depths, head.config.num_heads)):
+            yield head(chosen_from[0], tokens_BTd)
+            tokens_BTd = torch.cat([tokens_BTd, _later(tokens_BTd[:, :, -1]).unsqueeze(2)], dim=2)
+
+
+def _later(values_BT: Tensor) -> Tensor:
+    """Every column takes the value of the next, the last 0."""
+    return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
+
+
+def _eagle_logits(
+    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
+    t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
+    """
+    features_BTH = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
+    columns, cache = ids_BT.shape[1], DynamicCache()
+    position_1T = torch.arange(columns, device=ids_BT.device).unsqueeze(0)
+    alone_B111 = alone_B.to(ids_BT.device).view(-1, 1, 1, 1)
+    # Key 0 stays visible to query 0, because attention over no key at all is NaN.
+    sees_B1TP = (position_1T <= position_1T.T) & ((position_1T > 0) | (position_1T.T == 0) | alone_B111)
+    itself_B1TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device).expand(len(ids_BT), 1, -1, -1)
+    for depth in range(depths):
+        if depth:
+            sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
+            ids_BT = _later(ids_BT)
+        logits, features_BTH = head(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
+        yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits
+
+
+def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, keep: int) -> tuple[Tensor, Any]:
+    """A language model's logits `[B, keep or C, own V]` behind `past` columns in `cache`, and the cache."""
+    # A token that the draft has no embedding for is read as its last, as in decoding.
+    ids_BT = ids_BT.to(draft.device).clamp(max=draft.get_output_embeddings().weight.shape[0] - 1)
+    end = past + ids_BT.shape[1]
+    out = draft(
+        input_ids=ids_BT,
+        # Padding is on the right, where causal attention never sees it, so that nothing need be masked.
+        attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
+        position_ids=torch.arange(past, end, device=ids_BT.device).expand_as(ids_BT),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+    )
+    return out.logits, out.past_key_values
+
+
+def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
+    """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x, given that x was
+    output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn without). u: uniforms, K - 1 are used.
+    """
+    size = max(1, MAX_ELEMENTS // p_NV.shape[1])
+    parts = zip(p_NV.split(size), q_NV.split(size), x_N.split(size), u_NK.split(size), strict=True)
+    return torch.cat([_rank_chances(rule, p, q, x.unsqueeze(1), u, ranks) for p, q, x, u in parts])
+
+
+def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
+    own_N1 = p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)
+    refused_N1 = torch.ones_like(own_N1)
+    chances = []
+    for rank in range(ranks):
+        q_x_N1 = q_NV.gather(1, x_N1)
+        met_N1 = q_x_N1 if rule == "exact" else torch.minimum(p_NV.gather(1, x_N1), q_x_N1) * refused_N1 / own_N1
+        chances.append(met_N1)
+        if rank + 1 == ranks:
+            break
+        y_N1 = draw(q_NV, u_NK[:, rank]).unsqueeze(1)
+        if rule != "exact":
+            p_y_N1, q_y_N1 = p_NV.gather(1, y_N1), q_NV.gather(1, y_N1)
+            drawn_N1 = q_y_N1 > 0  # false once the support of q is used up: nothing was drawn, nothing refused
+            kept_N1 = 1 - (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(max=1)
+            refused_N1 = torch.where(drawn_N1, refused_N1 * kept_N1, refused_N1)
+            p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
+        if rule != "specinfer":
+            q_NV = without(q_NV, y_N1)
+    return torch.cat(chances, dim=1)
+
+
+def fit(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits over the target's vocabulary."""
+    return fit_vocabulary(logits, vocabulary)
