@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from draftsmith_core.errors import InputError as InputError
     from draftsmith_core.errors import RequirementError as RequirementError
     from draftsmith_core.errors import RunError as RunError
+    from eval.compare import compare as compare
     from eval.config import EvalConfig as EvalConfig
     from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
@@ -52,6 +53,7 @@ _PUBLIC = {
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
     "align": ("draftsmith.alignment.stages", "align"),
+    "compare": ("eval.compare", "compare"),
     "decide": ("eval.decision", "decide"),
     "distill": ("distill.generate", "distill"),
     "evaluate": ("eval.evaluate", "evaluate"),
@@ -75,6 +77,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "align",
+    "compare",
     "decide",
     "distill",
     "evaluate",

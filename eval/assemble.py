@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
     PromptSums,
@@ -127,6 +128,7 @@ def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
             skipped_rows=[{"row": row, "reason": reason} for row, reason in suite.skipped],
             prompt_ids=[prompt.id for prompt in suite.prompts],
             prompt_tokens=[len(prompt.ids) for prompt in suite.prompts],
+            prompt_hashes=[f"{prompt_hash(prompt.ids):016x}" for prompt in suite.prompts],
             digest=suite.digest,
         )
         for suite in suites
@@ -350,6 +352,7 @@ def assemble(
     speed = speed_rows(setting, measured)
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
+        migrated_from=None,
         definitions=DEFINITIONS,
         remarks=list(remarks),
         config=config,

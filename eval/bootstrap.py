@@ -4,6 +4,7 @@ Legend: P prompts, R resamples. A prompt is the unit that is resampled, because 
 independent of each other. Counts are kept per prompt and divided last (law 3).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -185,6 +186,40 @@ def transfer(
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
     return Transfer(value=gain_ood["value"] / gain_id["value"], low=low, high=high, undefined=None)
+
+
+# Half the width of a 95 % interval in standard errors.
+HALF_WIDTH = 1.959964
+
+
+def signs(figures: Sequence[tuple[float, float, float] | None]) -> list[int | None]:
+    """Of one family of figures (value, low, high): 1 above zero, -1 below it, 0 where neither can be told at 95 %.
+
+    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family;
+    the standard error is read off the interval. None where there is no figure.
+    """
+    scores = {
+        index: figure[0] * 2 * HALF_WIDTH / max(figure[2] - figure[1], 1e-12)
+        for index, figure in enumerate(figures)
+        if figure is not None
+    }
+    found: list[int | None] = [0 if index in scores else None for index in range(len(figures))]
+    # A family for either side: clear losses must not make it easier to call something a gain.
+    for side in (1, -1):
+        p_values = [math.erfc(side * score / math.sqrt(2)) / 2 for score in scores.values()]
+        for index, p in zip(scores, holm(p_values), strict=True):
+            figure = figures[index]
+            assert figure is not None
+            if p <= (1 - LEVEL) / 2 and side * figure[1 if side == 1 else 2] > 0:
+                found[index] = side
+    return found
+
+
+def bounds(figure: Difference | None) -> tuple[float, float, float] | None:
+    """(value, low, high) of a difference, as `signs` takes it; None where it has no interval."""
+    if figure is None or figure["value"] is None or figure["low"] is None or figure["high"] is None:
+        return None
+    return figure["value"], figure["low"], figure["high"]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

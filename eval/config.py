@@ -17,8 +17,17 @@ class RenderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Set two evaluations side by side, paired where their prompts agree."""
+
+    compare: list[str]
+    """The first and the second: each a results.json or the directory of an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Compare drafts of one target, ID and OOD; `eval --render DIR` only draws the report of DIR again."""
+    """Compare drafts of one target, ID and OOD; `eval --render DIR` only draws the report of DIR again, and
+    `eval --compare A B` sets two evaluations side by side."""
 
     target: str
     """Target model: a local directory or a hub name."""

@@ -13,13 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import LEVEL, PromptSums, Resamples, holm, pool_sums, quotient, resamples
+from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, resamples, signs
 from eval.results import Results
 from eval.schema import Estimate, SpeedRow
 
 Verdict = Literal["ship", "ship_for", "none_beats_none", "not_shown", "too_few", "not_timed"]
-# Half the width of a 95 % interval in standard errors.
-HALF = 1.959964
 
 
 @dataclass(frozen=True, order=True)
@@ -79,9 +77,9 @@ def decide(results: Results) -> Decision:
             by_setting.setdefault(Setting.of(row), []).append(row)
     if not by_setting:
         return Decision("not_timed", None, [], None)
-    signs = {setting: _signs(rows) for setting, rows in by_setting.items()}
+    found = {setting: _signs(rows) for setting, rows in by_setting.items()}
     means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
-    chosen = max(by_setting, key=lambda setting: (signs[setting].count(1), means[setting]))
+    chosen = max(by_setting, key=lambda setting: (found[setting].count(1), means[setting]))
     cells = []
     for index, row in enumerate(by_setting[chosen]):
         fastest = max(by_setting, key=lambda setting: _speed(by_setting[setting][index]))
@@ -90,7 +88,7 @@ def decide(results: Results) -> Decision:
                 domain=str(row["domain"]),
                 temperature=row["temperature"],
                 speedup=_speedup(row),
-                sign=signs[chosen][index],
+                sign=found[chosen][index],
                 fastest=fastest,
                 fastest_speedup=_speedup(by_setting[fastest][index]),
                 busy=results.busy(str(row["domain"]), row["temperature"]),
@@ -100,7 +98,7 @@ def decide(results: Results) -> Decision:
     if chosen.draft != results.base:
         base = max((s for s in by_setting if s.draft == results.base), key=lambda setting: means[setting])
         over_base = _quotient(results, by_setting[chosen], by_setting[base])
-    return Decision(_verdict(signs, chosen), chosen, cells, over_base)
+    return Decision(_verdict(found, chosen), chosen, cells, over_base)
 
 
 def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict:
@@ -127,23 +125,15 @@ def _mean_speed(rows: Sequence[SpeedRow]) -> float:
 
 
 def _signs(rows: Sequence[SpeedRow]) -> list[int | None]:
-    """Per cell 1, -1 or 0 as the speedup is above 1, below 1 or neither at 95 %, Holm's correction over the cells."""
-    z_scores: dict[int, float] = {}
-    for index, row in enumerate(rows):
-        speedup = _speedup(row)
-        if speedup["value"] and speedup["low"] and speedup["high"]:
-            # On the logarithm, on which a ratio is symmetric; its standard error is read off the interval.
-            error = math.log(speedup["high"] / speedup["low"]) / (2 * HALF)
-            z_scores[index] = math.log(speedup["value"]) / max(error, 1e-12)
-    found: list[int | None] = [0 if index in z_scores else None for index in range(len(rows))]
-    # A family of one-sided tests for either claim: cells that clearly cost time must not make it easier to pay.
-    for side in (1, -1):
-        p_values = [math.erfc(side * z / math.sqrt(2)) / 2 for z in z_scores.values()]
-        for index, p in zip(z_scores, holm(p_values), strict=True):
-            bound = _speedup(rows[index])["low" if side == 1 else "high"]
-            if p <= (1 - LEVEL) / 2 and bound is not None and side * (bound - 1) > 0:
-                found[index] = side
-    return found
+    """Per cell 1, -1 or 0 as the speedup is above 1, below 1 or neither."""
+    # On the logarithm, on which a ratio is symmetric.
+    ratios = [(speedup["value"], speedup["low"], speedup["high"]) for speedup in map(_speedup, rows)]
+    return signs(
+        [
+            (math.log(value), math.log(low), math.log(high)) if value and low and high else None
+            for value, low, high in ratios
+        ]
+    )
 
 
 def _quotient(results: Results, new: Sequence[SpeedRow], base: Sequence[SpeedRow]) -> Estimate:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json_value
+from eval.migrate import OLDEST, migrate
 from eval.schema import (
     SCHEMA_VERSION,
     AlphaRow,
@@ -46,13 +47,23 @@ class Results:
 
     @classmethod
     def load(cls, path: str | Path) -> "Results":
-        """Read results.json (or DIR/results.json). InputError when it is not there or has another schema."""
+        """Read results.json (or DIR/results.json), of this schema or an earlier one from 2 on.
+
+        InputError when it is not there or is nothing of the kind.
+        """
         file = Path(path)
         file = file / "results.json" if file.suffix != ".json" else file
         document: Any = read_json_value(file, "the results of `draftsmith eval`")
-        if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
-            raise InputError(f"{file}: not results of schema version {SCHEMA_VERSION}; run eval again")
-        return cls(cast(ResultsDocument, document), file.parent)
+        version = document.get("schema_version") if isinstance(document, dict) else None
+        if version not in range(OLDEST, SCHEMA_VERSION + 1):
+            raise InputError(
+                f"{file}: not results of schema versions {OLDEST} to {SCHEMA_VERSION} (schema_version is {version!r}); "
+                f"run eval again"
+            )
+        try:
+            return cls(cast(ResultsDocument, migrate(document)), file.parent)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{file}: is not whole ({type(error).__name__}: {error}); run eval again") from None
 
     @property
     def base(self) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypedDict
 
-SCHEMA_VERSION: Literal[3] = 3
+SCHEMA_VERSION: Literal[4] = 4
 
 SuiteKind = Literal["id", "ood"]
 """Whether a prompt set is in distribution (ID, what the drafts were aligned on) or out of it (OOD)."""
@@ -164,7 +164,11 @@ class TransferRow(TypedDict):
 
 
 class SuiteRow(TypedDict):
-    """One prompt set; done + skipped + failed == read."""
+    """One prompt set; done + skipped + failed == read.
+
+    `prompt_hashes`: 16 hex digits of every prompt's tokens, by which two evaluations are paired and a draft's training
+    prompts are found again; empty in results before schema 4.
+    """
 
     name: str
     kind: SuiteKind
@@ -176,6 +180,7 @@ class SuiteRow(TypedDict):
     skipped_rows: list[dict[str, str]]
     prompt_ids: list[str]
     prompt_tokens: list[int]
+    prompt_hashes: list[str]
     digest: str
 
 
@@ -256,9 +261,10 @@ class Remark(TypedDict):
 
 
 class ResultsDocument(TypedDict):
-    """results.json."""
+    """results.json. `migrated_from` is the schema version it was written in, None for the present one."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
+    migrated_from: int | None
     definitions: dict[str, str]
     remarks: list[Remark]
     config: dict[str, Any]

@@ -1,15 +1,15 @@
 """`draftsmith eval`."""
 
 from draftsmith.cli.output import finish
-from draftsmith_core.errors import RequirementError
+from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process
-from eval.config import EvalConfig, RenderConfig
+from eval.config import CompareConfig, EvalConfig, RenderConfig
 from eval.request import check
 
 
 def run(argv: list[str]) -> None:
-    """Measure drafts in distribution and out of it, or draw a report again."""
+    """Measure drafts in distribution and out of it; or draw a report again, or set two evaluations side by side."""
     if any(word.partition("=")[0] == "--render" for word in argv):
         again, as_json = parse(RenderConfig, "eval", argv)
         require_single_process("eval")
@@ -19,6 +19,9 @@ def run(argv: list[str]) -> None:
         report = str(render(again.render))
         finish({"report": report}, [f"report:  {report}"], as_json)
         Results.load(again.render).require(*again.require)
+        return
+    if any(word.partition("=")[0] == "--compare" for word in argv):
+        _compare(argv)
         return
     config, as_json = parse(EvalConfig, "eval", argv)
     require_single_process("eval")
@@ -37,3 +40,16 @@ def run(argv: list[str]) -> None:
     finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
     if missed is not None:
         raise missed
+
+
+def _compare(argv: list[str]) -> None:
+    asked, as_json = parse(CompareConfig, "eval", argv)
+    require_single_process("eval")
+    if len(asked.compare) != 2:
+        raise InputError(f"--compare: names {len(asked.compare)} evaluations; name two, such as --compare out/a out/b")
+    from eval.compare import compare
+    from eval.report.comparison import comparison_lines
+    from eval.results import Results
+
+    found = compare(*(Results.load(path) for path in asked.compare))
+    finish(found.summary(), comparison_lines(found), as_json)

@@ -1,0 +1,138 @@
+"""Results of evaluations that never ran, for tests of what is made of results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith_core.prompts import Prompt
+from eval import assemble as assembling
+from eval.headroom import RootMeasurement, RootStep
+from eval.request import Method
+from eval.results import Results
+from eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
+from eval.suites import Suite
+
+
+def _model(name: str) -> ModelRow:
+    return ModelRow(
+        name=name,
+        kind="draft",
+        fingerprint="0123456789abcdef",
+        model_type="llama",
+        parameters=1000,
+        memory_bytes=4_120_000,
+        vocabulary=17,
+        context=64,
+        dtype="float32",
+        quantize="none",
+        device="cpu",
+        training=Training(objective="ce", response_tokens=9000, epochs=2.0, steps=40, best_step=30)
+        if name != "target"
+        else None,
+    )
+
+
+def made_up(
+    gains: dict[str, dict[SuiteKind, float]],
+    suites: dict[str, SuiteKind],
+    *,
+    prompts: int = 24,
+    same: int | None = None,
+    gap: float | None = None,
+    offered: bool = True,
+    trees: Sequence[str] = ("chain:2",),
+    verifiers: Sequence[str] = ("speculative",),
+) -> ResultsDocument:
+    """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
+    rng = np.random.default_rng(0)
+    methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
+    sets = [
+        Suite(
+            name,
+            kind,
+            f"{name}.jsonl",
+            tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)),
+            (),
+            prompts,
+        )
+        for name, kind in suites.items()
+    ]
+    measured = assembling.Measured({}, {}, {}, {})
+    for suite in sets:
+        level = rng.uniform(0.45, 0.55, size=prompts)
+        for temperature in (0.0, 1.0):
+            at = (suite.name, temperature)
+            measured.baselines[at] = {
+                "output_ids": [[5] * 20] * prompts,
+                "finish_reason": ["length"] * prompts,
+            }
+            emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
+            runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, "decode_s": [2.0] * prompts, **emitted}]
+            for draft, gain in gains.items():
+                rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
+                roots = {
+                    step.name: RootMeasurement(bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts)
+                    for method in methods
+                    if temperature and (step := RootStep.of(method)) is not None
+                }
+                measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts, "roots": roots}
+                calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
+                first = [min(20 - c, c) if offered else 0 for c in calls]
+                for method in methods:
+                    measured.decodings[(*at, draft, method)] = {
+                        "target_calls": calls,
+                        "emitted": [20] * prompts,
+                        "proposed": [2 * c for c in calls],
+                        "accepted": [20 - c for c in calls],
+                        "depth_sum": [2 * c for c in calls],
+                        "accepted_by_depth": [[f, 0] for f in first],
+                        "reached_by_depth": [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)],
+                        "identical": (
+                            {"same": prompts if same is None else same, "of": prompts, "largest_gap": gap}
+                            if temperature == 0
+                            else None
+                        ),
+                    }
+                    seconds = {"decode_s": [0.15 * c for c in calls]}
+                    way = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
+                    runs.append({**way, **seconds, **emitted})
+            measured.speeds[at] = {
+                "prompt_ids": [prompt.id for prompt in suite.prompts],
+                "runs": runs,
+                "load": [0.5, 0.6],
+            }
+    setting = assembling.Setting(
+        suites=sets,
+        drafts=list(gains),
+        base=next(iter(gains)),
+        temperatures=[0.0, 1.0],
+        methods=methods,
+        bootstrap=300,
+        seed=0,
+    )
+    return assembling.assemble(
+        setting,
+        measured,
+        config={"seed": 0, "bootstrap": 300, "max_new_tokens": 20, "batch_size": 8, "top_k": 0, "top_p": 1.0},
+        models={"target": _model("t"), **{draft: _model(draft) for draft in gains}},
+        provenance={"command": "draftsmith eval", "versions": {"python": "3"}, "git_commit": None},
+        clock={
+            "started": "then",
+            "finished": "now",
+            "cells_measured": 1,
+            "cells_reused": 0,
+            "peak_memory_bytes": 1_234_000_000,
+            "machine": {"cpu": "a cpu", "cpus": 2, "gpu": None, "threads": 1},
+        },
+    )
+
+
+def view(*args: Any, **options: Any) -> Results:
+    """Results of `made_up` as they are read."""
+    return Results(made_up(*args, **options), Path())
+
+
+BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
+BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
