@@ -17,7 +17,7 @@ from draftsmith.demo import corpus
 from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic
-from draftsmith_core.prompts import iterate_rows
+from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
 from train.config import Optim, TrainConfig
 from train.training_run import train

@@ -1,7 +1,9 @@
 """The options of `draftsmith distill`."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling_options import check_sampling
@@ -17,8 +19,23 @@ class DistillConfig:
     """Prompts: a .jsonl or .parquet file, or a hub dataset as owner/name[:split]."""
     out: str
     """The distilled set: a directory of part-*.parquet and manifest.json."""
-    engine: Literal["hf"] = "hf"
-    """Where the target runs: in this process, through transformers."""
+    engine: Literal["hf", "openai"] = "hf"
+    """Where the target runs: `hf` in this process, through transformers; `openai` on servers, see `endpoint`."""
+    endpoint: list[str] = field(default_factory=list)
+    """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted ones), such as
+    http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights."""
+    served_model: str | None = None
+    """What the servers call the target. Default: the one model that each of them lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key of the servers; no other place is read."""
+    concurrency: int = 64
+    """Most requests at a time to each server; less while it says that they are too many."""
+    timeout_s: float = 600.0
+    """Seconds that a server has for one answer."""
+    max_requests: int | None = None
+    """Stop after so many requests to servers; the same command continues."""
+    max_tokens: int | None = None
+    """Stop after so many tokens of prompts and answers, as the servers count them; the same command continues."""
     num_samples: int = 1
     """Answers per prompt; several samples of one prompt are worth more than one."""
     max_new_tokens: int = 256
@@ -36,7 +53,10 @@ class DistillConfig:
     batch_size: int = 32
     """Rows that are generated together."""
     part_rows: int = 1024
-    """Rows per Parquet file; a killed run loses at most the files in the making."""
+    """About so many rows per Parquet file: a file has the answers to part_rows / num_samples prompts, at least to one.
+    A killed run loses at most the files in the making; `openai` keeps every answer."""
+    strict: bool = False
+    """End at the first row that cannot be read. Without it the row is skipped and counted, with its reason."""
     max_prompts: int | None = None
     """Use only the first rows of the prompts."""
     teacher_top_k: int = 0
@@ -59,9 +79,15 @@ class DistillConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens"):
+        for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens", "concurrency"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        for key in ("max_requests", "max_tokens"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise InputError(f"timeout_s: {self.timeout_s} must be above 0 seconds")
+        self._check_servers()
         if self.teacher_top_k < 0:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
         if self.max_prompts is not None and self.max_prompts < 1:
@@ -69,3 +95,26 @@ class DistillConfig:
         if not self.domain:
             raise InputError("domain: is empty; give it a name")
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def _check_servers(self) -> None:
+        if self.engine != "openai":
+            only: dict[str, Any] = {"endpoint": [], "served_model": None, "max_requests": None, "max_tokens": None}
+            given = [key for key, default in only.items() if getattr(self, key) != default]
+            if given:
+                raise InputError(f"{given[0]}: is for servers; add --engine openai, or leave it out")
+            return
+        if not self.endpoint:
+            raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
+        if self.teacher_top_k:
+            raise InputError("teacher_top_k: servers give no whole distributions; leave it out with --engine openai")
+        for url in self.endpoint:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise InputError(f"endpoint: {url!r} is no URL; write it as http://localhost:8000/v1")
+            if parts.username or parts.password or parts.query:
+                raise InputError(
+                    f"endpoint: a URL on {parts.hostname} holds a password or a query; put the key into the "
+                    f"environment variable {self.api_key_env}"
+                )
+        if len(set(self.endpoint)) < len(self.endpoint):
+            raise InputError("endpoint: names a server twice; --concurrency is how much each is asked at a time")

@@ -1,70 +1,43 @@
-"""A distilled set from prompts: rows in a fixed order, cut into parts, each part written whole or not at all.
+"""A distilled set from prompts, which are read, tokenised, answered and written as they come.
 
-The order of rows, the parts and the batches depend on the options alone, not on the number of processes or on how often
-they were killed, so the files come out byte for byte the same.
+The prompts are cut into groups of consecutive rows, and each group becomes one part, written whole or not at all. Which
+rows a part has, and for `hf` their bytes, depends on the options alone, not on the number of processes or on how often
+they were killed.
 """
 
 import dataclasses
 import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
-from distill.engines import ENGINES, AnswerRequest, Engine
+from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed
+from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
 from draftsmith_core.cards import distilled_set_card
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import (
-    atomic_file,
-    canonical_json,
-    hash_json,
-    sha256_file,
-    write_json_atomic,
-    write_text_atomic,
-    writing,
-)
+from draftsmith_core.io import canonical_json, hash_json, read_json, write_json_atomic, write_text_atomic, writing
 from draftsmith_core.processes import join_processes, on_main, terminable
-from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, skip_reasons
+from draftsmith_core.progress import Advance, progress
+from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records
+from draftsmith_core.prompts import Prompt, PromptReader, Skipped
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
 
-SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.string()),
-        pa.field("domain", pa.string()),
-        pa.field("prompt_ids", pa.list_(pa.int32())),
-        pa.field("response_ids", pa.list_(pa.int32())),
-        pa.field("finish_reason", pa.string()),
-        pa.field("seed", pa.int64()),
-        pa.field("sample_index", pa.int32()),
-    ]
-)
-# Beside each response token, when `teacher_top_k` asks for them.
-TEACHER = [
-    pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),
-    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
-    pa.field("tail_mass", pa.list_(pa.float32())),
-]
 # `manifest.json` of a finished set, `run.json` of one in the making.
 _RECORDS = ("manifest.json", "run.json")
-# Options that change where the work is done and written, not the rows.
-_NOT_IDENTITY = ("out", "device", "push_to_hub")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of the set to make. `seed` follows from the seed of the run, the prompt and the sample."""
-
-    id: str
-    prompt: Prompt
-    sample_index: int
-    seed: int
+# Options that change where the work is done and written, or when it stops, not the rows.
+_NOT_IDENTITY = (
+    *("out", "device", "push_to_hub", "strict"),
+    *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
+)
 
 
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
@@ -75,9 +48,10 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    with terminable(), keeping(lambda: any(Path(config.out).glob("part-*.parquet"))):
+    out = Path(config.out)
+    with terminable(), keeping(lambda: any(out.glob("part-*.parquet")) or any(out.glob(".part-*.answers.jsonl"))):
         summary = _distill(config, command or command_line("distill", config))
-    return summary | pushed(Path(config.out), config.push_to_hub, "dataset")
+    return summary | pushed(out, config.push_to_hub, "dataset")
 
 
 def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
@@ -86,19 +60,13 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     if not config.out.strip() or out.is_file():
         raise InputError(f"--out {config.out!r}: is {'a file' if config.out else 'empty'}; name a directory")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
-    engine: Engine = ENGINES[config.engine](config, tokenizer)
+    engine = ENGINES[config.engine](config, tokenizer)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
-    prompts = read_prompts(
-        config.prompts,
-        tokenizer,
-        domain=config.domain,
-        prompt_tokens=config.prompt_tokens,
-        max_tokens=engine.max_prompt_tokens,
-        limit=config.max_prompts,
+    reader = PromptReader(
+        config.prompts, tokenizer, config.domain, config.prompt_tokens, max_tokens=engine.max_prompt_tokens
     )
-    rows = plan_rows(prompts, config)
-    parts = [rows[i : i + config.part_rows] for i in range(0, len(rows), config.part_rows)]
+    _find_a_prompt(config, reader)
     sampling = dataclasses.asdict(engine.sampling.sampling)
     if not sampling["min_p"]:
         del sampling["min_p"]  # sets that were made before there was the option have no such key
@@ -106,46 +74,49 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     del options["min_p"]
     identity = {
         "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
-        "target_fingerprint": engine.fingerprint,
-        "target_dtype": engine.dtype,
-        "prompts_digest": prompts.digest,
+        **engine.identity,
     }
     with hold(out):
         on_main(lambda: _claim(out, identity))
-        _write_parts(out, parts, engine, config, processes.process_index, processes.num_processes)
+        run = _Run(config, engine, reader, processes.process_index, processes.num_processes)
+        run.make()
         processes.wait_for_everyone()
-        manifest = _manifest(out, parts, prompts, identity, command)
-        manifest["vocabulary"] = vocabulary_sample(tokenizer)
-        if processes.is_main_process:
-            with writing(out / "manifest.json"):
-                write_text_atomic(out / "README.md", distilled_set_card(manifest))
-                write_json_atomic(out / "manifest.json", manifest)
-                (out / "run.json").unlink(missing_ok=True)
-        processes.wait_for_everyone()
+        on_main(lambda: _finish(out, run.parts, identity, command, vocabulary_sample(tokenizer)))
+    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     return {
         "out": str(out),
         **manifest["counts"],
         "response_tokens": manifest["response_tokens"],
-        "skipped_because": skip_reasons(prompts.skipped),
+        "tokens_from": manifest["tokens_from"],
+        "skipped_because": manifest["skipped_because"],
+        "failed_because": manifest["failed_because"],
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
     }
 
 
-def plan_rows(prompts: PromptSet, config: DistillConfig) -> list[Row]:
-    """Every (prompt, sample) in the order in which they are written."""
-    rows = []
-    for prompt in prompts.prompts:
-        for index in range(config.num_samples):
-            content = canonical_json([prompt.id, list(prompt.ids), index])
-            row_id = hashlib.sha256(content.encode()).hexdigest()[:16]
-            rows.append(Row(row_id, prompt, index, row_seed(config.seed, f"{prompt.id}/{index}")))
-    return rows
+def _find_a_prompt(config: DistillConfig, reader: PromptReader) -> None:
+    """InputError, before anything is written, for a source without any row that can be used."""
+    first, rows = "", 0
+    for record in islice(iterate_records(config.prompts), config.max_prompts):
+        rows += 1
+        found = _read(reader, record, config.strict)
+        if isinstance(found, Prompt):
+            return
+        first = first or f"row {found.row}: {found.reason}"
+    if not rows:
+        raise InputError(f"{config.prompts}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
+    raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
 
 
-def part_name(index: int) -> str:
-    """File name of a part."""
-    return f"part-{index:05d}.parquet"
+def _read(reader: PromptReader, record: Record, strict: bool) -> Prompt | Skipped:
+    """The prompt of a row; a row that cannot be understood is skipped, or an error when `strict`."""
+    try:
+        return reader.read(record)
+    except InputError as error:
+        if strict:
+            raise
+        return Skipped(record.number, str(error).removeprefix(f"{reader.source}:{record.number}: "))
 
 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
@@ -157,72 +128,176 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     claim(out, identity, what="distilled set", records=_RECORDS)
 
 
-def _write_parts(
-    out: Path, parts: list[list[Row]], engine: Engine, config: DistillConfig, process: int, processes: int
-) -> None:
-    k = config.teacher_top_k
-    schema = pa.schema([*SCHEMA, *TEACHER]) if k else SCHEMA
-    mine = range(process, len(parts), processes)
-    finished = sum(len(parts[i]) for i in mine if (out / part_name(i)).exists())
-    with progress("distill", sum(len(parts[i]) for i in mine), finished) as advance:
-        for index in mine:
-            path = out / part_name(index)
-            if path.exists():
+class _Run:
+    """The parts that this process makes: every `processes`-th, beginning with number `process`."""
+
+    def __init__(
+        self, config: DistillConfig, engine: Engine, reader: PromptReader, process: int, processes: int
+    ) -> None:
+        self.config, self.engine, self.reader = config, engine, reader
+        self.process, self.processes = process, processes
+        self.out = Path(config.out)
+        self.parts = 0  # of all processes, known once the source has been read to its end
+        self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
+        self.tokens = 0
+        self.making: dict[int, Part] = {}
+        self.part_of: dict[int, Part] = {}
+        self.kept: dict[int, KeptAnswers] = {}
+        self.advance: Advance
+
+    def make(self) -> None:
+        """Make every part that is not there yet."""
+        with progress("distill", self._own_prompts()) as self.advance:
+            try:
+                self.engine.run(self._groups(), self._done)
+            finally:
+                for kept in self.kept.values():
+                    kept.close(delete=False)
+        self.reader.warn_unread()
+
+    @property
+    def _group_rows(self) -> int:
+        return max(1, self.config.part_rows // self.config.num_samples)
+
+    def _own_prompts(self) -> int | None:
+        rows = count_rows(self.config.prompts)
+        if rows is None:
+            return None
+        rows = min(rows, self.config.max_prompts or rows)
+        sizes = range(0, rows, self._group_rows)
+        return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
+
+    def _groups(self) -> Iterator[Sequence[AnswerRequest]]:
+        """The requests of each part to make. Parts that are there are compared with the prompts and passed over."""
+        records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
+        while group := list(islice(records, self._group_rows)):
+            index, self.parts = self.parts, self.parts + 1
+            if index % self.processes != self.process:
                 continue
-            columns: dict[str, list[Any]] = {name: [] for name in schema.names}
-            for start in range(0, len(parts[index]), config.batch_size):
-                rows = parts[index][start : start + config.batch_size]
-                requests = [AnswerRequest(row.prompt.ids, row.seed) for row in rows]
-                responses = engine.generate(requests)
-                for row, request, response in zip(rows, requests, responses, strict=True):
-                    columns["id"].append(row.id)
-                    columns["domain"].append(row.prompt.domain)
-                    columns["prompt_ids"].append(row.prompt.ids)
-                    columns["response_ids"].append(response.response_ids)
-                    columns["finish_reason"].append(response.finish_reason)
-                    columns["seed"].append(row.seed)
-                    columns["sample_index"].append(row.sample_index)
-                    if k:
-                        for name, values in vars(engine.score(request, response, k)).items():
-                            columns[name].append(values)
-                advance(len(rows), "")
-            with writing(path), atomic_file(path) as temporary:
-                pq.write_table(pa.table(columns, schema=schema), temporary)
+            digest = digest_of(group)
+            if (made := read_record(self.out, index)) is not None:
+                if made["digest"] != digest:
+                    raise InputError(
+                        f"{self.config.prompts}: rows {group[0].number} to {group[-1].number} are not those that "
+                        f"{self.out / part_name(index)} was made from; choose another --out or delete the directory"
+                    )
+                self.advance(len(group), "")
+            elif requests := self._open(index, digest, group):
+                yield requests
+
+    def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
+        """Begin a part: read its prompts, take the answers that were kept, and return what is left to ask."""
+        found = [_read(self.reader, record, self.config.strict) for record in group]
+        prompts = {each.row: each for each in found if isinstance(each, Prompt)}
+        skipped = [each for each in found if isinstance(each, Skipped)]
+        samples = range(self.config.num_samples)
+        part = Part(index, digest, len(group), skipped, prompts, Counter(dict.fromkeys(prompts, len(samples))))
+        self.making[index] = part
+        self.part_of |= dict.fromkeys(prompts, part)
+        if self.engine.keeps_answers:
+            self.kept[index] = KeptAnswers(self.out, index)
+        self.advance(len(skipped), "")
+        if not prompts:
+            self._write(part)
+        requests = [self._request(prompt, sample) for prompt in prompts.values() for sample in samples]
+        return [left for request in requests if (left := self._not_kept(request)) is not None]
+
+    def _request(self, prompt: Prompt, sample: int) -> AnswerRequest:
+        # A prompt without an id of its own may stand in several rows, and is to be answered anew in each.
+        name = prompt.id if prompt.own_id else f"{prompt.id}/{prompt.row}"
+        return AnswerRequest((prompt.row, sample, 0), prompt.ids, row_seed(self.config.seed, f"{name}/{sample}"))
+
+    def _not_kept(self, request: AnswerRequest | None) -> AnswerRequest | None:
+        """The request, or what follows once the answers that an earlier run kept are taken; None when nothing does."""
+        while request is not None:
+            kept = self.kept.get(self.part_of[request.key[0]].index)
+            answer = None if kept is None else kept.get(request)
+            if answer is None:
+                return request
+            request = self._record(request, answer)
+        return None
+
+    def _done(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        kept = self.kept.get(self.part_of[request.key[0]].index)
+        if kept is not None and isinstance(answer, Answer):
+            kept.keep(request, answer)
+        return self._not_kept(self._record(request, answer))
+
+    def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        """Put an answer into its part, which is written when it is whole; returns the request that follows, if any."""
+        number, sample, _ = request.key
+        part = self.part_of[number]
+        if isinstance(answer, Failed):
+            part.failed.setdefault(number, answer.reason)
+        else:
+            prompt = part.prompts[number]
+            content = canonical_json([prompt.id, list(request.prompt_ids), list(request.key)])
+            part.rows[request.key] = {
+                "id": hashlib.sha256(content.encode()).hexdigest()[:16],
+                "prompt_id": prompt.id,
+                "domain": prompt.domain,
+                "prompt_ids": request.prompt_ids,
+                "response_ids": answer.response_ids,
+                "finish_reason": answer.finish_reason,
+                "seed": request.seed,
+                "sample_index": sample,
+                "tokens_from": answer.tokens_from,
+            }
+            self.tokens += len(answer.response_ids)
+            if k := self.config.teacher_top_k:
+                part.rows[request.key] |= vars(self.engine.score(request, answer, k))
+        part.left[number] -= 1
+        if not part.left[number]:
+            del part.left[number], self.part_of[number]
+            self.advance(1, f"{self.tokens:,} tokens")
+        if not part.left:
+            self._write(part)
+        return None
+
+    def _write(self, part: Part) -> None:
+        part.write(self.out, self.schema)
+        del self.making[part.index]
+        if kept := self.kept.pop(part.index, None):
+            kept.close(delete=True)
 
 
-def _manifest(
-    out: Path, parts: list[list[Row]], prompts: PromptSet, identity: dict[str, Any], command: str
-) -> dict[str, Any]:
-    files = []
-    tokens = stopped = done = 0
-    for index in range(len(parts)):
-        path = out / part_name(index)
-        try:
-            table = pq.read_table(path, columns=["response_ids", "finish_reason"])
-        except (OSError, pa.ArrowException):
-            raise InputError(f"{path}: was damaged after it was written; delete it and run the command again") from None
-        part_tokens = sum(map(len, table["response_ids"].to_pylist()))
-        stopped += table["finish_reason"].to_pylist().count("stop")
-        tokens += part_tokens
-        done += len(table)
-        files.append({"file": path.name, "rows": len(table), "sha256": sha256_file(path)})
-    made = done // max(1, identity["config"]["num_samples"])
+def _finish(out: Path, parts: int, identity: dict[str, Any], command: str, vocabulary: dict[str, str]) -> None:
+    """Add up the parts, and write the card and the manifest, which makes the set a finished one."""
+    with writing(out / "manifest.json"):
+        totals = add_up(out, parts)
+        if not totals.rows:
+            for empty in out.glob("empty-*.json"):
+                empty.unlink()
+            raise RunError(
+                f"{out}: no prompt was answered: {totals.failed.lines('failed')[0]}; the same command asks again"
+            )
+        manifest = _manifest(totals, identity, command) | {"vocabulary": vocabulary}
+        write_text_atomic(out / "README.md", distilled_set_card(manifest))
+        write_json_atomic(out / "manifest.json", manifest)
+        (out / "run.json").unlink(missing_ok=True)
+
+
+def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:
+    skipped, failed = totals.skipped.total(), totals.failed.total()
     return {
         "format": "draftsmith distilled set",
-        "version": 1,
+        "version": 2,
         "complete": True,
-        "parts": files,
+        "parts": totals.files,
         "counts": {
-            "prompts_read": prompts.rows,
-            "prompts_done": made,
-            "prompts_skipped": len(prompts.skipped),
-            "prompts_failed": prompts.rows - made - len(prompts.skipped),
-            "rows": done,
+            "prompts_read": totals.read,
+            "prompts_done": totals.read - skipped - failed,
+            "prompts_skipped": skipped,
+            "prompts_failed": failed,
+            "rows": totals.rows,
         },
-        "skipped": [dataclasses.asdict(skip) for skip in prompts.skipped],
-        "finish_reasons": {"stop": stopped, "length": done - stopped},
-        "response_tokens": tokens,
-        "digest": hash_json([file["sha256"] for file in files]),
+        "skipped_because": totals.skipped.lines("skipped"),
+        "failed_because": totals.failed.lines("failed"),
+        "finish_reasons": dict(totals.finish_reasons),
+        "tokens_from": dict(totals.tokens_from),
+        "response_tokens": totals.tokens,
+        "prompts_digest": hash_json(totals.digests),
+        "digest": hash_json([file["sha256"] for file in totals.files]),
         "identity": identity,
         **provenance(command, identity["config"]),
     }

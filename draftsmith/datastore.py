@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from decode.suffix_index import SuffixIndex
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_file, canonical_json, hash_json
-from draftsmith_core.prompts import KEYS, check_messages, iterate_rows, whole
+from draftsmith_core.prompt_rows import KEYS, iterate_rows, whole
+from draftsmith_core.prompts import check_messages
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 

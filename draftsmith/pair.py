@@ -34,7 +34,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint, vocabulary_size
-from draftsmith_core.prompts import Prompt, check_messages, content_id
+from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.sampling_options import Sampling, check_seed
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
@@ -265,7 +265,7 @@ class Pair:
         else:
             repeats: Counter[str] = Counter()
             encoded = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
-            named = [Prompt(content_id(ids, repeats), "default", tuple(ids)) for ids in encoded]
+            named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
         room = self.room(max_new_tokens)
         for number, prompt in enumerate(named):
             where = "prompt" if one else f"prompts[{number}]"

@@ -7,9 +7,7 @@ change what `generate` gives and that draftsmith does not follow are named in on
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import Any, Protocol
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling_options import Sampling
@@ -49,6 +47,14 @@ _OFF = {
 }
 
 
+class Configured(Protocol):
+    """A model, or what stands for one that runs elsewhere."""
+
+    @property
+    def generation_config(self) -> Any:
+        """Of `transformers.GenerationConfig`."""
+
+
 @dataclass(frozen=True)
 class ResolvedSampling:
     """The sampling to use, and which of its values (by name) are from the target's generation_config.json."""
@@ -65,7 +71,7 @@ class ResolvedSampling:
 
 def resolve_sampling(
     name: str,
-    target: PreTrainedModel,
+    target: Configured,
     *,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -97,7 +103,7 @@ def resolve_sampling(
         raise InputError(f"{place}{error}") from None
 
 
-def ignored_keys(target: PreTrainedModel) -> dict[str, Any]:
+def ignored_keys(target: Configured) -> dict[str, Any]:
     """What the target's generation config sets that changes the output of `generate` and is not followed here."""
     config: Any = target.generation_config
     if config is None:
@@ -111,7 +117,7 @@ def ignored_keys(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def warn_ignored(name: str, target: PreTrainedModel) -> None:
+def warn_ignored(name: str, target: Configured) -> None:
     """One warning per target that names what `ignored_keys` finds."""
     ignored = ignored_keys(target)
     if ignored:

@@ -25,8 +25,10 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 @contextmanager
-def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`, which reports `count` more finished units; `done` of `total` were finished before.
+def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
+    """Yield `advance(count, note)`, which reports `count` more finished units; `done` were finished before.
+
+    total: of how many; None when nobody knows.
 
     Writes to standard error, so that standard output holds results only. Of several processes only the main one
     writes, about its own share of the work.
@@ -59,6 +61,8 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
 
     def line(note: str) -> str:
         elapsed = time.monotonic() - started
+        if total is None:
+            return f"{what}: {now_done} {note} [{elapsed:.0f}s]".replace("  ", " ")
         left = elapsed / max(1, now_done - done) * (total - now_done)
         return f"{what}: {now_done}/{total} {note} [{elapsed:.0f}s, {left:.0f}s left]".replace("  ", " ")
 

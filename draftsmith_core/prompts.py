@@ -1,40 +1,39 @@
 """Prompts as every command reads them: JSONL, Parquet or a dataset on the hub, tokenised; every row is counted."""
 
 import hashlib
-import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
-from draftsmith_core.sources import hub_has_address
+from draftsmith_core.prompt_rows import KEYS, Record, iterate_records, parse_record, string, whole
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 log = logging.getLogger(__name__)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
-KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 # Keys of a row that other tools would put into the prompt, and that are not read here.
 _CONTEXT = ("system", "tools", "functions", "documents", "images", "image", "audio", "video", "videos")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised. `id` is the row's own or a hash of its content."""
+    """One prompt, tokenised. `id` is its own (then `own_id`) or a hash of its content; `row` its line or number."""
 
     id: str
     domain: str
     ids: tuple[int, ...]
+    row: int = field(default=0, compare=False)
+    own_id: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,70 @@ class PromptSet:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def skip_reasons(skipped: Sequence[Skipped]) -> list[str]:
-    """One line per reason for which rows were skipped: how many rows, and the first of them with its own figures."""
-    first: dict[str, Skipped] = {}
-    counts: Counter[str] = Counter()
-    for skip in skipped:
-        reason = re.sub(r"\d+", "N", skip.reason)
-        first.setdefault(reason, skip)
-        counts[reason] += 1
-    return [
-        f"{counts[reason]} skipped: {skip.reason} (row {skip.row}{', the first' if counts[reason] > 1 else ''})"
-        for reason, skip in first.items()
-    ]
+class Reasons:
+    """Counts of reasons that differ only in their figures, with the first row that gave each."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, str]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, row: int, reason: str) -> None:
+        """Count one row."""
+        kind = re.sub(r"\d+", "N", reason)
+        self._first.setdefault(kind, (row, reason))
+        self._counts[kind] += 1
+
+    def total(self) -> int:
+        """How many rows."""
+        return self._counts.total()
+
+    def lines(self, outcome: str) -> list[str]:
+        """One line per reason: how many rows had this `outcome`, and the first of them with its own figures."""
+        return [
+            f"{count} {outcome}: {self._first[kind][1]} "
+            f"(row {self._first[kind][0]}{', the first' if count > 1 else ''})"
+            for kind, count in self._counts.items()
+        ]
+
+
+@dataclass
+class PromptReader:
+    """Makes prompts of the rows of one source, one at a time.
+
+    A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first `prompt_tokens`
+    tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are read as
+    `messages`. `unread` collects what rows hold beside that, with the first row that has it; `from_text` counts the
+    rows with `text`.
+    """
+
+    source: str
+    tokenizer: Tokenizer
+    domain: str = "default"
+    prompt_tokens: int = 32
+    max_tokens: int | None = None
+    unread: dict[str, int] = field(default_factory=dict)
+    from_text: int = 0
+
+    def read(self, record: Record) -> Prompt | Skipped:
+        """The prompt of a row, or why it is not used; InputError for a row that cannot be understood."""
+        row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
+        for name in _unread(row):
+            self.unread.setdefault(name, record.number)
+        self.from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
+        ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
+        own = string(row, "id", where)
+        domain = string(row, "domain", where) or self.domain
+        if short or not ids:
+            return Skipped(record.number, short or "empty prompt")
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            return Skipped(record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit")
+        return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own))
+
+    def warn_unread(self) -> None:
+        """One warning that names what the rows hold and the prompts were made without."""
+        if self.unread:
+            names = ", ".join(f"{name} (first in row {number})" for name, number in self.unread.items())
+            log.warning("%s: its rows hold %s; the prompts are made without them", self.source, names)
 
 
 def read_prompts(
@@ -89,57 +140,49 @@ def read_prompts(
     max_tokens: int | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read `source` (a .jsonl/.json/.parquet file, or `owner/name[:split]` on the hub) into prompts.
+    """Read all prompts of `source` (a file or `owner/name[:split]` on the hub), as `PromptReader` makes them.
 
-    A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first
-    `prompt_tokens` tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are
-    read as `messages`, see `iterate_rows`. Rows that are empty, too short for that or longer than `max_tokens` are
-    skipped with their reason. A row without an `id` gets a hash of its tokens, with
-    its count where the same prompt came before. `limit` stops after that many rows. Raises InputError that names
-    file, line and key for a row that cannot be understood.
+    Rows that are empty, too short or longer than `max_tokens` are skipped with their reason. A row without an `id`
+    gets a hash of its tokens, with its count where the same prompt came before. `limit` stops after that many rows.
+    Raises InputError that names file, line and key for a row that cannot be understood.
     """
+    reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
     named: dict[str, int] = {}
     repeats: Counter[str] = Counter()
-    unread: dict[str, int] = {}
-    rows = from_text = 0
-    more = False
-    for number, row in iterate_rows(source):
+    rows, more = 0, False
+    for record in iterate_records(source):
         if more := limit is not None and rows >= limit:
             break
         rows += 1
-        for name in _unread(row):
-            unread.setdefault(name, number)
-        where = f"{source}:{number}"
-        from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
-        ids, short = _encode(row, where, tokenizer, prompt_tokens)
-        key = _string(row, "id", where)
-        if key in named:
-            raise InputError(f"{where}: key 'id': {key!r} is row {named[key]}'s already; make ids unique")
-        if key:
-            named[key] = number
+        found = reader.read(record)
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        elif found.own_id:
+            if found.id in named:
+                first = named[found.id]
+                where = f"{source}:{found.row}"
+                raise InputError(f"{where}: key 'id': {found.id!r} is row {first}'s already; make ids unique")
+            named[found.id] = found.row
+            prompts.append(found)
         else:
-            key = content_id(ids, repeats)
-        if short or not ids:
-            skipped.append(Skipped(number, short or "empty prompt"))
-        elif max_tokens is not None and len(ids) > max_tokens:
-            skipped.append(Skipped(number, f"{len(ids)} tokens, more than the {max_tokens} that fit"))
-        else:
-            prompts.append(Prompt(key, _string(row, "domain", where) or domain, tuple(ids)))
-    if unread:
-        names = ", ".join(f"{name} (first in row {number})" for name, number in unread.items())
-        log.warning("%s: its rows hold %s; the prompts are made without them", source, names)
+            prompts.append(replace(found, id=unique_id(found.id, repeats)))
+    reader.warn_unread()
     if not rows:
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
         raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
-    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more, from_text)
+    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more, reader.from_text)
 
 
-def content_id(ids: list[int], repeats: Counter[str]) -> str:
-    """The id of a prompt that has none: a hash of its tokens, with its count where it came before (in `repeats`)."""
-    content = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:16]
+def content_id(ids: Sequence[int]) -> str:
+    """The id of a prompt that has none of its own: its `prompt_hash`, as 16 hex digits."""
+    return f"{prompt_hash(ids):016x}"
+
+
+def unique_id(content: str, repeats: Counter[str]) -> str:
+    """`content`, with its count where it came before (in `repeats`)."""
     repeats[content] += 1
     return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
 
@@ -176,156 +219,6 @@ def _unread(row: dict[str, Any]) -> list[str]:
         if isinstance(turn, dict) and not (turn is turns[-1] and turn.get("role") == "assistant"):
             found += [f"messages.{key}" for key, value in turn.items() if key not in ("role", "content") and value]
     return found
-
-
-def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
-
-    Rows as ShareGPT has them (`conversations`: `from` and `value`) or Alpaca (`instruction`, `input`, `output`) come
-    with `messages` in their place.
-    """
-    for number, row in _rows(source):
-        yield number, _as_messages(row, f"{source}:{number}")
-
-
-def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row with `messages` in place of the keys of ShareGPT or Alpaca; any other row as it is."""
-    if row.get("messages") is not None or row.get("prompt") is not None:
-        return row
-    if row.get("conversations") is not None:
-        # ShareGPT's ids name the chat that a row was cut out of, and repeat.
-        kept = {key: value for key, value in row.items() if key not in ("conversations", "id")}
-        turns = _sharegpt(row["conversations"], where)
-        return kept | ({"messages": turns} if turns else {"prompt": ""})
-    if isinstance(row.get("instruction"), str):
-        # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
-        kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
-        asked = "\n\n".join(part for key in ("instruction", "input") if (part := _string(row, key, where).strip()))
-        output = _string(row, "output", where)
-        answer = [{"role": "assistant", "content": output}] if output else []
-        return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
-    return row
-
-
-# The names of speakers in ShareGPT files; some files mix them.
-_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-
-
-def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
-    """Turns as chat templates want them: the user first, no two of one speaker in a row; empty without a question."""
-    if not isinstance(value, list):
-        raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects")
-    turns: list[dict[str, str]] = []
-    for index, turn in enumerate(value):
-        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-            raise InputError(f"{where}: key 'conversations[{index}]': expected text under 'from' and under 'value'")
-        speaker: str = turn["from"]
-        role = _SPEAKERS.get(speaker, speaker)
-        if role == "assistant" and not any(each["role"] == "user" for each in turns):
-            # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer.
-            continue
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += f"\n\n{turn['value']}"
-        else:
-            turns.append({"role": role, "content": turn["value"]})
-    return turns if any(each["role"] == "user" and each["content"].strip() for each in turns) else []
-
-
-def _rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    path = Path(source)
-    if not source.strip():
-        raise InputError(f"{source!r}: is empty; name a .jsonl or .parquet file, or a dataset on the hub")
-    if "://" in source:
-        raise InputError(f"{source}: is a URL; download it and name the file")
-    if path.is_dir():
-        raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
-    if path.is_file():
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-        elif path.suffix in (".jsonl", ".json", ".ndjson"):
-            yield from _jsonl_rows(path)
-        else:
-            raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
-    elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet") or source.startswith((".", "/", "~")):
-        raise InputError(f"{source}: no such file")
-    else:
-        yield from _hub_rows(source)
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:  # as editors on Windows save it, with a byte order mark
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise InputError(
-                        f"{path}:{number}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
-                    )
-                yield number, row
-    except RecursionError:
-        raise InputError(f"{path}:{number}: nested too deeply to be a row") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{number}: not valid JSON ({error.msg}); write one object a line") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
-
-
-def _hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    import datasets
-
-    name, _, split = source.partition(":")
-    if not HF_HUB_OFFLINE and not hub_has_address():
-        raise InputError(f"{source}: no such file, and the hub cannot be reached")
-    try:
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
-        yield from enumerate(rows, 1)
-    except Exception as error:
-        # The hub's client raises many kinds of error; for the user all mean that there is no such data set.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
-            f"check the path, or write owner/name:split"
-        ) from None
-
-
-def _string(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if value is None:
-        return ""
-    if not isinstance(value, str | int):
-        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
-    return whole(str(value), key, where)
-
-
-def whole(text: str, key: str, where: str) -> str:
-    """`text`, or InputError for half a character: JSON allows a lone surrogate such as \\ud83d and UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: key {key!r}: character {error.start + 1} is half of a surrogate pair; write it whole"
-        ) from None
-    return text
 
 
 def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import PromptSet, Skipped, read_prompts, skip_reasons
+from draftsmith_core.prompts import PromptSet, Reasons, Skipped, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -251,12 +251,16 @@ def test_what_was_skipped_is_one_line_per_reason() -> None:
         Skipped(9, "900 tokens, more than the 512 that fit"),
         Skipped(11, "text has only 5 of 32 tokens"),
     ]
-    assert skip_reasons(skipped) == [
+    reasons = Reasons()
+    for skip in skipped:
+        reasons.add(skip.row, skip.reason)
+    assert reasons.total() == 5
+    assert reasons.lines("skipped") == [
         "2 skipped: key 'prompt' is empty (row 2, the first)",
         "2 skipped: 700 tokens, more than the 512 that fit (row 4, the first)",
         "1 skipped: text has only 5 of 32 tokens (row 11)",
     ]
-    assert skip_reasons([]) == []
+    assert Reasons().lines("skipped") == []
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from distill.config import DistillConfig
-from distill.generate import SCHEMA, distill
+from distill.generate import distill
+from distill.parts import SCHEMA
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -22,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 KILL_IN_PART = """
 import os, signal
-import distill.generate as module
+import distill.parts as module
 write, written = module.pq.write_table, []
 def dying(table, path):
     written.append(path)
@@ -34,11 +35,11 @@ module.pq.write_table = dying
 """
 HOLD = """
 import distill.generate as module
-real = module._manifest
+real = module.add_up
 def held(*words):
     hold()
     return real(*words)
-module._manifest = held
+module.add_up = held
 """
 
 
@@ -58,7 +59,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def words(target_dir: str, prompts_file: str) -> list[str]:
     return (
         f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 3 --max_new_tokens 10 "
-        "--batch_size 3 --part_rows 5 --seed 11"
+        "--batch_size 3 --part_rows 6 --seed 11"
     ).split()
 
 
@@ -75,9 +76,10 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
 def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
     rows = read(whole)
     manifest = json.loads((whole / "manifest.json").read_text())
+    # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last part has one prompt.
     parts = {f"part-{i:05d}.parquet" for i in range(5)}
-    assert {path.name for path in whole.iterdir()} == {"manifest.json", "README.md", *parts}
-    assert [part["rows"] for part in manifest["parts"]] == [5, 5, 5, 5, 4]
+    assert {path.name for path in whole.iterdir()} == {"manifest.json", "README.md", "errors.jsonl", *parts}
+    assert [part["rows"] for part in manifest["parts"]] == [6, 3, 6, 6, 3]
     assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in manifest["parts"])
     assert manifest["counts"] == {
         "prompts_read": 9,
@@ -86,7 +88,10 @@ def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
         "prompts_failed": 0,
         "rows": 24,
     }
-    assert manifest["skipped"] == [{"row": 4, "reason": "key 'prompt' is empty"}]
+    assert manifest["skipped_because"] == ["1 skipped: key 'prompt' is empty (row 4)"]
+    errors = [json.loads(line) for line in (whole / "errors.jsonl").read_text().splitlines()]
+    assert errors == [{"row": 4, "outcome": "skipped", "reason": "key 'prompt' is empty"}]
+    assert manifest["tokens_from"] == {"target": 24}
     assert manifest["complete"] is True
     assert manifest["response_tokens"] == sum(len(row["response_ids"]) for row in rows)
     reasons = [row["finish_reason"] for row in rows]
@@ -125,12 +130,13 @@ def test_a_row_can_be_made_again_from_its_seed(whole: Path, target_dir: str) -> 
 def test_batches_and_parts_only_change_the_cutting(
     whole: Path, tmp_path: Path, target_dir: str, prompts_file: str, change: dict[str, int]
 ) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "part_rows": 5, "num_samples": 3, "max_new_tokens": 10, "seed": 11}
+    options: dict[str, Any] = {"batch_size": 3, "part_rows": 6, "num_samples": 3, "max_new_tokens": 10, "seed": 11}
     out = tmp_path / "set"
     config = DistillConfig(target=target_dir, prompts=prompts_file, out=str(out), **(options | change))
     summary = distill(config, "distill")
     assert read(out) == read(whole)
-    assert len(list(out.glob("part-*"))) == -(-24 // config.part_rows)
+    per_part = max(1, config.part_rows // 3)
+    assert len(list(out.glob("part-*"))) + len(list(out.glob("empty-*"))) == -(-9 // per_part)
     assert summary["rows"] == 24
 
 
@@ -188,11 +194,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     code, _, err = spawn(*words, "--temperature", "0.5", cwd=there).wait()
     assert code == 2
     assert "its temperature is 1.0, now it is 0.5" in err
-    # One line beside the remark that the tokenizer has no chat template for the chat among the prompts.
-    assert [line.split(":")[0] for line in err.strip().splitlines()] == [
-        "WARNING draftsmith_core.tokenization",
-        "draftsmith distill",
-    ]
+    assert [line.split(":")[0] for line in err.strip().splitlines()] == ["draftsmith distill"]
     assert files(there / "set") == files(whole)
 
 
@@ -236,7 +238,7 @@ def test_two_processes_make_the_same_bytes(
     assert run.stdout.count("24 rows") == 1
     # Each process made its own share; the main one speaks.
     shown = re.findall(r"distill: (\d+)/(\d+)", run.stderr)  # more lines the longer it takes
-    assert {total for _, total in shown} == {"14"} and shown.count(("14", "14")) == 1
+    assert {total for _, total in shown} == {"5"} and shown.count(("5", "5")) == 1
 
 
 def test_datasets_reads_it(whole: Path, target_dir: str) -> None:

@@ -18,7 +18,7 @@ Spawn = Callable[..., Any]
 # The second part is written only once a signal has come; the first at once.
 STOP_IN_PART = """
 import os, signal, time
-import distill.generate as module
+import distill.parts as module
 write, written = module.pq.write_table, []
 def stopping(table, path):
     written.append(path)
@@ -31,7 +31,7 @@ module.pq.write_table = stopping
 WAIT_IN_PART = STOP_IN_PART.replace("os.kill(os.getpid(), signal.{signal})", "hold()")
 FULL_DISK = """
 import errno
-import distill.generate as module
+import distill.parts as module
 write, written = module.pq.write_table, []
 def full(table, path):
     written.append(path)

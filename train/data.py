@@ -20,7 +20,8 @@ from torch import Tensor
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
-from draftsmith_core.prompts import check_messages, iterate_rows, prompt_hash, whole
+from draftsmith_core.prompt_rows import iterate_rows, whole
+from draftsmith_core.prompts import check_messages, prompt_hash
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
 from train.check_rows import check_part
 from train.packing import document_layout, pack

@@ -1,10 +1,10 @@
 """The target in this process, decoded on a preallocated cache: batches of unequal lengths, one generator per row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest
+from distill.engines.protocol import Answer, AnswerRequest, Done
 from distill.score import TeacherRows, score
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
@@ -25,8 +25,7 @@ class HFEngine:
         )
         check_tokenizer(config.target, model, tokenizer)
         self._model = model
-        self.fingerprint = fingerprint(model)
-        self.dtype = dtype_name(model)
+        self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
         limit = context_length(model)
         self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
         try:
@@ -42,11 +41,26 @@ class HFEngine:
             min_p=config.min_p,
             default_temperature=1.0,
         )
+        # A killed run asks whole groups again: in another batch an answer could round otherwise at a tie.
+        self.keeps_answers = False
+        self._batch_size = config.batch_size
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
-        """Answers in the order of the requests."""
+    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        """Ask everything in `groups`, `batch_size` requests at a time, in their order."""
+        for group in groups:
+            waiting = list(group)
+            while waiting:
+                following = []
+                for start in range(0, len(waiting), self._batch_size):
+                    batch = waiting[start : start + self._batch_size]
+                    for request, answer in zip(batch, self._generate(batch), strict=True):
+                        if (after := done(request, answer)) is not None:
+                            following.append(after)
+                waiting = following
+
+    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         batch = self._decoder.generate(
             [request.prompt_ids for request in requests],
             self.sampling.sampling,

@@ -1,8 +1,8 @@
 """What `distill` needs of an engine that runs the target."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from distill.score import TeacherRows
 from draftsmith_core.generation_defaults import ResolvedSampling
@@ -10,30 +10,46 @@ from draftsmith_core.generation_defaults import ResolvedSampling
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to make: the prompt's tokens, and the seed of the only generator it draws from."""
+    """One answer to make: the prompt's tokens, and the seed of the only generator it draws from.
 
+    key: (row of the prompts, sample, turn), each of which is asked once.
+    """
+
+    key: tuple[int, int, int]
     prompt_ids: tuple[int, ...]
     seed: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: tokens (EOS included when the target ended) and why it ended, `stop` or `length`."""
+    """One answer: tokens (EOS included when the target ended) and why it ended, `stop` or `length`.
+
+    tokens_from: `target` where the engine gave the ids; `text` where they are the tokenizer's for the text that a
+    server gave; `text_differs` where those cannot be what the target drew: they give another text or are too many.
+    """
 
     response_ids: tuple[int, ...]
     finish_reason: str
+    tokens_from: str = "target"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """No answer, and why."""
+
+    reason: str
+
+
+# What an engine calls with each request it was given and the outcome. The request that comes back is asked next.
+Done = Callable[[AnswerRequest, Answer | Failed], AnswerRequest | None]
 
 
 class Engine(Protocol):
     """A target that answers requests."""
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies the target's weights."""
-
-    @property
-    def dtype(self) -> str:
-        """What the target computes in."""
+    def identity(self) -> dict[str, Any]:
+        """What identifies the target, for `run.json` and the manifest: its fingerprint and dtype, or its name."""
 
     @property
     def sampling(self) -> ResolvedSampling:
@@ -43,8 +59,16 @@ class Engine(Protocol):
     def max_prompt_tokens(self) -> int | None:
         """The longest prompt that leaves room for an answer; None when there is no limit."""
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
-        """Answers in the order of the requests."""
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether every answer is worth keeping at once: it costs money or time, and does not depend on its batch."""
+
+    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        """Ask everything in `groups`, calling `done` once for each request, in any order.
+
+        A group is the requests of one part of the set. Groups are taken when there is room for their requests, so that
+        memory does not grow with the number of prompts. An answer does not depend on any other group.
+        """
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
         """The target's distribution at every token of an answer: its k likeliest tokens and the mass of the rest."""

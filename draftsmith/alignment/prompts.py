@@ -7,7 +7,8 @@ from typing import Any
 from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, canonical_json
-from draftsmith_core.prompts import PromptSet, iterate_rows
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompts import PromptSet
 
 
 def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:

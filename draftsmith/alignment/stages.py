@@ -28,7 +28,8 @@ from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import make_dir, write_text_atomic
 from draftsmith_core.models import context_length, parameter_count, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main
-from draftsmith_core.prompts import PromptSet, iterate_rows, read_prompts
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.provenance import difference
 from draftsmith_core.run_directory import hold
 from eval.config import EvalConfig

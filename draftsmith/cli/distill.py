@@ -18,7 +18,13 @@ def run(argv: list[str]) -> None:
         f"of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
         f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
         *summary["skipped_because"],
+        *summary["failed_because"],
     ]
+    if differing := summary["tokens_from"].get("text_differs"):
+        lines.append(
+            f"{differing} rows came as text that cannot be turned back into the tokens that the target drew; "
+            f"their `tokens_from` is text_differs"
+        )
     if summary["sampling_from_target"]:
         lines.append(f"sampling: {summary['sampling_from_target']}")
     if is_main():

@@ -1,0 +1,280 @@
+"""The target on a pool of servers with OpenAI's API. Whoever has room gets the next request; nothing is asked twice
+that was answered.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import httpx
+from transformers import GenerationConfig
+
+from distill.config import DistillConfig
+from distill.engines.dialects import Asked
+from distill.engines.endpoint import Endpoint, Refusal, Trouble, backoff_s
+from distill.engines.probe import Found, look, wake
+from distill.engines.protocol import Answer, AnswerRequest, Done, Failed
+from distill.score import TeacherRows
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.generation_defaults import resolve_sampling
+from draftsmith_core.tokenization import Tokenizer
+
+# How often one request is tried on servers that are there, and how long none of them may answer at all.
+ATTEMPTS = 8
+PATIENCE_S = 600.0
+# Parts that may wait for their last answers while others are asked: what bounds the memory.
+_OPEN_GROUPS = 8
+
+
+@dataclass
+class _Job:
+    """A request on its way. `not_before` is when it may be tried again."""
+
+    request: AnswerRequest
+    group: int
+    attempts: int = 0
+    not_before: float = 0.0
+
+
+class OpenAIEngine:
+    """Servers that are asked for answers, and the distribution that they are asked to draw them from."""
+
+    keeps_answers = True
+
+    def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        settings = _GenerationSettings(config.target)
+        self.sampling = resolve_sampling(
+            config.target,
+            settings,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            default_temperature=1.0,
+        )
+        found: Found = asyncio.run(self._look(tokenizer, settings.eos_ids(tokenizer)))
+        self._asked = found.asked
+        self._dialects = found.dialects
+        limit = found.context_length
+        self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
+        self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": found.asked.model}
+
+    async def _look(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> Found:
+        async with AsyncExitStack() as stack:
+            endpoints = [await stack.enter_async_context(self._open(url)) for url in self._config.endpoint]
+            return await look(endpoints, self._config, tokenizer, self.sampling.sampling, eos_ids)
+
+    def _open(self, url: str) -> "_Opened":
+        return _Opened(url, self._config)
+
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+        """Servers give no whole distributions; the options have been refused before."""
+        raise NotImplementedError
+
+    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        """Ask everything in `groups`, as many requests at a time as the servers take.
+
+        RunError when a budget is spent or no server answers any more; what was answered until then is kept.
+        """
+        asyncio.run(self._run(groups, done))
+
+    async def _run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        async with AsyncExitStack() as stack:
+            endpoints = [await stack.enter_async_context(self._open(url)) for url in self._config.endpoint]
+            for endpoint in endpoints:
+                endpoint.dialect = self._dialects.get(endpoint.url)
+            await _Pool(self._config, self._asked, endpoints, groups, done).run()
+
+
+class _GenerationSettings:
+    """The generation config of a target that is not loaded, as `resolve_sampling` reads it from a model."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(name)
+        except OSError:  # a tokenizer alone: the target asks for nothing
+            self.generation_config = GenerationConfig()
+
+    def eos_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The tokens that end an answer; the first is put where a server says `stop` and shows no token for it."""
+        eos = self.generation_config.eos_token_id
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        own = tokenizer.eos_token_id
+        if own is not None and (own in ids or not ids):
+            ids = [own, *(each for each in ids if each != own)]
+        return tuple(ids)
+
+
+class _Opened:
+    """An endpoint with its HTTP client, which is closed at the end of the block."""
+
+    def __init__(self, url: str, config: DistillConfig) -> None:
+        parts = urlsplit(url)
+        key = os.environ.get(config.api_key_env, "")
+        client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s)),
+            limits=httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
+            # A proxy of this machine leads elsewhere, not to the machine itself.
+            trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),
+        )
+        self.endpoint = Endpoint(url if parts.path.strip("/") else f"{url.rstrip('/')}/v1", config.concurrency, client)
+
+    async def __aenter__(self) -> Endpoint:
+        await self.endpoint.client.__aenter__()
+        return self.endpoint
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.endpoint.client.__aexit__(*error)
+
+
+class _Pool:
+    """One run over the servers: which requests wait, which are under way, and what has been spent."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        asked: Asked,
+        endpoints: list[Endpoint],
+        groups: Iterator[Sequence[AnswerRequest]],
+        done: Done,
+    ) -> None:
+        self.config, self.asked, self.endpoints, self.groups, self.done = config, asked, endpoints, groups, done
+        self.waiting: deque[_Job] = deque()  # in the order of the prompts
+        self.later: list[_Job] = []  # until their time has come
+        self.left: dict[int, int] = {}  # requests of each group that have no outcome
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.next_group = 0
+        self.exhausted = False
+        self.requests = self.tokens = 0
+        self.changed = asyncio.Event()
+        self.error: BaseException | None = None
+        self.last_answer = time.monotonic()
+
+    async def run(self) -> None:
+        """Until everything has an outcome; raises what made that impossible."""
+        try:
+            while self.error is None:
+                self.changed.clear()
+                self._start_what_can()
+                spent = self._spent()
+                if not self.tasks and (spent or not (self.waiting or self.later or self._refill())):
+                    break
+                if not spent:
+                    self._check_patience()
+                await self._sleep()
+            if self.error is not None:
+                raise self.error
+            if spent := self._spent():
+                if self.waiting or self.later or self._refill():
+                    raise RunError(f"{spent}; raise it, and the same command continues")
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _sleep(self) -> None:
+        """Until an answer comes, or the first of those that wait for a time may go on."""
+        now = time.monotonic()
+        times = [job.not_before for job in self.later] + [each.rests_until for each in self.endpoints]
+        soon = min((at - now for at in times if at > now), default=5.0)
+        try:
+            await asyncio.wait_for(self.changed.wait(), min(5.0, max(0.001, soon)))
+        except TimeoutError:
+            return
+
+    def _spent(self) -> str:
+        if self.config.max_requests is not None and self.requests >= self.config.max_requests:
+            return f"max_requests: all {self.config.max_requests} are spent"
+        if self.config.max_tokens is not None and self.tokens >= self.config.max_tokens:
+            return f"max_tokens: {self.tokens} are spent of {self.config.max_tokens}"
+        return ""
+
+    def _refill(self) -> bool:
+        """Take a group if there is one and not too many are open; whether anything waits."""
+        while not self.waiting and not self.exhausted and len(self.left) < _OPEN_GROUPS:
+            requests = next(self.groups, None)
+            if requests is None:
+                self.exhausted = True
+            else:
+                number, self.next_group = self.next_group, self.next_group + 1
+                self.left[number] = len(requests)
+                self.waiting.extend(_Job(request, number) for request in requests)
+        return bool(self.waiting)
+
+    def _start_what_can(self) -> None:
+        now = time.monotonic()
+        ready = [job for job in self.later if job.not_before <= now]
+        if ready:
+            self.later = [job for job in self.later if job.not_before > now]
+            self.waiting.extend(ready)
+        while not self._spent():
+            free = [each for each in self.endpoints if each.free(now)]
+            if not free or not (self.waiting or self._refill()):
+                return
+            # The one with the most room, so that all are equally busy however fast each is.
+            endpoint = max(free, key=lambda each: each.limit - each.active)
+            endpoint.active += 1
+            self.requests += 1
+            task = asyncio.create_task(self._ask(endpoint, self.waiting.popleft()))
+            self.tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.error = self.error or error
+        self.changed.set()
+
+    async def _ask(self, endpoint: Endpoint, job: _Job) -> None:
+        try:
+            if endpoint.dialect is None:
+                endpoint.dialect = await wake(endpoint, self.config, self.asked)
+            answer, tokens = await endpoint.ask(self.asked, job.request)
+        except Trouble as trouble:
+            job.attempts += trouble.delivered
+            if job.attempts >= ATTEMPTS:
+                self._outcome(job, Failed(f"{trouble.reason}; tried {ATTEMPTS} times"))
+                return
+            wait = backoff_s(max(1, job.attempts)) if trouble.after_s is None else trouble.after_s
+            job.not_before = time.monotonic() + wait
+            self.later.append(job)
+            return
+        except Refusal as refusal:
+            if refusal.status in (401, 403):
+                _no_key(refusal, self.config.api_key_env)
+            self._outcome(job, Failed(refusal.reason))
+            return
+        finally:
+            endpoint.active -= 1
+        self.tokens += tokens
+        self.last_answer = time.monotonic()
+        self._outcome(job, answer)
+
+    def _outcome(self, job: _Job, answer: Answer | Failed) -> None:
+        after = self.done(job.request, answer)
+        if after is not None:
+            # First in the queue, so that a conversation ends, and its part is written, before others begin.
+            self.waiting.appendleft(_Job(after, job.group))
+            return
+        self.left[job.group] -= 1
+        if not self.left[job.group]:
+            del self.left[job.group]
+
+    def _check_patience(self) -> None:
+        if time.monotonic() - self.last_answer < max(PATIENCE_S, self.config.timeout_s):
+            return
+        reasons = "; ".join(f"{each.url}: {each.last_reason or 'no answer yet'}" for each in self.endpoints)
+        raise RunError(f"no server has answered for {PATIENCE_S:.0f} s ({reasons}); the same command continues")
+
+
+def _no_key(refusal: Refusal, variable: str) -> NoReturn:
+    said = "its key was refused" if os.environ.get(variable) else f"it wants a key; put it into {variable}"
+    raise InputError(f"{refusal.reason}: {said}") from None

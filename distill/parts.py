@@ -1,0 +1,198 @@
+"""The files of a distilled set: parts of rows with what became of the prompts they are from, and kept answers.
+
+A part has the rows that a fixed number of prompts gave, whole or not at all; in its Parquet metadata it says which
+prompts those were and which gave nothing, and why. So the set adds up from its parts alone, whoever made them.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from distill.engines import Answer, AnswerRequest
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_file, canonical_json, read_json, sha256_file, write_json_atomic, writing
+from draftsmith_core.prompts import Prompt, Reasons, Skipped, content_id
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string()),
+        pa.field("prompt_id", pa.string()),
+        pa.field("domain", pa.string()),
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("response_ids", pa.list_(pa.int32())),
+        pa.field("finish_reason", pa.string()),
+        pa.field("seed", pa.int64()),
+        pa.field("sample_index", pa.int32()),
+        pa.field("tokens_from", pa.string()),
+    ]
+)
+# Beside each response token, when `teacher_top_k` asks for them.
+TEACHER = [
+    pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),
+    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+    pa.field("tail_mass", pa.list_(pa.float32())),
+]
+ERRORS = "errors.jsonl"
+_METADATA = b"draftsmith"
+
+
+def part_name(index: int) -> str:
+    """File name of a part."""
+    return f"part-{index:05d}.parquet"
+
+
+def _empty_name(index: int) -> str:
+    # A Parquet file without rows is one that `datasets` refuses to read.
+    return f"empty-{index:05d}.json"
+
+
+@dataclass
+class Part:
+    """A part in the making. `left` counts the samples of each prompt that have not ended, by row of the source."""
+
+    index: int
+    digest: str
+    read: int
+    skipped: list[Skipped]
+    prompts: dict[int, Prompt]
+    left: Counter[int]
+    failed: dict[int, str] = field(default_factory=dict)
+    rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
+
+    def write(self, out: Path, schema: pa.Schema) -> None:
+        """Write the rows in the order of the prompts, whole or not at all."""
+        record = {
+            "read": self.read,
+            "digest": self.digest,
+            "skipped": [[skip.row, skip.reason] for skip in self.skipped],
+            "failed": [[row, reason] for row, reason in sorted(self.failed.items())],
+        }
+        if not self.rows:
+            path = out / _empty_name(self.index)
+            with writing(path):
+                write_json_atomic(path, record)
+            return
+        columns = {name: [self.rows[key][name] for key in sorted(self.rows)] for name in schema.names}
+        path = out / part_name(self.index)
+        table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
+        with writing(path), atomic_file(path) as temporary:
+            pq.write_table(table, temporary)
+
+
+def read_record(out: Path, index: int) -> dict[str, Any] | None:
+    """What a part says of the prompts it is from, None where there is no such part.
+
+    InputError for a file that is damaged or of an older version.
+    """
+    path, empty = out / part_name(index), out / _empty_name(index)
+    if empty.exists():
+        return read_json(empty, "the record of prompts that gave no rows")
+    if not path.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_METADATA])
+        return found
+    except KeyError:
+        raise InputError(
+            f"{path}: was made by an older version; choose another --out or delete the directory"
+        ) from None
+    except (OSError, pa.ArrowException):
+        raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(f"{path}: was damaged after it was written; delete it and run the command again")
+
+
+class KeptAnswers:
+    """Answers to the requests of a part that is not whole yet, one line each, written as they come.
+
+    A run that was killed finds them again, so that nothing that a server has answered is asked twice. A line counts
+    for the request with its key and prompt; one that was cut short does not count.
+    """
+
+    def __init__(self, out: Path, index: int) -> None:
+        self._path = out / f".part-{index:05d}.answers.jsonl"
+        self.found: dict[tuple[int, int, int], tuple[str, Answer]] = {}
+        text = self._path.read_bytes() if self._path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            key, prompt, ids, *rest = json.loads(line)
+            self.found[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
+        with writing(self._path):
+            self._file = self._path.open("ab")
+            self._file.truncate(len(whole))
+
+    def get(self, request: AnswerRequest) -> Answer | None:
+        """The answer to a request, if it was kept."""
+        prompt, answer = self.found.pop(request.key, ("", None))
+        return answer if prompt == content_id(request.prompt_ids) else None
+
+    def keep(self, request: AnswerRequest, answer: Answer) -> None:
+        """Append one answer."""
+        line = [request.key, content_id(request.prompt_ids), answer.response_ids, answer.finish_reason]
+        with writing(self._path):
+            self._file.write(canonical_json([*line, answer.tokens_from]).encode() + b"\n")
+            self._file.flush()
+
+    def close(self, *, delete: bool) -> None:
+        """Close the file, and delete it once the part is written."""
+        self._file.close()
+        if delete:
+            self._path.unlink(missing_ok=True)
+
+
+@dataclass
+class Totals:
+    """What the parts of a set add up to."""
+
+    files: list[dict[str, Any]]
+    read: int
+    rows: int
+    tokens: int
+    finish_reasons: Counter[str]
+    tokens_from: Counter[str]
+    skipped: Reasons
+    failed: Reasons
+    digests: list[str]
+
+
+def add_up(out: Path, parts: int) -> Totals:
+    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave nothing."""
+    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), Reasons(), Reasons(), [])
+    with atomic_file(out / ERRORS) as temporary, temporary.open("w", encoding="utf-8") as errors:
+        for index in range(parts):
+            _add(totals, out, index, errors)
+    if not (totals.skipped.total() or totals.failed.total()):
+        (out / ERRORS).unlink()
+    return totals
+
+
+def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
+    path, record = out / part_name(index), read_record(out, index)
+    if record is None:
+        raise InputError(f"{path}: is gone; run the command again")
+    if path.exists():
+        try:
+            table = pq.read_table(path, columns=["response_ids", "finish_reason", "tokens_from"])
+        except (OSError, pa.ArrowException):
+            raise _damaged(path) from None
+        totals.files.append({"file": path.name, "rows": len(table), "sha256": sha256_file(path)})
+        totals.rows += len(table)
+        totals.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
+        for name, counts in (("finish_reason", totals.finish_reasons), ("tokens_from", totals.tokens_from)):
+            for each in pc.value_counts(table[name]).to_pylist():
+                counts[each["values"]] += each["counts"]
+    totals.read += record["read"]
+    totals.digests.append(record["digest"])
+    found = [(row, "skipped", reason) for row, reason in record["skipped"]]
+    found += [(row, "failed", reason) for row, reason in record["failed"]]
+    for row, outcome, reason in sorted(found):
+        (totals.skipped if outcome == "skipped" else totals.failed).add(row, reason)
+        errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")

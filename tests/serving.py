@@ -1,0 +1,159 @@
+"""A server of completions as other engines have it, whose behaviour a test chooses; its answers follow from seeds."""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+# What a server does with its n-th request (from 0, trial requests of the start included) instead of answering:
+# a status, or "garbage", "half", "reset", "never"; None to answer.
+Misbehave = Callable[[int], int | str | None]
+EOS = 1
+
+
+def answer_of(prompt: Any, seed: int, most: int) -> tuple[list[int], str]:
+    """The answer of the served model: 1 to 12 tokens that follow from prompt and seed."""
+    digest = hashlib.sha256(json.dumps([prompt, seed]).encode()).digest()
+    ids = [36 + byte % 58 for byte in digest[: 1 + digest[0] % 12]]
+    return (ids[:most], "length") if len(ids) >= most else ([*ids, EOS], "stop")
+
+
+class Server(ThreadingHTTPServer):
+    """One served model. kind: `llama.cpp`, `vllm` or `text` (takes and gives text, and refuses ids)."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.kind, self.tokenizer = kind, tokenizer
+        self.model: str = options.get("model", "target")
+        self.samples: bool = options.get("samples", True)
+        self.key: str = options.get("key", "")
+        self.misbehave: Misbehave = options.get("misbehave", lambda number: None)
+        self.strict_keys: bool = options.get("strict_keys", False)
+        self.bodies: list[dict[str, Any]] = []
+        self.answered: list[str] = []
+        self.active = self.most_active = 0
+        self.lock = threading.Lock()
+        self.stopping = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that went away are no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, format: str, *words: Any) -> None:  # noqa: A002
+        return
+
+    def do_GET(self) -> None:
+        owner = {"llama.cpp": "llamacpp", "vllm": "vllm"}.get(self.server.kind, "someone")
+        listed: dict[str, Any] = {"id": self.server.model, "owned_by": owner}
+        if self.server.kind == "vllm":
+            listed["max_model_len"] = 96
+        self._send(200, {"data": [listed]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = self.server
+        with server.lock:
+            number = len(server.bodies)
+            server.bodies.append(body)
+            server.active += 1
+            server.most_active = max(server.most_active, server.active)
+        try:
+            self._answer(body, server.misbehave(number))
+        finally:
+            with server.lock:
+                server.active -= 1
+
+    def _answer(self, body: dict[str, Any], wrong: int | str | None) -> None:
+        server = self.server
+        if server.key and self.headers.get("authorization") != f"Bearer {server.key}":
+            self._send(401, {"error": "who are you?"})
+        elif isinstance(wrong, int):
+            self._send(wrong, {"error": "not now"})
+        elif wrong == "garbage":
+            self._send(200, {"choices": [{"message": None}], "was": "no completion"})
+        elif wrong == "half":
+            self.send_response(200)
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            self.close_connection = True
+        elif wrong == "reset":
+            self.close_connection = True
+            self.connection.close()
+        elif wrong == "never":
+            server.stopping.wait(60)
+            self.close_connection = True
+        elif server.strict_keys and {"top_k", "min_p", "return_token_ids"} & body.keys():
+            self._send(400, {"error": "unknown key"})
+        elif server.kind == "text" and not isinstance(body["prompt"], str):
+            self._send(400, {"error": "prompt must be text"})
+        else:
+            self._send(200, self._completion(body))
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        server, prompt = self.server, body["prompt"]
+        if server.kind == "text":
+            prompt = server.tokenizer(prompt)["input_ids"]
+        most = int(body["n_predict" if server.kind == "llama.cpp" else "max_tokens"])
+        seed = body["seed"] if server.samples and body["temperature"] else 0
+        ids, reason = answer_of(prompt, seed, most)
+        with server.lock:
+            server.answered.append(json.dumps([prompt, seed]))
+        if server.kind == "llama.cpp":
+            assert self.path == "/completion"
+            return {"tokens": ids, "stop_type": "limit" if reason == "length" else "eos", "tokens_evaluated": 3}
+        assert self.path == "/v1/completions"
+        text = server.tokenizer.decode([token for token in ids if token != EOS])
+        usage = {"completion_tokens": len(ids), "total_tokens": len(ids) + len(prompt)}
+        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
+        if server.kind == "vllm" and body.get("return_token_ids"):
+            choice["token_ids"] = ids
+        return {"choices": [choice], "usage": usage}
+
+    def _send(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        if status == 429:
+            self.send_header("retry-after", "0.05")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def serving(kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Iterator[Server]:
+    """A server on a port of the system's choice while the block runs."""
+    server = Server(kind, tokenizer, **options)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stopping.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Until something has happened; the time limit is pytest's."""
+    while not condition():
+        time.sleep(0.002)
