@@ -12,7 +12,6 @@ EXTRAS = {
     "httpx": "serve",
     "onnx": "onnx",
     "onnxruntime": "onnx",
-    "openai": "serve",
     "openvino": "openvino",
     "peft": "peft",
     "ray": "ray",

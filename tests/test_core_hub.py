@@ -351,7 +351,7 @@ def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
     ]
     assert main(["distill", *words, "--push_to_hub", "org/set", "--json"]) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"] == f"{server.url}/datasets/org/set"
-    assert {"README.md", "manifest.json", "part-00000.parquet"} == set(server.files["org/set"])
+    assert {"README.md", "errors.jsonl", "manifest.json", "part-00000.parquet"} == set(server.files["org/set"])
     words = ["--target", target_dir, "--draft", draft_dir, "--data", str(data), "--out", str(draft), "--steps", "2"]
     assert main(["train", *words, "--max_length", "64"]) == 0
     assert "org/draft" not in server.files

@@ -241,7 +241,7 @@ class _Pool:
         except Trouble as trouble:
             job.attempts += trouble.delivered
             if job.attempts >= ATTEMPTS:
-                self._outcome(job, Failed(f"{trouble.reason}; tried {ATTEMPTS} times"))
+                self._outcome(job, _failed(endpoint, f"{trouble.reason}; tried {ATTEMPTS} times"))
                 return
             wait = backoff_s(max(1, job.attempts)) if trouble.after_s is None else trouble.after_s
             job.not_before = time.monotonic() + wait
@@ -250,7 +250,7 @@ class _Pool:
         except Refusal as refusal:
             if refusal.status in (401, 403):
                 _no_key(refusal, self.config.api_key_env)
-            self._outcome(job, Failed(refusal.reason))
+            self._outcome(job, _failed(endpoint, refusal.reason))
             return
         finally:
             endpoint.active -= 1
@@ -273,6 +273,11 @@ class _Pool:
             return
         reasons = "; ".join(f"{each.url}: {each.last_reason or 'no answer yet'}" for each in self.endpoints)
         raise RunError(f"no server has answered for {PATIENCE_S:.0f} s ({reasons}); the same command continues")
+
+
+def _failed(endpoint: Endpoint, reason: str) -> Failed:
+    # The set may be given to others, and addresses of servers are not for them.
+    return Failed(reason.removeprefix(f"{endpoint.url}: "))
 
 
 def _no_key(refusal: Refusal, variable: str) -> NoReturn:
