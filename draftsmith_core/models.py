@@ -55,7 +55,8 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local directory or the hub, safetensors only, tried on a few tokens.
+    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Weights are safetensors where
+    it has them, else pickles read with `weights_only=True`, which builds tensors and runs no code.
 
     dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
     accelerator. `quantize="nf4"` keeps the linear layers but the output projection in 4 bits with doubly quantised
@@ -75,6 +76,8 @@ def load_model(
         wanted = torch.bfloat16 if wanted == "auto" else wanted
         options = {"device_map": {"": place}, "quantization_config": _nf4(place, wanted)}
     quiet()
+    # For a checkpoint on the hub without safetensors transformers would ask a service to convert it, in a thread.
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
     if trust_remote_code:
         announce_remote_code(name)
@@ -83,7 +86,7 @@ def load_model(
             name,
             dtype=wanted,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,
+            weights_only=True,
             # Weights of another shape are then listed in `told`, and refused below by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -8,11 +8,12 @@ import socket
 import sys
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import logging as hub_logging
@@ -114,14 +115,15 @@ def why_not(name: str, error: Exception, what: str) -> str:
         return f"its {what} needs code that comes with it ({files}); read that, and add --trust_remote_code to run it"
     if "Error while deserializing" in text:
         return f"a safetensors file of it is cut short or damaged ({_first_line(error)}); copy it again"
+    if "Weights only load failed" in text:
+        return (
+            "its weights are a pickle with more in it than tensors, and reading that would run code; convert it to "
+            "model.safetensors where you trust it"
+        )
+    if isinstance(error, IndexError | EOFError | UnpicklingError):
+        return f"its weights cannot be read as a pickle ({_first_line(error)}); copy them again"
     if "no file named model.safetensors" in text:
-        pickles = sorted(each.name for ending in ("*.bin", "*.pt", "*.pth") for each in Path(name).glob(ending))
-        if pickles:
-            return (
-                f"{pickles[0]} is a pickle, which can run code when it is read; convert it to model.safetensors where "
-                f"you trust it"
-            )
-        return "it has no weights (model.safetensors)"
+        return "it has no weights (model.safetensors or pytorch_model.bin)"
     if "gated repo" in text:
         return f"the hub gives it to accounts that were granted access; ask on https://hf.co/{name} and set HF_TOKEN"
     return _first_line(error)
@@ -139,11 +141,11 @@ def remote_files(name: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for config in _CONFIGS:
-        path = _file(name, config)
+        path = cached(name, config)
         for reference in _strings(read_json(path, "a model's config").get("auto_map") if path else None):
             source, _, module = reference.rpartition("--")
             file = f"{module.rpartition('.')[0]}.py"
-            place = _file(source or name, file)
+            place = cached(source or name, file)
             if place is not None:
                 found[f"{source}: {file}" if source else file] = _version(place)
     return found
@@ -157,7 +159,16 @@ def _strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _file(name: str, file: str) -> Path | None:
+def snapshot(name: str) -> Path:
+    """A small repository of the hub as a directory in its cache; InputError, one line, when it cannot be had."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]))
+    except Exception as error:  # the hub's client raises a dozen classes
+        raise InputError(f"{name}: cannot be downloaded: {why_not(name, error, 'draft')}") from None
+
+
+def cached(name: str, file: str) -> Path | None:
+    """A file of a directory, or of the hub through its cache; None where there is none or the hub cannot be asked."""
     if Path(name).is_dir():
         return Path(name) / file if (Path(name) / file).is_file() else None
     try:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +58,21 @@ def with_remote_code(directory: Path) -> None:
     )
 
 
-def as_pickle(directory: Path) -> None:
-    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+class Evil:
+    """Runs a command when it is read as Python's pickle would."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("false",)
+
+
+def as_pickle(directory: Path, **more: object) -> None:
+    torch.save(load_file(directory / "model.safetensors") | more, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
+
+
+def torn_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"abcdef" * 9)
 
 
 def cut(name: str, size: int) -> Callable[[Path], Any]:
@@ -106,8 +119,12 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "torn": (cut("model.safetensors", 1000), r": a safetensors file of it is cut short or damaged"),
     "empty": (cut("model.safetensors", 0), r": a safetensors file of it is cut short or damaged"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r": it has no weights \(model\.safetensors\)$"),
-    "pickle": (as_pickle, r": pytorch_model\.bin is a pickle, which can run code when it is read; convert it"),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        r": it has no weights \(model\.safetensors or pytorch_model\.bin\)$",
+    ),
+    "pickle with code": (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
+    "torn pickle": (torn_pickle, r": its weights cannot be read as a pickle \(.*\); copy them again"),
     "heads": (lambda d: set_keys(d / "config.json", num_attention_heads=3), "hidden size .16. is not a multiple"),
     "type": (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
     "encoder": (lambda d: set_keys(d / "config.json", model_type="t5"), "T5Config"),

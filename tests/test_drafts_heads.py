@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -502,26 +503,38 @@ def retensor(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> 
     save_file(tensors, directory / "model.safetensors")
 
 
-def to_pickle(directory: Path) -> None:
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+class Evil:
+    """Runs a command when it is read as Python's pickle would."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("false",)
+
+
+def pickle_with_code(directory: Path) -> None:
+    torch.save(load_file(directory / "model.safetensors") | {"evil": Evil()}, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
 
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": ("eagle", lambda d: (d / "config.json").unlink(), r"config\.json: no such file"),
     "no tensors": ("eagle", lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
-    "pickle": ("eagle", to_pickle, r"pytorch_model\.bin: is a pickle.*convert it"),
+    "pickle": ("eagle", pickle_with_code, r"pytorch_model\.bin: holds more than tensors.*convert it"),
     "torn": (
         "eagle",
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900]),
         r"model\.safetensors: cannot be read",
     ),
     "kind": ("hydra", lambda d: (d / "draftsmith.json").write_text('{"kind": "oracle"}'), "kind 'oracle'.*eagle, eagl"),
-    "speculators": ("hydra", lambda d: edit(d, speculators_model_type="eagle3"), "kind 'speculators eagle3'"),
+    "speculators": (
+        "eagle",
+        lambda d: edit(d, speculators_model_type="dflash", bias=None),
+        "of kind 'speculators dflash'",
+    ),
     "missing": ("eagle", lambda d: retensor(d, lambda t: t.pop("fc.weight")), "lacks the tensor 'fc.weight'"),
     "surplus": (
-        "medusa",
-        lambda d: edit(d, medusa_num_heads=2),
-        r"holds the tensor '2\.0\.linear\.bias' \(5 too many\)",
+        "hydra",
+        lambda d: edit(d, hydra_num_heads=2),
+        r"holds the tensor 'heads\.2\.0\.linear\.bias' \(5 too many\)",
     ),
     "shape": (
         "eagle3",
@@ -535,7 +548,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "type": ("hydra", lambda d: edit(d, hydra_num_heads="3"), "'hydra_num_heads' is '3'; it must be of type int"),
     "layers": ("eagle3", lambda d: edit(d, num_hidden_layers=2), "'num_hidden_layers' is 2"),
     "aux": ("eagle3", lambda d: edit(d, eagle_aux_hidden_state_layer_ids=[1, 2, 5]), "the target has 4 layers"),
-    "variant": ("eagle3", lambda d: edit(d, norm_before_residual=True), "'norm_before_residual' is true"),
+    "variant": ("eagle3", lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}), "'use_aux_hidden_state' is"),
     "rope": (
         "eagle",
         lambda d: edit(d, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}),

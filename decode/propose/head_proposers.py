@@ -60,8 +60,9 @@ class HeadProposer(Proposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree that is deeper than there are heads, and a target of another size."""
         width = int(target.config.get_text_config().hidden_size)
-        if feature_size(self.head) != width:
-            raise ValueError(f"head for hidden size {feature_size(self.head)}, target has {width}; use its own target")
+        reads = self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else feature_size(self.head)
+        if reads != width:
+            raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
         heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else tree.depth
         if tree.depth > heads:
             raise ValueError(
@@ -90,7 +91,7 @@ class HeadProposer(Proposer):
 
 
 def feature_size(head: AnyHead) -> int:
-    """Width of the features that a head reads."""
+    """Width of the features that a head drafts with; an EAGLE-3 head fuses them from states of the target's width."""
     return head.config.layer.hidden_size if isinstance(head, EagleHead | Eagle3Head) else head.config.hidden_size
 
 

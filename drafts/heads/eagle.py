@@ -19,6 +19,7 @@ from drafts.heads.borrowed import borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
+    attention,
     init_layer,
     init_linear,
     layer_from_json,
@@ -79,6 +80,7 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
         layer = LlamaDecoderLayer(llama, 0)
         layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
+        layer.self_attn = attention(config.layer, llama, hidden)  # type: ignore[assignment]
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
 

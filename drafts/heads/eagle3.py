@@ -4,7 +4,8 @@ Legend: B rows, T tokens, H hidden size, V target vocabulary, D draft vocabulary
 
 Source: EAGLE-3 (arXiv 2503.01840, section 3). On disk as its authors' checkpoints are, and as SGLang and vLLM read
 them: `midlayer.*`, `fc`, `norm`, `lm_head`, and where D < V the offsets `d2t` (target id = draft id + offset) and the
-mask `t2d`.
+mask `t2d`. Variants that others publish: an embedding of its own (`embed_tokens`), a width other than the target's
+(`target_hidden_size`), norms in other places (EAGLE-3.1), attention as in Qwen 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.heads.borrowed import borrow, text_config
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
+    attention,
     init_layer,
     init_linear,
     layer_from_json,
@@ -33,7 +35,7 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import generator
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
-# Variants of the layer that add no tensor, so that only the config tells of them. Such a head cannot be run here.
+# Places of norms, under the keys that speculators, SpecForge and vLLM give them.
 _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
@@ -57,6 +59,16 @@ class Eagle3Config:
     vocab_size: int
     draft_vocab_size: int
     eagle_aux_hidden_state_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    own_embedding: bool = False
+    norm_before_residual: bool = False
+    """The residual of the layer starts from the normed features."""
+    norm_output: bool = False
+    """The features of the next step are those after the final norm."""
+    norm_before_fc: bool = False
+    """One norm over all fused states."""
+    fc_norm: bool = False
+    """A norm for each of the fused states."""
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
@@ -67,28 +79,44 @@ class Eagle3Config:
             "vocab_size": self.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
             _AUX: list(self.eagle_aux_hidden_state_layer_ids),
-            "norm_before_residual": False,
+            "norm_before_residual": self.norm_before_residual,
             "tie_word_embeddings": False,
+            **{key: True for key in _VARIANTS[1:] if getattr(self, key)},
+            **({"embed_requires_grad": True} if self.own_embedding else {}),
+            **self._target_width(),
         }
+
+    def _target_width(self) -> dict[str, int]:
+        differs = self.target_hidden_size != self.layer.hidden_size
+        return {"target_hidden_size": self.target_hidden_size} if differs else {}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "Eagle3Config":
         """Read and checked against the target; InputError, one line, names file and key."""
-        for key in _VARIANTS:
-            if setting(values, key, bool, where, False):
-                raise InputError(f"{where}: '{key}' is true; only heads of the original EAGLE-3 form can be loaded")
         parts, layers = borrow(target), int(text_config(target).num_hidden_layers)
         vocab_size = count(values, "vocab_size", where)
+        layer = layer_from_json(values, where)
         config = cls(
-            layer=layer_from_json(values, where),
+            layer=layer,
             vocab_size=vocab_size,
             draft_vocab_size=count(values, "draft_vocab_size", where, vocab_size),
             eagle_aux_hidden_state_layer_ids=_aux_from_json(values, where, layers),
+            target_hidden_size=count(values, "target_hidden_size", where, layer.hidden_size),
+            own_embedding=setting(values, "embed_requires_grad", bool, where, False),
+            **{key: setting(values, key, bool, where, False) for key in _VARIANTS},
         )
-        check_equal(where, "hidden_size", config.layer.hidden_size, parts.hidden_size)
+        width = "hidden_size" if config.target_hidden_size == layer.hidden_size else "target_hidden_size"
+        check_equal(where, width, config.target_hidden_size, parts.hidden_size)
         check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
-        width = setting(values, "target_hidden_size", int, where, parts.hidden_size)
-        check_equal(where, "target_hidden_size", width, parts.hidden_size)
+        if width != "hidden_size" and not config.own_embedding:
+            raise InputError(
+                f"{where}: 'hidden_size' is {layer.hidden_size} and the target's is {parts.hidden_size}, so the head "
+                f"needs an embedding of its own, and the file holds no 'embed_tokens.weight'; export it again with it"
+            )
+        if config.norm_before_fc and config.fc_norm:
+            raise InputError(
+                f"{where}: 'norm_before_fc' and 'fc_norm' are both true; a head has one of them or neither"
+            )
         if config.draft_vocab_size > vocab_size:
             raise InputError(
                 f"{where}: 'draft_vocab_size' is {config.draft_vocab_size}, more than 'vocab_size' {vocab_size}"
@@ -99,13 +127,13 @@ class Eagle3Config:
 def _aux_from_json(values: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
     """The indices into `hidden_states`; the paper's where config.json does not say."""
     found, shift = values.get(_AUX), 0
-    if found is None and isinstance(values.get("eagle_config"), Mapping):
+    if not found and isinstance(values.get("eagle_config"), Mapping):
         # SGLang names a layer by its output, which is the state that enters the next.
         found, shift = values["eagle_config"].get(_AUX), 1
-    if found is None:
+    if found is None or found == []:
         return aux_layers(layers)
-    if not isinstance(found, list) or not all(isinstance(i, int) for i in found) or len(found) != 3:
-        raise InputError(f"{where}: '{_AUX}' is {found!r}; it must be a list of three layer numbers")
+    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+        raise InputError(f"{where}: '{_AUX}' is {found!r}; it must be a list of layer numbers")
     ids = tuple(i + shift for i in found)
     if min(ids) < 0 or max(ids) > layers:
         raise InputError(
@@ -117,16 +145,14 @@ def _aux_from_json(values: Mapping[str, Any], where: str, layers: int) -> tuple[
 class _MidLayer(nn.Module):
     """A LLaMA layer whose attention reads the embedding beside the feature, each with its own norm."""
 
-    def __init__(self, layer: LayerConfig, llama: LlamaConfig) -> None:
+    def __init__(self, config: Eagle3Config, llama: LlamaConfig) -> None:
         super().__init__()
-        hidden, head = layer.hidden_size, layer.head_dim
+        layer, hidden = config.layer, config.layer.hidden_size
+        self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
-        self.self_attn = LlamaAttention(llama, 0)
-        self.self_attn.q_proj = nn.Linear(2 * hidden, layer.num_attention_heads * head, bias=False)
-        self.self_attn.k_proj = nn.Linear(2 * hidden, layer.num_key_value_heads * head, bias=False)
-        self.self_attn.v_proj = nn.Linear(2 * hidden, layer.num_key_value_heads * head, bias=False)
+        self.self_attn = attention(layer, llama, 2 * hidden)
         self.mlp = LlamaMLP(llama)
 
     def forward(
@@ -138,14 +164,15 @@ class _MidLayer(nn.Module):
         past_key_values: Cache | None,
     ) -> Tensor:
         """The next features `[B, T, H]`, before the head's final norm."""
-        both = torch.cat([self.input_layernorm(embedded_BTH), self.hidden_norm(features_BTH)], dim=-1)
+        normed_BTH = self.hidden_norm(features_BTH)
+        both = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], dim=-1)
         attended, _ = self.self_attn(
             hidden_states=both,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
         )
-        states: Tensor = features_BTH + attended
+        states: Tensor = (normed_BTH if self.norm_before_residual else features_BTH) + attended
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
@@ -165,9 +192,16 @@ class Eagle3Head(nn.Module):
         self.borrowed = borrow(target)
         llama, rotary = llama_parts(config.layer, config.vocab_size)
         hidden = config.layer.hidden_size
-        self.fc = nn.Linear(len(config.eagle_aux_hidden_state_layer_ids) * hidden, hidden, bias=False)
-        self.midlayer = _MidLayer(config.layer, llama)
-        self.norm = LlamaRMSNorm(hidden, eps=config.layer.rms_norm_eps)
+        fused, width, eps = len(self.hidden_layers), config.target_hidden_size, config.layer.rms_norm_eps
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(fused * width, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=eps) for _ in range(fused))
+        self.fc = nn.Linear(fused * width, hidden, bias=False)
+        self.midlayer = _MidLayer(config, llama)
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = rotary
         ids = torch.arange(config.draft_vocab_size)
@@ -193,6 +227,7 @@ class Eagle3Head(nn.Module):
             vocab_size=size,
             draft_vocab_size=len(ids),
             eagle_aux_hidden_state_layer_ids=aux_layers(int(text_config(target).num_hidden_layers)),
+            target_hidden_size=borrow(target).hidden_size,
         )
         head = cls(config, target)
         random = generator(seed)
@@ -242,8 +277,17 @@ class Eagle3Head(nn.Module):
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
         if len(hidden) != len(self.hidden_layers):
             raise ValueError(f"fuse: {len(hidden)} states given; states {self.hidden_layers} of the target are needed")
-        fused: Tensor = self.fc(torch.cat([state.to(self.fc.weight.dtype) for state in hidden], dim=-1))
+        states = [state.to(self.fc.weight.dtype) for state in hidden]
+        if self.config.fc_norm:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        joined = torch.cat(states, dim=-1)
+        fused: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
         return fused
+
+    def normed(self, states_BTH: Tensor) -> Tensor:
+        """What the output projection reads, `[..., H]`, of what `states` gives."""
+        normed: Tensor = states_BTH if self.config.norm_output else self.norm(states_BTH)
+        return normed
 
     def states(
         self,
@@ -253,14 +297,17 @@ class Eagle3Head(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """The head's own features `[B, T, H]` of `forward`, before its norm and without the logits that they give."""
+        """The head's own features `[B, T, H]` of `forward`, without the logits that they give: before its norm, unless
+        the config has `norm_output`.
+        """
         dtype = self.fc.weight.dtype
-        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
+        own = self.config.own_embedding
+        embedded_BTH = self.embed_tokens(input_ids_BT) if own else self.borrowed.embed(input_ids_BT, dtype)
         features_BTH = features_BTH.to(dtype)
         mask, positions = mask_and_positions(features_BTH, attention_mask, position_ids, past_key_values)
         tables = self.rotary.tables(features_BTH, positions)
         g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, mask, tables, past_key_values)
-        return g_BTH
+        return self.norm(g_BTH) if self.config.norm_output else g_BTH
 
     def forward(
         self,
@@ -276,7 +323,7 @@ class Eagle3Head(nn.Module):
         `input_ids_BT[:, t]`. Mask and positions as for `EagleHead.forward`.
         """
         g_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
-        return self.borrowed.finish(self.lm_head(self.norm(g_BTH))), g_BTH
+        return self.borrowed.finish(self.lm_head(self.normed(g_BTH))), g_BTH
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""

@@ -5,24 +5,39 @@ Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V
 Source: Hydra (arXiv 2402.05109, section 3), the grounded MLP. Head d reads the target's feature h_t beside the
 embeddings of tokens t + 1 .. t + d + 1 and predicts token t + d + 2. Logits go through the target's own output
 projection, where the authors' code gives every head one of its own: a projection has V * H parameters and a head about
-2 * (d + 2) * H^2, so K projections would be most of what is trained, stored and read per draft step. A fresh head gives
-the target's logits at t, as Medusa's do.
+2 * (d + 2) * H^2, so K projections would be most of what is trained, stored and read per draft step. A checkpoint of
+theirs keeps its own. A fresh head gives the target's logits at t, as Medusa's do.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import borrow
-from drafts.heads.head_config import HeadsConfig
+from drafts.heads.head_config import HeadsConfig, setting
 
 
+@dataclass(frozen=True, kw_only=True)
 class HydraConfig(HeadsConfig):
-    """How many heads, and how many residual blocks each has."""
+    """How many heads, how many residual blocks each has, and what heads of the authors' code have besides."""
 
     kind = "hydra"
+
+    own_projection: bool = False
+    """Every head has an output projection, with a bias; otherwise all use the target's."""
+    skip_bias: bool = False
+    """The map beside the first block has a bias."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> Self:
+        """Read and checked against the target; InputError, one line, names file and key."""
+        config = super().from_json(values, where, target)
+        own = setting(values, "hydra_own_projection", bool, where, False)
+        return replace(config, own_projection=own, skip_bias=setting(values, "hydra_skip_bias", bool, where, False))
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
@@ -33,20 +48,24 @@ class HydraConfig(HeadsConfig):
             "vocab_size": self.vocab_size,
             "hydra_num_heads": self.num_heads,
             "hydra_num_layers": self.num_layers,
+            **({"hydra_own_projection": True} if self.own_projection else {}),
+            **({"hydra_skip_bias": True} if self.skip_bias else {}),
         }
 
 
 class _Block(nn.Module):
     """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero; where sizes agree S is fixed."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, skip_bias: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-        self.skip = nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs, bias=False)
+        self.skip = nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs, bias=skip_bias)
         if isinstance(self.skip, nn.Linear):
             nn.init.eye_(self.skip.weight)
+            if skip_bias:
+                nn.init.zeros_(self.skip.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`."""
@@ -55,7 +74,7 @@ class _Block(nn.Module):
 
 
 class HydraHeads(nn.Module):
-    """K grounded heads over the target's own output projection."""
+    """K grounded heads, over the target's own output projection unless they have their own."""
 
     kind: ClassVar[str] = "hydra"
 
@@ -66,10 +85,13 @@ class HydraHeads(nn.Module):
         hidden = config.hidden_size
         self.heads = nn.ModuleList(
             nn.Sequential(
-                _Block((d + 2) * hidden, hidden), *(_Block(hidden, hidden) for _ in range(config.num_layers - 1))
+                _Block((d + 2) * hidden, hidden, config.skip_bias),
+                *(_Block(hidden, hidden, False) for _ in range(config.num_layers - 1)),
             )
             for d in range(config.num_heads)
         )
+        if config.own_projection:
+            self.projections = nn.ModuleList(nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads))
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
@@ -101,4 +123,6 @@ class HydraHeads(nn.Module):
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
         states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))
+        if self.config.own_projection:
+            return self.borrowed.finish(self.projections[count_d - 1](states_BTH))
         return self.borrowed.project(states_BTH)

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import Cache, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from drafts.heads.borrowed import text_config
 from drafts.heads.head_config import count, setting
@@ -34,6 +35,9 @@ class LayerConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
 
 
 def layer_like(target: PreTrainedModel) -> LayerConfig:
@@ -69,13 +73,18 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     """The layer's part of config.json; rope also under the names that other engines and transformers 4 read."""
-    values = asdict(layer)
+    values = _sizes(layer)
     rope = dict(layer.rope_parameters)
     values["rope_parameters"] = rope
     values["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     values["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    return values | {"num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+    variants = {key: True for key in ("qkv_bias", "qk_norm") if getattr(layer, key)}
+    return values | {"num_hidden_layers": 1, "attention_bias": layer.o_bias, "mlp_bias": False} | variants
+
+
+def _sizes(layer: LayerConfig) -> dict[str, Any]:
+    return {key: value for key, value in asdict(layer).items() if key not in ("qkv_bias", "o_bias", "qk_norm")}
 
 
 def layer_from_json(values: Mapping[str, Any], where: str) -> LayerConfig:
@@ -89,9 +98,10 @@ def layer_from_json(values: Mapping[str, Any], where: str) -> LayerConfig:
         scaling = dict(setting(values, "rope_scaling", dict, where, {}))
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
-        rope = scaling | {"rope_theta": setting(values, "rope_theta", float, where, 10000.0)}
+        rope = scaling
     if not isinstance(rope, Mapping):
         raise InputError(f"{where}: 'rope_parameters' is {rope!r}; it must be of type dict")
+    rope = {"rope_theta": setting(values, "rope_theta", float, where, 10000.0)} | dict(rope)
     kv_heads = count(values, "num_key_value_heads", where, heads)
     if heads % kv_heads or hidden % heads:
         raise InputError(
@@ -107,6 +117,9 @@ def layer_from_json(values: Mapping[str, Any], where: str) -> LayerConfig:
         max_position_embeddings=count(values, "max_position_embeddings", where, 2048),
         rms_norm_eps=setting(values, "rms_norm_eps", float, where, 1e-6),
         rope_parameters=_rope(rope),
+        qkv_bias=setting(values, "qkv_bias", bool, where, setting(values, "attention_bias", bool, where, False)),
+        o_bias=setting(values, "attention_bias", bool, where, False),
+        qk_norm=setting(values, "qk_norm", bool, where, False),
     )
 
 
@@ -134,7 +147,7 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
 
 def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotary]:
     """The config that transformers' modules take, and the rotary embedding; InputError for values they refuse."""
-    values = asdict(layer) | {"rope_parameters": dict(layer.rope_parameters)}
+    values = _sizes(layer) | {"rope_parameters": dict(layer.rope_parameters)}
     try:
         config = LlamaConfig(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
         rotary = Rotary(config)
@@ -147,6 +160,24 @@ def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotar
         ) from None
     config._attn_implementation = "sdpa"
     return config, rotary
+
+
+def attention(layer: LayerConfig, llama: LlamaConfig, inputs: int) -> nn.Module:
+    """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) asked for."""
+    module: nn.Module
+    if layer.qk_norm:
+        values = _sizes(layer) | {"rope_parameters": dict(layer.rope_parameters)}
+        qwen = Qwen3Config(**values, num_hidden_layers=1)
+        qwen._attn_implementation = llama._attn_implementation
+        module = Qwen3Attention(qwen, 0)
+    else:
+        module = LlamaAttention(llama, 0)
+    queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    module.q_proj = nn.Linear(inputs, queries, bias=layer.qkv_bias)
+    module.k_proj = nn.Linear(inputs, keys, bias=layer.qkv_bias)
+    module.v_proj = nn.Linear(inputs, keys, bias=layer.qkv_bias)
+    module.o_proj = nn.Linear(queries, layer.hidden_size, bias=layer.o_bias)
+    return module
 
 
 def mask_and_positions(

@@ -1,21 +1,24 @@
-"""Heads on disk: which directory holds one, loading it onto a target, saving it. safetensors only."""
+"""Heads on disk: which directory holds one, in our layout or another's; loading it onto a target, saving it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafts.heads.borrowed import borrow
 from drafts.heads.eagle import EagleConfig, EagleHead
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafts.heads.hydra import HydraConfig, HydraHeads
 from drafts.heads.medusa import MedusaConfig, MedusaHeads
+from drafts.layouts.published import Found, layout_of, may_be_head, read_tensors
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import is_hub_name
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.sources import cached, snapshot
 
 Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 
@@ -31,11 +34,11 @@ _COMPARED_ROWS = 1024
 
 
 def head_kind(path: str | Path) -> str | None:
-    """The kind of head in a directory, None for an ordinary language model or anything that is not a directory.
+    """The kind of head in a directory or on the hub, None for an ordinary language model or a name of neither.
 
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says so.
     """
-    directory = Path(path)
+    directory = head_directory(path)
     record, config = directory / "draftsmith.json", directory / "config.json"
     if record.is_file():
         kind = read_json(record, "the record of a draft checkpoint").get("kind")
@@ -45,60 +48,17 @@ def head_kind(path: str | Path) -> str | None:
 
 
 def _kind_of_config(directory: Path, values: Mapping[str, Any]) -> str | None:
-    if "speculators_model_type" in values:
+    if values.get("speculators_model_type", "eagle3") != "eagle3":
         return f"speculators {values['speculators_model_type']}"
-    if "medusa_num_heads" in values:
-        return "medusa"
-    if "hydra_num_heads" in values:
-        return "hydra"
-    architectures = values.get("architectures") or []
-    if "draft_vocab_size" in values or any("Eagle3" in str(name) for name in architectures):
-        return "eagle3"
-    if any("Eagle" in str(name) for name in architectures):
-        return "eagle"
-    if values.get("num_hidden_layers") != 1 or values.get("model_type", "llama") != "llama":
-        return None
-    # An EAGLE head's config is that of a Llama of one layer; only the key `bias` and its tensors tell them apart.
-    names = _names(directory)
-    if any(name.startswith("midlayer.") for name in names):
-        return "eagle3"
-    return "eagle" if "bias" in values or "fc.weight" in names else None
+    layout = layout_of(directory, values)
+    return None if layout is None else layout.kind
 
 
-def _names(directory: Path) -> set[str]:
-    """Names of all tensors in a directory's safetensors files, without reading the tensors."""
-    names: set[str] = set()
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names |= set(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file}: cannot be read ({error}); copy it again") from None
-    return names
-
-
-def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """All tensors of a head, and the file to name in errors."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickles = [file.name for ending in ("*.bin", "*.pt", "*.pth") for file in sorted(directory.glob(ending))]
-        if pickles:
-            raise InputError(
-                f"{directory / pickles[0]}: is a pickle, which can run code when it is read; "
-                f"convert it to {directory / 'model.safetensors'} where you trust it"
-            )
-        raise InputError(f"{directory / 'model.safetensors'}: no such file; a head's tensors are expected in it")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                    if name in tensors:
-                        raise InputError(f"{file}: holds the tensor '{name}' as another file there does; delete one")
-                    tensors[name] = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file}: cannot be read ({error}); copy it again") from None
-    return files[0], tensors
+def head_directory(path: str | Path) -> Path:
+    """Where a head lies: the path itself, or the hub's cache for a name on the hub whose config may be a head's."""
+    if not is_hub_name(str(path)) or (config := cached(str(path), "config.json")) is None:
+        return Path(path)
+    return snapshot(str(path)) if may_be_head(read_json(config, "the config of a draft")) else Path(path)
 
 
 def _build(kind: str, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> Head:
@@ -115,11 +75,11 @@ def _build(kind: str, values: Mapping[str, Any], where: str, target: PreTrainedM
 
 
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
-    """The head in a directory, on the target's device, in its dtype, in eval mode.
+    """The head in a directory or on the hub, on the target's device, in its dtype, in eval mode.
 
     Raises InputError, one line naming file and key, for a directory that holds no head or one that does not fit.
     """
-    directory = Path(path)
+    directory = head_directory(path)
     if not directory.is_dir():
         raise InputError(
             f"{directory}: no such directory; a head is a directory with config.json and model.safetensors"
@@ -129,16 +89,26 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     kind = head_kind(directory)
     if kind is None:
         raise InputError(f"{config}: describes no head ({', '.join(HEADS)}) but a language model; use it as a draft LM")
+    if kind not in HEADS:
+        raise InputError(f"{config}: is of kind '{kind}'; heads that can be loaded are {', '.join(HEADS)}")
+    file, tensors = read_tensors(directory)
+    layout = layout_of(directory, values)
+    if layout is not None and layout.kind == kind:
+        found = Found(
+            config_file=str(config),
+            tensor_file=file,
+            values=values,
+            tensors=tensors,
+            lm_head_VH=borrow(target).projection.weight_VH,
+        )
+        found = layout.read(found)
+        values, tensors = found.values, found.tensors
     try:
         head = _build(kind, values, str(config), target)
     except InputError as error:
         message = str(error)
         raise InputError(message if str(config) in message else f"{config}: {message}") from None
-    file, tensors = _tensors(directory)
     _drop_embedding(head, file, tensors)
-    if isinstance(head, Eagle3Head) and not head.reduced:
-        # With the whole vocabulary the maps are the identity; some exporters write them all the same.
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     _check_tensors(head, file, config, tensors)
     head.load_state_dict(tensors)
     if isinstance(head, Eagle3Head):
@@ -150,7 +120,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
 
 def _drop_embedding(head: Head, file: Path, tensors: dict[str, Tensor]) -> None:
     """Take out the copy of the target's embedding that EAGLE heads carry; InputError when it is another target's."""
-    if not isinstance(head, EagleHead | Eagle3Head) or _EMBEDDING not in tensors:
+    if _EMBEDDING in head.state_dict() or not isinstance(head, EagleHead | Eagle3Head) or _EMBEDDING not in tensors:
         return
     there, here = tensors.pop(_EMBEDDING), head.borrowed.embedding_weight.detach()
     if there.shape != here.shape:

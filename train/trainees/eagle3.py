@@ -58,7 +58,7 @@ class Eagle3Trainee(HeadTrainee):
         features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
         for depth, states_BWH in enumerate(unroll(self.draft.states, batch, features_BWH, self.test_steps), start=1):
             pairs = pairs_at(batch, depth)
-            yield pairs, self.draft.norm(pairs.of_pairs(states_BWH))
+            yield pairs, self.draft.normed(pairs.of_pairs(states_BWH))
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own, at every depth."""

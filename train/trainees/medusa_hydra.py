@@ -53,7 +53,7 @@ class HydraTrainee(HeadTrainee):
 
     From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2 + d. The paper's
     teacher cross-entropy is `fkl` plus the target's own entropy: another value, the same gradient. The projection is
-    the target's and is not trained.
+    the target's and is not trained, unless the heads came with projections of their own.
     """
 
     draft: HydraHeads
@@ -67,3 +67,11 @@ class HydraTrainee(HeadTrainee):
             tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
             embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
             yield pairs, head(torch.cat([pairs.of_pairs(states[0]).to(dtype), embedded_NX], dim=-1))
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The target's, or the head's own in checkpoints of Hydra's authors."""
+        if not self.draft.config.own_projection:
+            return super().projection_at(depth)
+        linear = self.draft.projections[depth - 1]
+        assert isinstance(linear, nn.Linear)
+        return replace(self.draft.borrowed.projection, module=linear), linear.weight, linear.bias

@@ -1,0 +1,1 @@
+"""Layouts of drafts on disk other than our own."""

@@ -1,0 +1,509 @@
+"""Drafts in the layouts that others publish run as the same weights in ours.
+
+Every case writes a tiny checkpoint with the files, keys and shapes of a published one, loads it, and compares what it
+computes with the head that it was made from. Legend: V vocabulary, H hidden size, D draft vocabulary.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from decode import SpeculativeDecoder
+from decode.propose.head_proposers import HeadProposer
+from drafts.heads import Head, head_kind, load_head, save_head
+from drafts.heads.eagle import EagleConfig, EagleHead
+from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafts.heads.hydra import HydraConfig, HydraHeads
+from drafts.heads.llama_layer import layer_like
+from drafts.heads.medusa import MedusaHeads
+from drafts.layouts.published import PUBLISHED
+from draftsmith_core.errors import InputError
+
+V, H, D = 40, 16, 12
+IDS = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
+SHAPE: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+# What the authors' config.json of an EAGLE head says of its layer, in transformers 4 terms.
+LAYER_KEYS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": H,
+    "initializer_range": 0.02,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+    "vocab_size": V,
+}
+
+
+def llama() -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model.eval()
+    return model
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return llama()
+
+
+def stirred(head: Any) -> Any:
+    """The head with every parameter away from where it began, in eval mode."""
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
+    return head.eval()
+
+
+def write(directory: Path, values: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(values))
+    owned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    if file.endswith(".safetensors"):
+        save_file(owned, directory / file)
+    else:
+        torch.save(owned, directory / file)
+        torch.save({"lr": 1e-3}, directory / "training_args.bin")
+    return directory
+
+
+@torch.no_grad()
+def outputs(head: Head, target: PreTrainedModel) -> list[Tensor]:
+    """Everything a head says about the same inputs."""
+    random = torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(0, V, (2, 7), generator=random)
+    hidden = target(ids_BT, output_hidden_states=True).hidden_states
+    states = [hidden[layer] for layer in head.hidden_layers]
+    if isinstance(head, EagleHead):
+        first, g_BTH = head(ids_BT, states[0])
+        return [first, *head(ids_BT, g_BTH)]
+    if isinstance(head, Eagle3Head):
+        first, g_BTH = head(ids_BT, head.fuse(states))
+        return [head.to_target(first), *head(ids_BT, g_BTH)]
+    if isinstance(head, MedusaHeads):
+        return [head(states[0])]
+    return [head(states[0][:, :5], ids_BT.unfold(1, 3, 1)[..., : d + 1]) for d in range(3)]
+
+
+def check(directory: Path, ours: Head, target: PreTrainedModel) -> None:
+    """Recognised, computes the same, comes back through our own layout, and drafts losslessly."""
+    assert head_kind(directory) == ours.kind
+    back = load_head(directory, target)
+    for a, b in zip(outputs(ours, target), outputs(back, target), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    save_head(back, directory / "ours")
+    again = load_head(directory / "ours", target)
+    assert again.config == back.config
+    for a, b in zip(outputs(again, target), outputs(back, target), strict=True):
+        assert torch.equal(a, b)
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    alone = SpeculativeDecoder(target).generate(prompts, max_new_tokens=12, eos_ids=())
+    drafted = SpeculativeDecoder(target, HeadProposer(back), "kary:2,2").generate(
+        prompts, max_new_tokens=12, eos_ids=()
+    )
+    assert [row.output_ids for row in drafted.generations] == [row.output_ids for row in alone.generations]
+
+
+def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant: Any) -> EagleHead:
+    layer = replace(
+        layer_like(target),
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
+        qkv_bias=variant.pop("qkv_bias", False),
+    )
+    head: EagleHead = stirred(EagleHead(EagleConfig(layer=layer, vocab_size=V, **variant), target))
+    return head
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_eagle_of_its_authors(bias: bool, file: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    """yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it, yuhuili/EAGLE-LLaMA3-Instruct-8B the key, false."""
+    head = eagle(target, bias=bias)
+    tensors = head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (16, H)
+    assert ("fc.bias" in tensors) is bias and not any("input_layernorm" in name for name in tensors)
+    values = LAYER_KEYS | ({} if bias else {"bias": False}) | {"rope_scaling": None, "pretraining_tp": 1}
+    check(write(tmp_path / "head", values, tensors, file), head, target)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2"])
+def test_eagle_for_other_families(family: str, tmp_path: Path) -> None:
+    """yuhuili/EAGLE-mixtral-instruct-8x7B names the family; EAGLE-Qwen2-7B-Instruct has biases in q, k and v."""
+    torch.manual_seed(2)
+    own: PreTrainedModel
+    if family == "mixtral":
+        own = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2)).eval()
+    else:
+        own = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
+    head = eagle(own, {"rope_theta": 1e6}, bias=family == "mixtral", qkv_bias=family == "qwen2")
+    values = LAYER_KEYS | {"model_type": family, "rope_theta": 1000000.0}
+    if family == "qwen2":
+        values |= {"architectures": ["Qwen2ForCausalLM"], "qkv_bias": True, "bias": False}
+        assert head.state_dict()["layers.0.self_attn.k_proj.bias"].shape == (8,)
+    check(write(tmp_path / "head", values, head.state_dict(), "pytorch_model.bin"), head, own)
+
+
+def eagle3(target: PreTrainedModel, ids: list[int] | None = IDS, hidden: int = H, **variant: Any) -> Eagle3Head:
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | variant.pop("rope", {})
+    layer = replace(layer_like(target), rms_norm_eps=1e-6, rope_parameters=rope)
+    layer = replace(layer, hidden_size=hidden, qk_norm=variant.pop("qk_norm", False))
+    config = Eagle3Config(
+        layer=layer,
+        vocab_size=V,
+        draft_vocab_size=V if ids is None else len(ids),
+        eagle_aux_hidden_state_layer_ids=variant.pop("aux", (2, 4, 5)),
+        target_hidden_size=H,
+        **variant,
+    )
+    head = Eagle3Head(config, target)
+    if ids is not None:
+        head.set_draft_vocab(ids)
+    return stirred(head)  # type: ignore[no-any-return]
+
+
+def renamed(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    return {prefix + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def embedded(head: Eagle3Head) -> dict[str, Tensor]:
+    return head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
+
+
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_type": "llama3",
+}
+AUTHORS = LAYER_KEYS | {"draft_vocab_size": D}
+SPECFORGE = AUTHORS | {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": 4, "rope_theta": 10000.0}
+MODELOPT = SPECFORGE | {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+    },
+}
+# name: (options of the head, config.json, its tensors as published, file)
+EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Eagle3Head], dict[str, Tensor]], str]] = {
+    "authors": ({}, AUTHORS, lambda h: h.state_dict(), "pytorch_model.bin"),
+    "authors, with the embedding": ({}, AUTHORS, embedded, "model.safetensors"),
+    "authors, whole vocabulary": (
+        {"ids": None},
+        AUTHORS | {"draft_vocab_size": V},
+        lambda h: h.state_dict() | {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)},
+        "pytorch_model.bin",
+    ),
+    "authors, own width and embedding (LLaMA 3.3 70B)": (
+        {"hidden": 8, "own_embedding": True},
+        AUTHORS | {"hidden_size": 8, "head_dim": 4, "target_hidden_size": H},
+        lambda h: h.state_dict(),
+        "pytorch_model.bin",
+    ),
+    "rope: linear, by its old key": (
+        {"rope": {"rope_type": "linear", "factor": 2.0}},
+        AUTHORS | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        lambda h: h.state_dict(),
+        "model.safetensors",
+    ),
+    "rope: llama3": (
+        {"rope": LLAMA3 | {"rope_theta": 500000.0}},
+        AUTHORS | {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        lambda h: h.state_dict(),
+        "model.safetensors",
+    ),
+    "rope: parameters without a base": (
+        {"rope": {"rope_theta": 300.0}},
+        AUTHORS | {"rope_theta": 300.0, "rope_parameters": {"rope_type": "default"}},
+        lambda h: h.state_dict(),
+        "model.safetensors",
+    ),
+    "SpecForge": (
+        {"aux": (2, 3, 7)},
+        SPECFORGE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6], "use_aux_hidden_state": True}},
+        lambda h: h.state_dict(),
+        "model.safetensors",
+    ),
+    "SpecForge, EAGLE-3.1": (
+        {"fc_norm": True, "norm_output": True},
+        SPECFORGE | {"fc_norm": True, "norm_output": True, "target_hidden_size": H},
+        lambda h: {
+            {f"fc_norm.{i}.weight": f"aux_norm_{w}.weight" for i, w in enumerate(("low", "mid", "high"))}.get(n, n): t
+            for n, t in h.state_dict().items()
+        },
+        "model.safetensors",
+    ),
+    "layers.0": ({}, SPECFORGE, lambda h: renamed(h.state_dict()), "model.safetensors"),
+    "a prefix": ({}, SPECFORGE, lambda h: renamed(h.state_dict(), "model."), "model.safetensors"),
+    "ModelOpt": ({}, MODELOPT, lambda h: without(h.state_dict(), "t2d"), "model.safetensors"),
+    "ModelOpt, five layers": (
+        {"aux": (2, 3, 4, 5, 6), "norm_before_fc": True},
+        MODELOPT | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5], "norm_before_fc": True}},
+        lambda h: without(h.state_dict(), "t2d"),
+        "model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    options, values, tensors, file = EAGLE3[name]
+    head = eagle3(target, **options)
+    check(write(tmp_path / "head", values, tensors(head), file), head, target)
+
+
+@pytest.mark.parametrize("ids", [IDS, None])
+def test_eagle3_without_a_projection_reads_the_targets(
+    ids: list[int] | None, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    head = eagle3(target, ids)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[ids or slice(None)])
+    values = SPECFORGE | {"draft_vocab_size": len(ids or range(V))}
+    tensors = without(head.state_dict(), "lm_head.weight", "t2d")
+    check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
+
+
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.7.0",
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+        "verifier": {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]},
+    },
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "vocab_size": V,
+        "hidden_size": H,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "draft_vocab_size": D,
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_before_residual": True},
+        {"norm_before_residual": True, "aux": (1, 4, 6)},
+        {"norm_before_fc": True, "norm_output": True, "own_embedding": True},
+        {"fc_norm": True, "qk_norm": True},
+        {"ids": None, "norm_before_residual": True},
+    ],
+)
+def test_eagle3_of_speculators(options: dict[str, Any], target: PreTrainedModel, tmp_path: Path) -> None:
+    head = eagle3(target, **options)
+    layer = SPECULATORS["transformer_layer_config"] | ({"model_type": "qwen3"} if options.get("qk_norm") else {})
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    values = SPECULATORS | {"transformer_layer_config": layer} | {key: options.get(key, False) for key in flags}
+    values |= {"embed_requires_grad": "own_embedding" in options, "draft_vocab_size": V if "ids" in options else D}
+    if "aux" in options:
+        values["eagle_aux_hidden_state_layer_ids"] = list(options["aux"])
+    tensors = head.state_dict() if "own_embedding" in options else embedded(head)
+    check(write(tmp_path / "head", values, renamed(tensors), "model.safetensors"), head, target)
+
+
+def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    layer = SPECULATORS["transformer_layer_config"]
+    head = eagle3(target, norm_before_residual=True)
+    tensors = renamed(head.state_dict())
+    for number, (changes, message) in enumerate(
+        (
+            ({"transformer_layer_config": layer | {"num_hidden_layers": 2}}, "'num_hidden_layers' is 2"),
+            ({"transformer_layer_config": layer | {"sliding_window": 8}}, "attends to a window"),
+            ({"transformer_layer_config": None}, "'transformer_layer_config' is None"),
+            ({"speculators_model_type": "dflash"}, "kind 'speculators dflash'"),
+        )
+    ):
+        path = write(tmp_path / str(number), SPECULATORS | changes, tensors, "model.safetensors")
+        with pytest.raises(InputError, match=message) as caught:
+            load_head(path, target)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def medusa(target: PreTrainedModel) -> MedusaHeads:
+    heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3))
+    return heads
+
+
+def test_medusa_of_its_authors(
+    medusa: MedusaHeads, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more."""
+    values = {"base_model_name_or_path": "owner/base", "medusa_num_heads": 2, "medusa_num_layers": 1}
+    with caplog.at_level(logging.WARNING):
+        check(write(tmp_path / "head", values, medusa.state_dict(), "medusa_lm_head.pt"), medusa, target)
+    assert "says 2 heads, its file holds 3" in caplog.text
+
+
+def test_medusa_inside_a_whole_model(
+    medusa: MedusaHeads, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FasterDecoding/medusa-1.0-*: the target's config with two keys more, its weights beside the heads."""
+    tensors = {f"medusa_head.{name}": tensor for name, tensor in medusa.state_dict().items()}
+    values = target.config.to_dict() | {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    path = write(tmp_path / "head", values, tensors | target.state_dict(), "pytorch_model-00001-of-00001.bin")
+    with caplog.at_level(logging.WARNING):
+        check(path, medusa, target)
+    assert f"{len(target.state_dict())} tensors of its base model are left out" in caplog.text
+
+
+def test_the_first_medusa_reads_the_targets_projection(
+    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = MedusaHeads.fresh(target, num_heads=2, num_layers=2)
+    blocks = {name: t + 0.1 for name, t in heads.state_dict().items() if "linear" in name}
+    heads.load_state_dict(heads.state_dict() | blocks)
+    values = {"medusa_num_heads": 2, "medusa_num_layers": 2, "version": "2"}
+    with caplog.at_level(logging.WARNING):
+        check(write(tmp_path / "head", values, blocks, "medusa_lm_head.pt"), heads.eval(), target)
+    assert "no output projections" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_medusa_as_vllm_names_it(shared: bool, bias: bool, target: PreTrainedModel, tmp_path: Path) -> None:
+    heads = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2))
+    tensors = {}
+    with torch.no_grad():
+        for i, head in enumerate(heads):
+            for j in range(2):
+                tensors[f"blocks.{i}.layers.{j}.weight"] = head[j].linear.weight
+                if bias:
+                    tensors[f"medusa_heads.blocks.{i}.layers.{j}.bias"] = head[j].linear.bias
+                else:
+                    head[j].linear.bias.zero_()
+            if shared:
+                head[2].weight.copy_(heads[0][2].weight)
+            if i == 0 or not shared:
+                tensors[f"lm_heads.{i}.weight"] = head[2].weight
+    values = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2}
+    values |= {"hidden_size": H, "vocab_size": V, "truncated_vocab_size": V, "medusa_fc_bias": bias}
+    values |= {"original_lm_head": shared, "max_paths": 64, "topk": 10, "max_seq_len": 2**20}
+    check(write(tmp_path / "head", values, tensors, "model.safetensors"), heads, target)
+    (tmp_path / "head" / "config.json").write_text(json.dumps(values | {"truncated_vocab_size": V - 8}))
+    with pytest.raises(InputError, match="part of the vocabulary cannot be run"):
+        load_head(tmp_path / "head", target)
+
+
+HYDRA = {
+    "base_model_name_or_path": "owner/base",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "hydra_head_arch": "mlp",
+    "hydra_num_heads": 3,
+    "hydra_num_layers": 2,
+    "transformers_version": "4.31.0",
+}
+
+
+def test_hydra_of_its_authors(target: PreTrainedModel, tmp_path: Path) -> None:
+    """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first block."""
+    config = HydraConfig(hidden_size=H, vocab_size=V, num_heads=3, num_layers=2, own_projection=True, skip_bias=True)
+    heads = stirred(HydraHeads(config, target))
+    names = {"heads.": "hydra_mlp.", "projections.": "hydra_lm_head.", ".skip.": ".res_connection."}
+    tensors = {}
+    for name, tensor in heads.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        tensors[name] = tensor
+    assert tensors["hydra_mlp.2.0.res_connection.weight"].shape == (H, 4 * H)
+    assert tensors["hydra_lm_head.1.bias"].shape == (V,)
+    check(write(tmp_path / "head", HYDRA, tensors, "hydra_lm_head.pt"), heads, target)
+    for key, value in (("hydra_head_arch", "prefix-mlp"), ("grounded_heads", False), ("hidden_state_offset", 1)):
+        (tmp_path / "head" / "config.json").write_text(json.dumps(HYDRA | {key: value}))
+        with pytest.raises(InputError, match=f"'{key}' is {value!r}; only Hydra's MLP heads"):
+            load_head(tmp_path / "head", target)
+
+
+def test_every_layout_is_in_the_table_and_documented() -> None:
+    assert {layout.kind for layout in PUBLISHED.values()} == {"eagle", "eagle3", "medusa", "hydra"}
+    page = (Path(__file__).parents[1] / "docs" / "files.md").read_text(encoding="utf-8")
+    for layout in PUBLISHED.values():
+        assert layout.title in page, layout.title
+
+
+def test_a_head_by_its_name_on_the_hub(
+    target: PreTrainedModel, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub's cache, as it lies there after a download; a language model's name is left to transformers."""
+    head = eagle3(target)
+    for name, source in (("EAGLE3", None), ("lm", Path(draft_dir))):
+        repository = tmp_path / f"models--owner--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        (repository / "snapshots").mkdir()
+        if source is None:
+            write(repository / "snapshots" / ("0" * 40), AUTHORS, head.state_dict(), "pytorch_model.bin")
+        else:
+            (repository / "snapshots" / ("0" * 40)).symlink_to(source)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert head_kind("owner/EAGLE3") == "eagle3" and head_kind("owner/lm") is None
+    for a, b in zip(outputs(head, target), outputs(load_head("owner/EAGLE3", target), target), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
