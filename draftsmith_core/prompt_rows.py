@@ -15,6 +15,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sources import hub_has_address
+from draftsmith_core.suites import load_suite, suite_name, suite_rows
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -47,6 +48,11 @@ def digest_of(records: list[Record]) -> str:
 
 def parse_record(record: Record, source: str) -> dict[str, Any]:
     """The row in a record, with `messages` in place of the keys of ShareGPT or Alpaca; InputError names its line."""
+    return _as_messages(_stored_row(record, source), f"{source}:{record.number}")
+
+
+def _stored_row(record: Record, source: str) -> dict[str, Any]:
+    """The row in a record with its own keys; InputError names its line."""
     where = f"{source}:{record.number}"
     row = record.stored
     if isinstance(row, bytes):
@@ -60,14 +66,16 @@ def parse_record(record: Record, source: str) -> dict[str, Any]:
             raise InputError(f"{where}: not valid JSON ({error.msg}); write one object a line") from None
         if not isinstance(row, dict):
             raise InputError(f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}")
-    return _as_messages(row, where)
+    return row
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
 
     Rows as ShareGPT has them (`conversations`: `from` and `value`) or Alpaca (`instruction`, `input`, `output`) come
-    with `messages` in their place. Raises InputError for the first row that cannot be read.
+    with `messages` in their place, and so do logs of an OpenAI-compatible server (`request` or `body` with `messages`).
+    `@NAME` and `@NAME:FILE` are suites (`draftsmith_core.suites`). Raises InputError for the first row that cannot be
+    read.
     """
     for record in iterate_records(source):
         yield record.number, parse_record(record, source)
@@ -76,6 +84,8 @@ def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def count_rows(source: str) -> int | None:
     """How many rows a file has, for progress; None where only reading it all would tell."""
     path = Path(source)
+    if source.startswith("@"):
+        return None
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -92,6 +102,11 @@ def count_rows(source: str) -> int | None:
 
 def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
     """The row with `messages` in place of the keys of ShareGPT or Alpaca; any other row as it is."""
+    for key in ("request", "body"):  # of a log of requests, and of a file of requests to be done
+        if row.get("messages") is None and isinstance(row.get(key), dict):
+            row = {**{name: value for name, value in row.items() if name != key}, **row[key]}
+    if isinstance(row.get("messages"), list):
+        return {**row, "messages": [_as_text(turn) for turn in row["messages"]]}
     if row.get("messages") is not None or row.get("prompt") is not None:
         return row
     if row.get("conversations") is not None:
@@ -107,6 +122,14 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
         answer = [{"role": "assistant", "content": output}] if output else []
         return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
     return row
+
+
+def _as_text(turn: Any) -> Any:
+    """A message whose content is a list of parts, as clients of servers write it, with their text if all are text."""
+    parts = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return turn
+    return {**turn, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 
 # The names of speakers in ShareGPT files; some files mix them.
@@ -133,8 +156,25 @@ def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
     return turns if any(each["role"] == "user" and each["content"].strip() for each in turns) else []
 
 
+def _suite_records(source: str) -> Iterator[Record]:
+    """The prompts of a suite, made of rows from the hub or, for `@NAME:FILE`, from a file with the same columns."""
+    suite = load_suite(suite_name(source))
+    file = source.partition(":")[2]
+    records = (
+        iterate_records(file)
+        if file
+        else _hub_records(source, suite.dataset, suite.split, name=suite.subset, data_files=suite.files)
+    )
+    rows = ((record.number, _stored_row(record, file or source)) for record in records)
+    for number, row in suite_rows(suite, rows, file or source):
+        yield Record(number, row)
+
+
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
+    if source.startswith("@"):
+        yield from _suite_records(source)
+        return
     path = Path(source)
     if not source.strip():
         raise InputError(f"{source!r}: is empty; name a .jsonl or .parquet file, or a dataset on the hub")
@@ -153,7 +193,8 @@ def iterate_records(source: str) -> Iterator[Record]:
     elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")):
         raise InputError(f"{source}: no such file")
     else:
-        yield from _hub_records(source)
+        name, _, split = source.partition(":")
+        yield from _hub_records(source, name, split or "train")
 
 
 def _json_records(path: Path) -> Iterator[Record]:
@@ -188,14 +229,14 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
 
 
-def _hub_records(source: str) -> Iterator[Record]:
+def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> Iterator[Record]:
+    """`which`: `name` of a configuration and `data_files`, as `datasets.load_dataset` takes them."""
     import datasets
 
-    name, _, split = source.partition(":")
     if not HF_HUB_OFFLINE and not hub_has_address():
         raise InputError(f"{source}: no such file, and the hub cannot be reached")
     try:
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(dataset, split=split, streaming=True, **which)
         for number, row in enumerate(rows, 1):
             yield Record(number, dict(row))
     except Exception as error:

@@ -34,9 +34,9 @@ class EvalConfig:
     draft: list[str]
     """Drafts to compare, each NAME=MODEL; a model is a language model or the directory of a head."""
     id: list[str]
-    """Prompt sets in distribution, each NAME=PROMPTS."""
+    """Prompt sets in distribution, each NAME=PROMPTS, or a suite: @NAME, or @NAME:FILE for local rows of it."""
     ood: list[str] = field(default_factory=list)
-    """Prompt sets out of distribution, each NAME=PROMPTS."""
+    """Prompt sets out of distribution, the same way."""
     out: str
     """Directory for results.json, report.html, plots/ and the measurements that a killed run resumes from."""
     base: str | None = None

@@ -10,6 +10,7 @@ from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
 from eval.require import Requirement
 
@@ -66,6 +67,16 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     return named
 
 
+def _with_names(sets: Sequence[str]) -> list[str]:
+    """`@gsm8k` as `gsm8k=@gsm8k`; InputError for a suite that there is not, under whatever name."""
+    named = [f"{suite_name(value)}={value}" if value.startswith("@") else value for value in sets]
+    for value in named:
+        source = value.partition("=")[2]
+        if source.startswith("@"):
+            load_suite(suite_name(source))
+    return named
+
+
 def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     methods: list[Method] = []
     for spec in trees:
@@ -101,8 +112,8 @@ def check(config: EvalConfig) -> EvalRequest:
     drafts = parse_named("--draft", config.draft)
     if "target" in drafts:
         raise InputError("--draft target=...: the name 'target' is the target's; give the draft another")
-    id_sets = parse_named("--id", config.id)
-    ood_sets = parse_named("--ood", config.ood)
+    id_sets = parse_named("--id", _with_names(config.id))
+    ood_sets = parse_named("--ood", _with_names(config.ood))
     for name in ("id", "ood"):
         if name in id_sets or name in ood_sets:
             raise InputError(f"--id or --ood {name}=...: this name stands for all sets of a kind; give the set another")

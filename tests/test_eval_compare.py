@@ -7,7 +7,6 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from results_made_up import BASE, BOTH, made_up
 
 import draftsmith as ds
 from draftsmith.cli.eval import run
@@ -19,6 +18,7 @@ from eval.report.comparison import comparison_lines
 from eval.report.page import render_page
 from eval.results import Results
 from eval.schema import ResultsDocument, SuiteKind
+from tests.results_made_up import BASE, BOTH, made_up
 
 ROOT = Path(__file__).parents[1]
 GAINS: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results_made_up import BASE, BOTH, made_up, view
 
 from draftsmith_core.errors import InputError
 from eval.bootstrap import holm
@@ -19,6 +18,7 @@ from eval.report.formats import memory
 from eval.report.page import render_page
 from eval.results import FRAMES, Results
 from eval.schema import SuiteKind
+from tests.results_made_up import BASE, BOTH, made_up, view
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

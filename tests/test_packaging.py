@@ -53,9 +53,9 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Pa
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
         (entry,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
         assert b"draftsmith = draftsmith.__main__:main" in wheel.read(entry)
-    assert set(found) == tracked(*PACKAGES)
+    assert set(found) == tracked(*PACKAGES, "configs/prompts")
     assert [name for name, content in found.items() if content != (ROOT / name).read_bytes()] == []
-    assert {name.split("/")[0] for name in found} == set(PACKAGES)
+    assert {name.split("/")[0] for name in found} == {*PACKAGES, "configs"}
     assert {f"{package}/py.typed" for package in PACKAGES} < set(found)
     assert any(name.endswith("linear.c") for name in found)
 

@@ -1,0 +1,201 @@
+"""Suites: every file of configs/prompts/ on rows with its data set's columns, logs of servers, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith_core import prompt_rows
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.suites import DIRECTORY, load_suite, suite_names
+from eval.config import EvalConfig
+from eval.request import check
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def _spec_bench(category: str) -> list[dict[str, Any]]:
+    other = "qa" if category == "rag" else "rag"
+    return [
+        {"question_id": 1, "category": other, "turns": ["another task"]},
+        {"question_id": 2, "category": category, "turns": ["the first turn", "the second"], "reference": []},
+    ]
+
+
+def _judged(model: str, question: str) -> dict[str, Any]:
+    turns = [("user", question), ("assistant", "an answer"), ("user", "and then?"), ("assistant", "that")]
+    talk = [{"content": text, "role": role} for role, text in turns]
+    return {"question_id": 81, "model_a": model, "model_b": "alpaca-13b", "winner": "model_a", "judge": "expert_0",
+            "conversation_a": talk, "conversation_b": [], "turn": 1}  # fmt: skip
+
+
+SECOND = [
+    {"role": "user", "content": "what?"},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "user", "content": "and then?"},
+]
+FIRST = _user("the first turn")
+# By suite: rows with the data set's own columns, and the prompts they make.
+STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
+    "spec-bench-mt-bench": (_spec_bench("roleplay"), [FIRST]),
+    **{
+        f"spec-bench-{task}": (_spec_bench(category), [FIRST])
+        for task, category in {
+            "translation": "translation", "summarization": "summarization", "qa": "qa", "math": "math_reasoning",
+            "rag": "rag",
+        }.items()
+    },
+    "mt-bench": (
+        [{"prompt": ["the first turn", "the second"], "category": "writing", "prompt_id": 1, "reference": []}],
+        [FIRST],
+    ),
+    "mt-bench-second": (
+        [_judged("gpt-4", "what?"), _judged("claude-v1", "what?"), _judged("gpt-4", "what?")],
+        [{"messages": SECOND}],
+    ),
+    "alpaca": (
+        [
+            {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is"},
+            *({"instruction": f"Do {i}.", "input": "", "output": "", "text": ""} for i in range(1, 501)),
+        ],
+        [_user("Add.\n\n1 and 2"), _user("Do 500.")],
+    ),
+    "sharegpt": (
+        [{"id": "a_0", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}],
+        [_user("Hi")],
+    ),
+    "ultrachat": (
+        [{"prompt": "Hi", "prompt_id": "x", "messages": [*_user("Hi")["messages"], SECOND[1], SECOND[2]]}],
+        [_user("Hi")],
+    ),
+    "gsm8k": ([{"question": "How many?", "answer": "#### 3"}], [_user("How many?")]),
+    "math-500": (
+        [{"problem": "$x$?", "solution": "", "answer": "1", "subject": "Algebra", "level": 1, "unique_id": "t/1.json"}],
+        [_user("$x$?")],
+    ),
+    "humaneval": (
+        [{"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"}],
+        [_user("def f():")],
+    ),
+    "mbpp": (
+        [{"task_id": 11, "text": "Write f.", "code": "", "test_list": ["assert f() == {1: 2}", "b"],
+          "test_setup_code": "", "challenge_test_list": []}],
+        [_user("Write f.\n\nYour code should pass this test:\nassert f() == {1: 2}")],
+    ),
+    "cnn-dm": ([{"article": "News.", "highlights": "N.", "id": "1"}], [_user("Summarize this article.\n\nNews.")]),
+    "nq": ([{"question": "who is he", "answer": ["him"]}], [_user("who is he")]),
+    "wmt14-en-de": (
+        [{"translation": {"de": "Hallo.", "en": "Hello."}}],
+        [{"prompt": "Translate the input English sentence into German.\nInput: Hello.\nOutput: "}],
+    ),
+    "wmt14-de-en": (
+        [{"translation": {"de": "Hallo.", "en": "Hello."}}],
+        [{"prompt": "Translate the input German sentence into English.\nInput: Hallo.\nOutput: "}],
+    ),
+}  # fmt: skip
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_suite_has_a_stand_in() -> None:
+    assert suite_names() == sorted(STAND_INS) and len(suite_names()) == 19
+
+
+@pytest.mark.parametrize("name", sorted(STAND_INS))
+def test_a_suite_makes_its_prompts_of_its_data_sets_columns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, wanted = STAND_INS[name]
+    file = write(tmp_path / "rows.jsonl", rows)
+    assert [row for _, row in iterate_rows(f"@{name}:{file}")] == wanted
+    # From the hub the same rows make the same prompts.
+    suite = load_suite(name)
+    asked: list[Any] = []
+
+    def hub(*names: str, **which: str | None) -> Any:
+        asked.append((*names, which))
+        return (prompt_rows.Record(number, row) for number, row in enumerate(rows, 1))
+
+    monkeypatch.setattr(prompt_rows, "_hub_records", hub)
+    assert [row for _, row in iterate_rows(f"@{name}")] == wanted
+    assert asked == [(f"@{name}", suite.dataset, suite.split, {"name": suite.subset, "data_files": suite.files})]
+    assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
+
+
+def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path: Path) -> None:
+    rows = [{"question": f"q{index // 2}", "answer": ""} for index in range(4000)]
+    found = [row["messages"][0]["content"] for _, row in iterate_rows(f"@gsm8k:{write(tmp_path / 'r.jsonl', rows)}")]
+    assert found == [f"q{13 * index}" for index in range(100)]
+
+
+def test_options_name_suites_and_give_their_names_to_the_sets() -> None:
+    options: dict[str, Any] = {"target": "t", "draft": ["a=b"], "out": "o"}
+    found = check(EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options))
+    assert found.id_sets == {"gsm8k": "@gsm8k"}
+    assert found.ood_sets == {"humaneval": "@humaneval:rows.jsonl", "talk": "@mt-bench"}
+    with pytest.raises(InputError, match=r"@gsm9k: no such suite; did you mean @gsm8k\? there are @alpaca, @cnn-dm"):
+        check(EvalConfig(id=["maths=@gsm9k"], **options))
+    with pytest.raises(InputError, match="the name 'gsm8k' is used twice"):
+        check(EvalConfig(id=["@gsm8k", "@gsm8k:rows.jsonl"], **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        (
+            "gsm8k",
+            {"messages": []},
+            r"rows\.jsonl:1: suite gsm8k reads rows of openai/gsm8k, and this one has no 'ques",
+        ),
+        ("mt-bench", {"prompt": []}, "suite mt-bench reads rows of"),
+        ("spec-bench-qa", {"turns": ["a"]}, r"has no 'category' \(it has 'turns'\); name a file of prompts without @"),
+        ("sharegpt", {"conversations": "hi"}, "column 'conversations': expected a list of turns, as suite sharegpt"),
+    ],
+)
+def test_rows_of_something_else_are_refused_in_one_line(tmp_path: Path, name: str, row: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        list(iterate_rows(f"@{name}:{write(tmp_path / 'rows.jsonl', [row])}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_suite_that_is_misspelt_inside_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = yaml.safe_load((DIRECTORY / "gsm8k.yaml").read_text())
+    monkeypatch.setattr("draftsmith_core.suites.DIRECTORY", tmp_path)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**values, "evry": 3}))
+    with pytest.raises(InputError, match=r"a\.yaml: unknown key 'evry'"):
+        load_suite("a")
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({**values, "prompt": "x"}))
+    with pytest.raises(InputError, match="needs one of user, prompt and turns"):
+        load_suite("b")
+
+
+def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
+    """Request and response as clients of an OpenAI-compatible server log them; parts of text are joined."""
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}], "response": "Hello"},
+        {"request": {"model": "m", "messages": [{"role": "user", "content": parts}]}, "response": {"choices": []}},
+        {"custom_id": "1", "method": "POST", "body": {"messages": [{"role": "user", "content": "Yo"}]}},
+        {"messages": [{"role": "user", "content": image}]},
+    ]
+    found = [row["messages"][-1]["content"] for _, row in iterate_rows(str(write(tmp_path / "log.jsonl", rows)))]
+    # What is no text stays as it is and is refused where prompts are made.
+    assert found == ["Hi", "Hello there", "Yo", image]
+
+
+@pytest.mark.parametrize("name", ["alpaca", "gsm8k_test", "humaneval"])
+def test_real_rows_are_prompts(name: str) -> None:
+    file = Path(__file__).parents[2] / "shared" / "data" / f"{name}.jsonl"
+    if not file.is_file():
+        pytest.skip(f"needs {file}")
+    rows = [row for _, row in iterate_rows(str(file))]
+    assert len(rows) >= 164 and all(row["messages"][0]["role"] == "user" for row in rows)
