@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
+from operator import mul
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class DecodeStats:
     def alpha_mcsd(self) -> float | None:
         """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None when nothing was on offer."""
         return _ratio(self.accepted, self.depth_sum)
+
+
+def independent_tau(alphas: Sequence[float]) -> float:
+    """1 + a_1 + a_1 a_2 + ...: tokens per target call of a chain whose depth d is accepted with chance a_d, if its
+    tokens were accepted independently (Leviathan et al. 2023, equation 1, for equal a_d). They are not, because hard
+    places come in runs; `eval` sets it beside what it predicts and what it measures.
+    """
+    return 1.0 + float(sum(accumulate(alphas, mul)))
 
 
 def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 _MEASURED = {
     "heldout_alpha": "alpha: expected acceptance of one drafted token, teacher-forced on the held-out part of the data",
-    "heldout_tau": "tokens per target call for a chain, estimated from alpha",
+    "heldout_tau": "tokens per target call of chain:4, as if its tokens were accepted independently",
     "heldout_loss": "loss of the objective per token",
 }
 _ALPHA = "alpha is the expected acceptance of one drafted token; intervals are 95 %, from a bootstrap over prompts."

@@ -1,9 +1,10 @@
-"""What the two models say of a text that the target wrote: one forward of each, every rule and depth from them.
+"""What two models say of a text that the target wrote: one forward of each, and from it every rule and depth.
 
-Given the text, drafting and verifying it is a walk: at a root with n tokens emitted, the token at depth d of the accepted
-path can only be the text's own (accepted tokens are output, and output is the text). So a draft language model, which at
-depth d has read d of its own tokens, has read the text: its teacher-forced distribution there is exactly what it drafts
-from, without bias. Medusa's and Hydra's heads and EAGLE's own features are unrolled to their depth from every root.
+Given the text, drafting and verifying it is a walk: at a root with n tokens emitted, the token at depth d of the
+accepted path can only be the text's own (accepted tokens are output, and output is the text). So a draft language
+model, which at depth d has read d of its own tokens, has read the text: its teacher-forced distribution there is
+exactly what it drafts from, without bias. Medusa's and Hydra's heads and EAGLE's own features are unrolled to their
+depth from every root.
 
 The chance that the text's token x was accepted as the candidate of rank k, given that x was output, is
 P(rank k accepted, token x) / p(x):
@@ -26,13 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.propose.static_tree import fit_vocabulary
 from decode.verify.mcsd import without
 from decode.verify.tree_walk import residual
 from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
+from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import draw
 
 Floats = NDArray[np.float64]
@@ -71,12 +72,12 @@ class Trace:
 def draft_logits(
     head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
 ) -> Iterator[Tensor]:
-    """A head's logits `[B, T, V]` at depth 1, 2, ... of what it drafts below every token of whole texts, -inf for tokens
-    that it lacks. At depth d, entry t is for the token at t + d; it is drafted from the text up to t and from the
-    text's tokens t + 1 .. t + d - 1 as if they had been drafted. Fewer depths where there are fewer heads.
+    """A head's logits `[B, T, V]` at depth 1, 2, ... of what it drafts below every token of whole texts, -inf for
+    tokens that it lacks. At depth d, entry t is for the token at t + d; it is drafted from the text up to t and from
+    the text's tokens t + 1 .. t + d - 1 as if they had been drafted. Fewer depths where there are fewer heads.
 
-    `hidden_states` are the target's over the same tokens. `alone_B`: rows whose prompt is a single token; only in
-    those does an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
+    `hidden_states` are the target's over the same tokens. `alone_B`: rows whose prompt is a single token; only in those
+    does an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     # A head pairs each token with the state it was predicted from, one position earlier.
@@ -123,7 +124,7 @@ def _eagle_logits(
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, keep: int) -> tuple[Tensor, Any]:
     """A language model's logits `[B, keep or C, own V]` behind `past` columns in `cache`, and the cache."""
     # A token that the draft has no embedding for is read as its last, as in decoding.
-    ids_BT = ids_BT.to(draft.device).clamp(max=draft.get_output_embeddings().weight.shape[0] - 1)
+    ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
     end = past + ids_BT.shape[1]
     out = draft(
         input_ids=ids_BT,
@@ -166,8 +167,3 @@ def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Ten
         if rule != "specinfer":
             q_NV = without(q_NV, y_N1)
     return torch.cat(chances, dim=1)
-
-
-def fit(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits over the target's vocabulary."""
-    return fit_vocabulary(logits, vocabulary)

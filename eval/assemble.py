@@ -22,6 +22,7 @@ from eval.bootstrap import (
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
+from eval.prediction_rows import prediction_rows
 from eval.remarks import SPREAD, loaded
 from eval.request import Method
 from eval.results import KINDS
@@ -157,8 +158,10 @@ def baseline_rows(setting: Setting, measured: Measured) -> list[BaselineRow]:
     return rows
 
 
-def _alpha(measured: Measured, suites: Sequence[Suite], temperature: float, draft: str) -> PromptSums:
-    return _ratio([measured.alphas[suite.name, temperature, draft] for suite in suites], "sum", "count")
+def _alpha(
+    measured: Measured, suites: Sequence[Suite], temperature: float, draft: str, rule: str = "sum"
+) -> PromptSums:
+    return _ratio([measured.alphas[suite.name, temperature, draft] for suite in suites], rule, "count")
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
@@ -168,6 +171,9 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
         base = _alpha(measured, group.suites, group.temperature, setting.base)
         for draft in setting.drafts:
             sums = _alpha(measured, group.suites, group.temperature, draft)
+            greedy, match = (
+                _alpha(measured, group.suites, group.temperature, draft, rule) for rule in ("greedy", "match")
+            )
             own = measured.alphas[group.domain, group.temperature, draft] if group.domain is not None else None
             rows.append(
                 AlphaRow(
@@ -176,6 +182,8 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
                     kind=group.kind,
                     temperature=group.temperature,
                     alpha=estimate(sums, group.picks),
+                    alpha_greedy_draft=estimate(greedy, group.picks),
+                    alpha_match=estimate(match, group.picks),
                     gain=None if draft == setting.base else difference(sums, base, group.picks),
                     per_prompt=None if own is None else {"sum": own["sum"], "count": own["count"]},
                 )
@@ -375,6 +383,7 @@ def assemble(
         decoding=[row for row in decoding if row["domain"] is not None],
         overall_alpha=[row for row in alpha if row["domain"] is None],
         overall_decoding=[row for row in decoding if row["domain"] is None],
+        predictions=prediction_rows(setting, measured),
         transfer=transfer_rows(setting, measured),
         provenance=provenance,
         speed=Speed(

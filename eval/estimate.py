@@ -1,33 +1,32 @@
-"""alpha: the expected acceptance of one draft token, from two teacher-forced forwards and no decoding loop.
+"""alpha, and what predicts tau, from one forward of the target over its own text and one of every draft.
 
-A head is read as it drafts the first token below the root: at each position it gets the target's own state at the
-position before and the token at it. What it makes of states that it predicted itself is measured by
-decoding (accept@d).
+There is no decoding loop. Of each rule the expected acceptance of one drafted token (`docs/acceptance.md`), and by
+`eval.predict` the target calls that a tree would have taken to write the same text.
 
-Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, H hidden size.
+Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, N positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode.propose.static_tree import fit_vocabulary
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import MedusaHeads
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.progress import Tick, no_tick
-from draftsmith_core.sampling import Sampling, acceptance, probs
+from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
+from eval.acceptance import Trace, draft_logits, model_logits, rank_chances
 from eval.headroom import RootMeasurement, RootStep, RootSums
+from eval.predict import PredictedCounts, Traces, predict, ranks_needed
+from eval.request import Method
 
-# Logits held at once, as a number of elements (256 MiB in fp32). A chunk of columns is cut to fit.
+# Logits held at once, as a number of elements (256 MiB in fp32). Columns, or rows where a head drafts, are cut to fit.
 MAX_LOGITS = 2**26
 
 
@@ -41,14 +40,59 @@ class Continuation:
 
 
 class AlphaMeasurement(TypedDict):
-    """Per prompt: the sum over response positions of sum_x min(p, q), and the number of those positions.
+    """Per prompt, summed over `count` response positions: sum_x min(p, q) (`sum`), p(argmax q) (`greedy`) and
+    sum_x p q (`match`).
 
-    `roots`: by name of a root step, what `eval.headroom` found at some of these positions.
+    `roots`: by name of a root step, what `eval.headroom` found at some of these positions. `predicted`: by name of a
+    method, what decoding with it is expected to count.
     """
 
     sum: list[float]
+    greedy: list[float]
+    match: list[float]
     count: list[int]
     roots: dict[str, RootMeasurement]
+    predicted: dict[str, PredictedCounts]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is read off the two forwards: depths that heads are unrolled to, candidates by rule, the draft's order."""
+
+    sampling: Sampling
+    depths: int
+    ranks: Mapping[str, int]
+    places: bool
+    seed: int
+    names: Mapping[str, str]
+    target_name: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Texts:
+    """Rows of a batch side by side, padded on the right. `wanted_BT`: columns that predict a response token."""
+
+    rows: Sequence[Continuation]
+    ids_BT: Tensor
+    next_BT: Tensor
+    mask_BT: Tensor
+    wanted_BT: Tensor
+    alone_B: Tensor
+
+    @staticmethod
+    def of(rows: Sequence[Continuation], device: torch.device) -> "_Texts":
+        texts = [[*row.prompt_ids, *row.output_ids] for row in rows]
+        # The last token predicts nothing that is measured, so it is no input.
+        columns = max(map(len, texts)) - 1
+        ids_BT, next_BT, mask_BT = (torch.zeros(len(rows), columns, dtype=torch.long) for _ in range(3))
+        wanted_BT = torch.zeros(len(rows), columns, dtype=torch.bool)
+        for b, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            ids_BT[b, : len(text) - 1] = torch.tensor(text[:-1])
+            next_BT[b, : len(text) - 1] = torch.tensor(text[1:])
+            mask_BT[b, : len(text) - 1] = 1
+            wanted_BT[b, len(row.prompt_ids) - 1 : len(text) - 1] = True
+        alone_B = torch.tensor([len(row.prompt_ids) == 1 for row in rows])
+        return _Texts(rows, ids_BT.to(device), next_BT.to(device), mask_BT.to(device), wanted_BT.to(device), alone_B)
 
 
 def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
@@ -59,158 +103,228 @@ def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
     return list(zip(edges[:-1], edges[1:], strict=True))
 
 
-class TargetOutput(Protocol):
-    """The parts of a target forward that are used; `hidden_states` for heads only."""
-
-    logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None
-
-
-@dataclass
-class ReadSoFar:
-    """What a draft carries from one chunk of columns of a text to the next; a new one is for the first chunk.
-
-    `alone_B` says which rows have a prompt of one token. Only in those does an EAGLE head read the first token, with a
-    state of zeros, as in decoding; in the others it begins with the second.
-    """
-
-    alone_B: Tensor | None = None
-    columns: int = 0
-    cache: Any = None
-    last: list[Tensor] | None = None  # the target's states at the last column so far
-
-
 @torch.inference_mode()
-def first_logits(
-    draft: Draft, target_output: TargetOutput, ids_BT: Tensor, place: ReadSoFar | None = None, *, keep: int = 0
-) -> Tensor:
-    """The draft's logits `[B, T, V]` of the token after each of `ids_BT`, over the target's vocabulary: -inf for tokens
-    that the draft does not have, without its padding beyond the vocabulary.
-
-    `target_output` is the target's forward of the same tokens, for a head with `output_hidden_states`. A text may
-    come in chunks of columns, with one `place` for all of them. Rows may be padded on the right. Logits of the last
-    `keep` columns are returned, of all when it is 0.
-    """
-    place = ReadSoFar() if place is None else place
-    vocabulary = target_output.logits.shape[-1]
-    if isinstance(draft, PreTrainedModel):
-        logits = _model_logits(draft, ids_BT, place, keep)
-    else:
-        assert target_output.hidden_states is not None
-        states = [target_output.hidden_states[layer] for layer in draft.hidden_layers]
-        before = [torch.zeros_like(state[:, :1]) for state in states] if place.last is None else place.last
-        # A head pairs each token with the state it was predicted from, one position earlier.
-        chosen_from = [torch.cat([b, state[:, :-1]], dim=1) for b, state in zip(before, states, strict=True)]
-        place.last = [state[:, -1:] for state in states]
-        if isinstance(draft, EagleHead | Eagle3Head):
-            logits = _eagle_logits(draft, chosen_from, ids_BT, place)
-        elif isinstance(draft, MedusaHeads):
-            logits = draft(chosen_from[0])[:, :, 0]
-        else:
-            logits = draft(chosen_from[0], ids_BT.unsqueeze(2))
-    place.columns += ids_BT.shape[1]
-    return fit_vocabulary(logits[:, -keep:], vocabulary)
-
-
-def _model_logits(draft: PreTrainedModel, ids_BT: Tensor, place: ReadSoFar, keep: int) -> Tensor:
-    # A token that the draft has no embedding for is read as its last, as in decoding.
-    ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
-    end = place.columns + ids_BT.shape[1]
-    out = draft(
-        input_ids=ids_BT,
-        # Padding is on the right, where causal attention never sees it, so that nothing need be masked.
-        attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
-        position_ids=torch.arange(place.columns, end, device=ids_BT.device).expand_as(ids_BT),
-        past_key_values=place.cache,
-        use_cache=True,
-        logits_to_keep=keep,
-    )
-    place.cache = out.past_key_values
-    logits: Tensor = out.logits
-    return logits
-
-
-def _eagle_logits(head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, place: ReadSoFar) -> Tensor:
-    place.cache = DynamicCache() if place.cache is None else place.cache
-    features_BTH = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
-    rows, columns, past = *ids_BT.shape, place.columns
-    query_T1 = torch.arange(past, past + columns, device=ids_BT.device).unsqueeze(1)
-    key_P = torch.arange(past + columns, device=ids_BT.device)
-    alone_B111 = torch.zeros(rows, dtype=torch.bool) if place.alone_B is None else place.alone_B
-    alone_B111 = alone_B111.to(ids_BT.device).view(-1, 1, 1, 1)
-    # Key 0 stays visible to query 0, because attention over no key at all is NaN.
-    sees_B1TP = (key_P <= query_T1) & ((key_P > 0) | (query_T1 == 0) | alone_B111)
-    logits, _ = head(ids_BT, features_BTH, sees_B1TP, query_T1.T, place.cache)
-    return head.to_target(logits) if isinstance(head, Eagle3Head) else logits
-
-
-@torch.inference_mode()
-def _batch_sums(
+def _read(
     target: PreTrainedModel,
-    draft: Draft,
+    drafts: Mapping[str, Draft],
     rows: Sequence[Continuation],
-    sampling: Sampling,
+    asked: _Asked,
     max_logits: int,
-    look: Callable[[int, Tensor, Tensor], None],
-    names: tuple[str, str],
-) -> list[float]:
-    """alpha summed over the response positions of each row; `look(first column, p_BCV, q_BCV)` sees every chunk."""
-    # The last token predicts nothing that is measured, so it is no input.
-    tokens = [[*row.prompt_ids, *row.output_ids][:-1] for row in rows]
-    columns = max(map(len, tokens))
-    ids_BT = torch.zeros(len(rows), columns, dtype=torch.long)
-    mask_BT = torch.zeros_like(ids_BT)
-    wanted_BT = torch.zeros(len(rows), columns, dtype=torch.bool)
-    for b, (row, row_tokens) in enumerate(zip(rows, tokens, strict=True)):
-        ids_BT[b, : len(row_tokens)] = torch.tensor(row_tokens)
-        mask_BT[b, : len(row_tokens)] = 1
-        wanted_BT[b, len(row.prompt_ids) - 1 : len(row_tokens)] = True
-    ids_BT, mask_BT = ids_BT.to(target.device), mask_BT.to(target.device)
+    roots: Mapping[str, RootSums],
+    first_row: int,
+) -> dict[str, list[Trace]]:
+    """The traces of some rows by draft: one forward of the target, and one of every draft, over all of their tokens."""
+    texts = _Texts.of(rows, target.device)
+    columns, vocabulary = texts.ids_BT.shape[1], vocabulary_size(target)
+    heads = {name: draft for name, draft in drafts.items() if not isinstance(draft, PreTrainedModel)}
+    if heads and len(rows) > 1 and len(rows) * columns * vocabulary > max_logits:
+        # A head's deeper drafts reach over columns, so that rows are divided and not columns.
+        half = len(rows) // 2
+        left = _read(target, drafts, rows[:half], asked, max_logits, roots, first_row)
+        right = _read(target, drafts, rows[half:], asked, max_logits, roots, first_row + half)
+        return {name: left[name] + right[name] for name in drafts}
+    traces: dict[str, list[Trace]] = {}
+    for name in drafts:
+        traces[name] = [Trace(len(row.output_ids)) for row in rows]
+        for trace in traces[name]:
+            trace.reserve(asked.depths if name in heads else 1, asked.ranks)
+    reader = _Reader(texts, asked, traces, roots, first_row)
     first = min(len(row.prompt_ids) for row in rows) - 1
-    # All Medusa heads are computed, though only the first is read.
-    held = len(rows) * vocabulary_size(target) * (len(draft) if isinstance(draft, MedusaHeads) else 1)
-    is_model = isinstance(draft, PreTrainedModel)
-    # A head cannot leave out the logits of the part before `first`, which is chunked like the rest.
-    chunks = _chunks(first if is_model else 0, columns, max(1, max_logits // held))
-    sums_B = torch.zeros(len(rows), dtype=torch.float64)
-    positions_BT = torch.arange(columns, device=ids_BT.device).expand_as(ids_BT)
-    place = ReadSoFar(alone_B=torch.tensor([len(row.prompt_ids) == 1 for row in rows]))
-    cache: Any = None
-    for start, stop in chunks:
+    width = columns if heads else max(1, max_logits // (len(rows) * vocabulary))
+    caches: dict[str, Any] = dict.fromkeys(["", *drafts])
+    for start, stop in _chunks(0 if heads else first, columns, width):
         keep = 1 if stop <= first else 0
         out = target(
-            input_ids=ids_BT[:, start:stop],
-            attention_mask=mask_BT[:, :stop],
-            position_ids=positions_BT[:, start:stop],
-            past_key_values=cache,
+            input_ids=texts.ids_BT[:, start:stop],
+            attention_mask=texts.mask_BT[:, :stop],
+            position_ids=torch.arange(start, stop, device=target.device).expand(len(rows), -1),
+            past_key_values=caches[""],
             use_cache=True,
-            output_hidden_states=not is_model,
+            output_hidden_states=bool(heads),
             logits_to_keep=keep,
         )
-        cache = out.past_key_values
-        draft_BCV = first_logits(draft, out, ids_BT[:, start:stop], place, keep=keep)
-        if keep:
-            continue
-        for name, logits in zip(names, (out.logits, draft_BCV), strict=True):
-            _check_finite(name, logits, wanted_BT[:, start:stop], rows)
-        p_BCV, q_BCV = probs(out.logits, sampling), probs(draft_BCV.to(out.logits.device), sampling)
-        look(start, p_BCV, q_BCV)
-        # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
-        accepted_BC = acceptance(p_BCV, q_BCV).double().clamp(max=1.0).cpu()
-        sums_B += accepted_BC.masked_fill(~wanted_BT[:, start:stop], 0.0).sum(-1)
-    return [float(total) for total in sums_B]
+        caches[""] = out.past_key_values
+        at_N = None if keep else reader.target(out.logits, start)
+        for name, draft in drafts.items():
+            if isinstance(draft, PreTrainedModel):
+                ids_BC = texts.ids_BT[:, start:stop]
+                logits, caches[name] = model_logits(draft, ids_BC, start, caches[name], keep)
+                if at_N is not None:
+                    reader.draft(name, fit_vocabulary(logits, vocabulary).to(target.device), 0)
+            elif at_N is not None:
+                unrolled = draft_logits(draft, out.hidden_states, texts.ids_BT, texts.alone_B, asked.depths)
+                for depth, logits in enumerate(unrolled):
+                    reader.draft(name, fit_vocabulary(logits, vocabulary), depth)
+    return traces
 
 
-def _check_finite(name: str, logits_BCV: Tensor, wanted_BC: Tensor, rows: Sequence[Continuation]) -> None:
-    """RunError that names model and prompt where a logit is NaN or +inf, or all of them are -inf.
+class _Reader:
+    """Takes what is measured off the logits of one chunk of columns after another."""
 
-    -inf alone is right: a token that the model does not have. At temperature 0 a NaN would pass unseen as the argmax.
+    def __init__(
+        self,
+        texts: _Texts,
+        asked: _Asked,
+        traces: Mapping[str, list[Trace]],
+        roots: Mapping[str, RootSums],
+        first_row: int,
+    ) -> None:
+        self.texts, self.asked, self.traces, self.roots, self.first_row = texts, asked, traces, roots, first_row
+        most = max(asked.ranks.values(), default=1)
+        # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
+        self.uniforms = {
+            b: uniforms([generator(row_seed(asked.seed, f"{row.id}/candidates"))], len(row.output_ids) * most).view(
+                -1, most
+            )
+            for b, row in enumerate(texts.rows if most > 1 else ())
+        }
+
+    def target(self, logits_BCV: Tensor, start: int) -> Tensor:
+        """Begin a chunk at column `start`: p at its wanted columns. Returns how they are numbered, `[B, C]`."""
+        self.start = start
+        self.wanted_BC = self.texts.wanted_BT[:, start : start + logits_BCV.shape[1]]
+        self.p_NV = probs(self._finite(self.asked.target_name, logits_BCV, self.wanted_BC), self.asked.sampling)
+        self.number_BC = torch.zeros_like(self.wanted_BC, dtype=torch.long)
+        self.number_BC[self.wanted_BC] = torch.arange(len(self.p_NV), device=self.p_NV.device)
+        return self.number_BC
+
+    def draft(self, name: str, logits_BCV: Tensor, depth: int) -> None:
+        """What a draft makes of the token `depth` columns behind every column of the chunk; depth 0 is its first."""
+        sampling, later_BC = self.asked.sampling, self.wanted_BC.clone()
+        if depth:
+            later_BC[:, :-depth] &= self.wanted_BC[:, depth:]
+            later_BC[:, -depth:] = False
+        chosen_NV = self._finite(self.asked.names[name], logits_BCV, later_BC)
+        at_b, at_c = later_BC.nonzero(as_tuple=True)
+        if not len(at_b):
+            return
+        p_NV = self.p_NV if not depth else self.p_NV[self.number_BC[at_b, at_c + depth]]
+        q_NV = probs(chosen_NV, sampling)
+        x_N1 = self.texts.next_BT[at_b, at_c + self.start + depth].unsqueeze(1)
+        values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
+        values["belief"] = chosen_NV.float().softmax(-1).gather(1, x_N1) if sampling.greedy else q_NV.gather(1, x_N1)
+        if self.asked.places:
+            own_N1, ids_V = chosen_NV.gather(1, x_N1), torch.arange(chosen_NV.shape[1], device=x_N1.device)
+            ahead_NV = (chosen_NV > own_N1) | ((chosen_NV == own_N1) & (ids_V < x_N1))
+            values["place"] = ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
+        if not depth:
+            # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
+            values["alpha"] = acceptance(p_NV, q_NV).unsqueeze(1).double().clamp(max=1.0)
+            values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
+            values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
+            if name in self.roots:
+                columns = (at_c + self.start).tolist()
+                self.roots[name].add(self.first_row, at_b.tolist(), columns, p_NV, q_NV)
+        places = [
+            (b, c + self.start + depth - len(self.texts.rows[b].prompt_ids) + 1)
+            for b, c in zip(at_b.tolist(), at_c.tolist(), strict=True)
+        ]
+        for rule, count in self.asked.ranks.items():
+            u_NK = torch.stack([self.uniforms[b][at] for b, at in places]) if count > 1 else x_N1.double()
+            values[rule] = rank_chances(rule, p_NV, q_NV, x_N1[:, 0], u_NK.to(p_NV.device), count)
+        self._keep(name, depth, places, {key: value.double().cpu().numpy() for key, value in values.items()})
+
+    def _keep(self, name: str, depth: int, places: list[tuple[int, int]], values: Mapping[str, Any]) -> None:
+        for number, (b, at) in enumerate(places):
+            trace = self.traces[name][b]
+            for key in ("alpha", "greedy", "match") if not depth else ():
+                getattr(trace, key)[at] = values[key][number, 0]
+            for key in ("ratio", "belief", "place"):
+                if key in values:
+                    getattr(trace, key)[depth, at] = values[key][number, 0]
+            for rule in self.asked.ranks:
+                trace.ranks[rule][depth, at] = values[rule][number]
+
+    def _finite(self, name: str, logits_BCV: Tensor, wanted_BC: Tensor) -> Tensor:
+        """The logits `[N, V]` at the wanted columns; RunError that names model and prompt where a logit is NaN or +inf,
+        or all of them are -inf.
+
+        -inf alone is right: a token that the model does not have. At temperature 0 a NaN would pass unseen as the
+        argmax.
+        """
+        chosen_NV = logits_BCV[wanted_BC]
+        # A NaN or +inf comes out of max() as itself.
+        broken_N = ~chosen_NV.amax(-1).isfinite()
+        if broken_N.any():
+            row = self.texts.rows[int(wanted_BC.nonzero()[broken_N][0, 0])]
+            raise RunError(f"{name}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
+        return chosen_NV
+
+
+def read_traces(
+    target: PreTrainedModel,
+    drafts: Mapping[str, Draft],
+    rows: Sequence[Continuation],
+    sampling: Sampling,
+    methods: Sequence[Method],
+    *,
+    batch_size: int,
+    max_logits: int = MAX_LOGITS,
+    roots: Mapping[str, RootSums] | None = None,
+    seed: int = 0,
+    names: Mapping[str, str] | None = None,
+    tick: Tick = no_tick,
+) -> dict[str, Traces]:
+    """By draft, the traces of all rows (`eval.acceptance.Trace`), as far as these methods need them; many drafts share
+    one forward of the target. `rows` hold continuations by the target at this `sampling`. Never more than about
+    `max_logits` logits per model are held at once, but for heads at least those of one whole row. Raises RunError with
+    the model, of `names` (the target's under ""), and the prompt where logits are not finite.
     """
-    # A NaN or +inf comes out of max() as itself; only its [B, C] results are looked at.
-    broken_BC = ~logits_BCV.amax(-1).isfinite().cpu() & wanted_BC
-    if broken_BC.any():
-        row = rows[int(broken_BC.any(1).nonzero()[0])]
-        raise RunError(f"{name}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
+    called = {"": "the target"} | {name: f"draft {name}" for name in drafts} | dict(names or {})
+    asked = _Asked(
+        sampling=sampling,
+        depths=max((method.shape.depth for method in methods), default=1),
+        ranks=ranks_needed(methods, sampling),
+        places=sampling.greedy or any(method.verifier == "naive" for method in methods),
+        seed=seed,
+        names=called,
+        target_name=called[""],
+    )
+    read: dict[str, list[Trace]] = {name: [] for name in drafts}
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        for name, found in _read(target, drafts, batch, asked, max_logits, roots or {}, start).items():
+            read[name] += found
+        tick(len(batch))
+    return {name: Traces(rows, isinstance(drafts[name], PreTrainedModel)) for name, rows in read.items()}
+
+
+def measure_alphas(
+    target: PreTrainedModel,
+    drafts: Mapping[str, Draft],
+    rows: Sequence[Continuation],
+    sampling: Sampling,
+    methods: Sequence[Method] = (),
+    *,
+    batch_size: int,
+    max_logits: int = MAX_LOGITS,
+    roots: Sequence[RootStep] = (),
+    seed: int = 0,
+    names: Mapping[str, str] | None = None,
+    tick: Tick = no_tick,
+) -> dict[str, AlphaMeasurement]:
+    """Of every draft, per row: the expected acceptance of one token under three rules, summed in fp64 over the
+    positions that predict a response token, EOS included; and what decoding with `methods` is expected to count.
+
+    `rows` hold the target's own continuations, so that the mean over positions is over its own distribution. `roots`
+    are simulated at some of the positions (`eval.headroom`), from `seed`. Otherwise as `read_traces`.
+    """
+    lengths = [(len(row.prompt_ids), len(row.output_ids)) for row in rows]
+    ids, vocabulary = [row.id for row in rows], vocabulary_size(target)
+    sums = {name: RootSums(roots, lengths, ids, vocabulary, seed) for name in (drafts if roots else ())}
+    take = partial(read_traces, batch_size=batch_size, max_logits=max_logits, roots=sums, seed=seed, names=names)
+    found: dict[str, AlphaMeasurement] = {}
+    for name, traces in take(target, drafts, rows, sampling, methods, tick=tick).items():
+        counts = {method.name: predict(method, sampling, traces) for method in methods}
+        found[name] = AlphaMeasurement(
+            sum=[float(trace.alpha.sum()) for trace in traces.rows],
+            greedy=[float(trace.greedy.sum()) for trace in traces.rows],
+            match=[float(trace.match.sum()) for trace in traces.rows],
+            count=[trace.length for trace in traces.rows],
+            roots=sums[name].sums if roots else {},
+            predicted={key: value for key, value in counts.items() if value is not None},
+        )
+    return found
 
 
 def alpha_sums(
@@ -219,25 +333,9 @@ def alpha_sums(
     rows: Sequence[Continuation],
     sampling: Sampling,
     *,
-    batch_size: int,
-    max_logits: int = MAX_LOGITS,
-    roots: Sequence[RootStep] = (),
-    seed: int = 0,
     names: tuple[str, str] = ("the target", "the draft"),
-    tick: Tick = no_tick,
+    **options: Any,
 ) -> AlphaMeasurement:
-    """Per row: the sum over response positions of sum_x min(p, q), in fp64, and the number of those positions.
-
-    The positions are those that predict a response token, EOS included; `rows` hold target continuations, so the mean
-    over them is over the target's own distribution. Never more than about `max_logits` logits per model are held at
-    once. `roots` are simulated at some of the positions (`eval.headroom`), from `seed`. Raises RunError with the
-    model, of `names` (target, draft), and the prompt where logits are not finite.
-    """
-    lengths = [(len(row.prompt_ids), len(row.output_ids)) for row in rows]
-    found = RootSums(roots, lengths, [row.id for row in rows], vocabulary_size(target), seed)
-    sums: list[float] = []
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
-        sums += _batch_sums(target, draft, batch, sampling, max_logits, partial(found.add, start), names)
-        tick(len(batch))
-    return AlphaMeasurement(sum=sums, count=[len(row.output_ids) for row in rows], roots=found.sums)
+    """`measure_alphas` of a single draft; `names` are what errors call target and draft."""
+    called = {"": names[0], "draft": names[1]}
+    return measure_alphas(target, {"draft": draft}, rows, sampling, names=called, **options)["draft"]

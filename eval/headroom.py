@@ -164,22 +164,21 @@ class RootSums:
                 for key, columns in zip(ids, self.columns[name], strict=True)
             ]
 
-    def add(self, first_row: int, start: int, p_BCV: Tensor, q_BCV: Tensor) -> None:
-        """Columns from `start` on of the rows from `first_row` on."""
-        rows, stop = p_BCV.shape[0], start + p_BCV.shape[1]
+    def add(self, first_row: int, rows: Sequence[int], columns: Sequence[int], p_NV: Tensor, q_NV: Tensor) -> None:
+        """N positions: row and column of each, in a batch that begins at prompt `first_row`, and p and q there."""
+        at = {place: n for n, place in enumerate(zip(rows, columns, strict=True))}
         for name, step in self.steps.items():
             here = [
-                (b, column - start, self.uniforms[name][first_row + b][index])
-                for b in range(rows)
+                (b, at[b, column], self.uniforms[name][first_row + b][index])
+                for b in sorted(set(rows))
                 for index, column in enumerate(self.columns[name][first_row + b])
-                if start <= column < stop
+                if (b, column) in at
             ]
             if not here:
                 continue
-            at_b, at_c = [b for b, _, _ in here], [c for _, c, _ in here]
-            u_NTU = torch.stack([u for _, _, u in here])
-            bound_N, reached_N = root_acceptance(step, p_BCV[at_b, at_c], q_BCV[at_b, at_c], u_NTU)
-            for b, bound, reached in zip(at_b, bound_N.tolist(), reached_N.tolist(), strict=True):
+            numbers, u_NTU = [n for _, n, _ in here], torch.stack([u for _, _, u in here])
+            bound_N, reached_N = root_acceptance(step, p_NV[numbers], q_NV[numbers], u_NTU)
+            for (b, _, _), bound, reached in zip(here, bound_N.tolist(), reached_N.tolist(), strict=True):
                 self.sums[name]["bound"][first_row + b] += bound
                 self.sums[name]["reached"][first_row + b] += reached
                 self.sums[name]["count"][first_row + b] += 1

@@ -12,11 +12,12 @@ from draftsmith_core.sampling_options import Sampling
 from eval import measure
 from eval.assemble import Measured
 from eval.config import EvalConfig
-from eval.estimate import alpha_sums
+from eval.estimate import AlphaMeasurement, Continuation, measure_alphas
 from eval.headroom import RootStep
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import identity, machine
-from eval.request import EvalRequest
+from eval.prediction_rows import predicted_methods
+from eval.request import EvalRequest, Method
 from eval.schema import ModelRow
 from eval.suites import Suite
 
@@ -99,33 +100,56 @@ def _count(run: _Run, suite: Suite, sampling: Sampling, measured: Measured) -> N
     baseline = run.get("baseline", common, len(prompts), f"target alone: {where}", alone)
     measured.baselines[suite.name, temperature] = baseline
     rows = measure.continuations(prompts, baseline)
-    # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
-    steps = {} if sampling.greedy else {s.name: s for m in run.request.methods if (s := RootStep.of(m)) is not None}
+    _alphas(run, suite, sampling, rows, common, measured)
     for name, draft in run.pair.drafts.items():
-        asked = {**common, "draft": identity(run.models[name])}
-        estimate = partial(
-            alpha_sums,
-            target,
-            draft,
-            rows,
-            sampling,
-            batch_size=batch_size,
-            roots=list(steps.values()),
-            seed=run.config.seed,
-            names=(f"the target {run.models['target']['name']}", f"draft {name} ({run.models[name]['name']})"),
-        )
-        measured.alphas[suite.name, temperature, name] = run.get(
-            "alpha", {**asked, "roots": list(steps)}, len(prompts), f"alpha of {name}: {where}", estimate
-        )
         for method in run.request.methods:
             decode = partial(measure.decoding, target, draft, method, prompts, baseline, sampling, eos, **options)
             measured.decodings[suite.name, temperature, name, method] = run.get(
                 "decoding",
-                {**asked, "tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier},
+                {**common, "draft": identity(run.models[name]), **_asked(method)},
                 len(prompts),
                 f"{name}, {method.tree}: {where}",
                 decode,
             )
+
+
+def _asked(method: Method) -> dict[str, Any]:
+    return {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
+
+
+def _alphas(
+    run: _Run,
+    suite: Suite,
+    sampling: Sampling,
+    rows: Sequence[Continuation],
+    common: dict[str, Any],
+    measured: Measured,
+) -> None:
+    """Acceptance and predictions of every draft; those not kept from before share one forward of the target."""
+    # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
+    steps = {} if sampling.greedy else {s.name: s for m in run.request.methods if (s := RootStep.of(m)) is not None}
+    methods = predicted_methods(run.request.methods, sampling.greedy)
+    asked = {"what": "alpha", **common, "roots": list(steps), "predicted": [_asked(method) for method in methods]}
+    names = {name: f"draft {name} ({run.models[name]['name']})" for name in run.pair.drafts}
+    note = f"alpha: {suite.name}, T={sampling.temperature:g}"
+
+    def measure_missing(missing: list[str]) -> Mapping[str, AlphaMeasurement]:
+        return measure_alphas(
+            run.pair.target,
+            {name: run.pair.drafts[name] for name in missing},
+            rows,
+            sampling,
+            methods,
+            batch_size=run.config.batch_size,
+            roots=list(steps.values()),
+            seed=run.config.seed,
+            names={"": f"the target {run.models['target']['name']}", **names},
+        )
+
+    requests = {name: {**asked, "draft": identity(run.models[name])} for name in run.pair.drafts}
+    for name, found in run.cache.get_all(requests, measure_missing).items():
+        measured.alphas[suite.name, sampling.temperature, name] = found
+        run.advance(len(rows), note)
 
 
 def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasurement:

@@ -10,7 +10,7 @@ from draftsmith_core.io import hash_json, remove_leftovers, write_json_atomic
 T = TypeVar("T", bound=Mapping[str, Any])
 
 # Part of every name: raise it when a code change makes the same request measure something else.
-MEASUREMENT_VERSION = 4
+MEASUREMENT_VERSION = 5
 
 
 class MeasurementCache:
@@ -30,17 +30,35 @@ class MeasurementCache:
 
     def get(self, request: dict[str, Any], measure: Callable[[], T]) -> T:
         """The kept outcome of `request`, or that of `measure()`, which is then kept."""
-        request = {"cell_version": MEASUREMENT_VERSION, **request}
-        path = self.directory / f"{hash_json(request)[:32]}.json"
-        kept = _read(path)
-        if kept is not None and kept.get("request") == json.loads(json.dumps(request)):
-            self.reused += 1
-            outcome: T = kept["outcome"]
-            return outcome
-        outcome = measure()
-        write_json_atomic(path, {"request": request, "outcome": outcome})
-        self.measured += 1
-        return outcome
+        return self.get_all({"": request}, lambda missing: {"": measure()})[""]
+
+    def get_all(
+        self, requests: Mapping[str, dict[str, Any]], measure: Callable[[list[str]], Mapping[str, T]]
+    ) -> dict[str, T]:
+        """The outcomes of several requests by name: those that are kept, and of the others what `measure(names)` gives
+        in one go, which is then kept, each by itself.
+        """
+        outcomes: dict[str, T] = {}
+        for name, asked in requests.items():
+            kept = _read(self._path(asked))
+            if kept is not None and kept.get("request") == json.loads(json.dumps(_versioned(asked))):
+                outcomes[name] = kept["outcome"]
+        self.reused += len(outcomes)
+        if missing := [name for name in requests if name not in outcomes]:
+            for name, outcome in measure(missing).items():
+                write_json_atomic(
+                    self._path(requests[name]), {"request": _versioned(requests[name]), "outcome": outcome}
+                )
+                outcomes[name] = outcome
+                self.measured += 1
+        return {name: outcomes[name] for name in requests}
+
+    def _path(self, request: dict[str, Any]) -> Path:
+        return self.directory / f"{hash_json(_versioned(request))[:32]}.json"
+
+
+def _versioned(request: dict[str, Any]) -> dict[str, Any]:
+    return {"cell_version": MEASUREMENT_VERSION, **request}
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -25,6 +25,11 @@ class Method:
     verifier: str
 
     @property
+    def name(self) -> str:
+        """Tree and rule, as tables show them."""
+        return f"{self.tree} {self.verifier}"
+
+    @property
     def lossless(self) -> bool:
         """True when the output distribution is the target's own."""
         return VERIFIERS[self.verifier].lossless

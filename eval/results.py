@@ -20,6 +20,7 @@ from eval.schema import (
     DecodingRow,
     Difference,
     Estimate,
+    PredictionRow,
     ResultsDocument,
     SpeedRow,
     SuiteKind,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 KINDS: tuple[SuiteKind, ...] = ("id", "ood")
-FRAMES = ("alpha", "decoding", "speed", "transfer", "baselines", "suites", "models")
+FRAMES = ("alpha", "decoding", "predictions", "speed", "transfer", "baselines", "suites", "models")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,21 @@ class Results:
         row: DecodingRow = self._one(rows, draft, domain, temperature, **method)
         return row
 
+    def predicted(
+        self,
+        draft: str,
+        domain: str,
+        temperature: float | None = None,
+        tree: str = "chain:4",
+        verifier: str = "speculative",
+    ) -> PredictionRow | None:
+        """tau of a tree as predicted without decoding, with its intervals; None where it was not predicted. Every chain
+        of 1 to 16 tokens is there, under `speculative` and `block`, and the trees that were decoded.
+        """
+        rows = self.document["predictions"]
+        row: PredictionRow | None = self._one(rows, draft, domain, temperature, tree=tree, verifier=verifier)
+        return row
+
     def speed(
         self,
         draft: str | None,
@@ -174,7 +190,8 @@ class Results:
     def to_frame(self, table: str) -> "DataFrame":
         """One table as a pandas DataFrame, one row per measurement: figures as columns with `_low` and `_high`.
 
-        Tables: alpha, decoding, speed, transfer, baselines, suites, models. Sets of a kind pooled have domain None.
+        Tables: alpha, decoding, predictions, speed, transfer, baselines, suites, models. Sets of a kind pooled have
+        domain None.
         """
         if table not in FRAMES:
             raise InputError(f"to_frame: no table {table!r}; there are {', '.join(FRAMES)}")
@@ -228,7 +245,7 @@ class Results:
         wanted = {"draft": draft, "domain": name, "temperature": temperature, **method}
         if name is None:
             wanted["kind"] = domain
-        return next(row for row in rows if all(row[key] == value for key, value in wanted.items()))
+        return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

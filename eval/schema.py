@@ -15,9 +15,26 @@ DEFINITIONS: dict[str, str] = {
         "the two most probable tokens agree. Pooled over positions. Of a head it is the first token it drafts, "
         "from the target's own states. A token that the draft does not have counts as q = 0."
     ),
+    "alpha_greedy_draft": (
+        "The same where the draft takes its most probable token and the target samples: the mean of p(argmax q). What "
+        "llama.cpp accepts, and vLLM where it keeps no draft probabilities."
+    ),
+    "alpha_match": (
+        "The same where the draft samples and a token is kept when the target samples the same: the mean of "
+        "sum_x p(x) q(x)."
+    ),
     "accept@d": (
         "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted "
-        "and a token at depth d was on offer and could still be emitted."
+        "and a token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean "
+        "over all positions of the text, accept@1 over those at which steps begin, and steps begin more often "
+        "where the draft was just refused. Predictions weigh positions as decoding visits them."
+    ),
+    "tau, predicted": (
+        "Without a decoding loop: tokens of the target's own continuations over the target calls that decoding them "
+        "would be expected to take, from the acceptance of every token of the text at every depth (eval/predict.py). "
+        "low and high: 95 % bootstrap interval of the expectation. run_low and run_high: where tau of one decoding run "
+        "over as many prompts falls in at least 95 % of cases; `inside` says whether the measured one does. "
+        "`independent`: 1 + alpha + alpha^2 + ..., as if tokens of a chain were accepted independently."
     ),
     "tau": (
         "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token "
@@ -106,6 +123,8 @@ class AlphaRow(TypedDict):
     kind: SuiteKind
     temperature: float
     alpha: Estimate
+    alpha_greedy_draft: Estimate | None
+    alpha_match: Estimate | None
     gain: Difference | None
     per_prompt: dict[str, list[Any]] | None
 
@@ -128,6 +147,27 @@ class DecodingRow(TypedDict):
     identical_outputs: Identical | None
     counts: dict[str, int]
     per_prompt: dict[str, list[Any]] | None
+
+
+class PredictionRow(TypedDict):
+    """tau of one draft with one tree and verifier as it is predicted without decoding, and `measured` where it was.
+
+    `accept_at`: predicted accept@d by depth. None where something is not known: see DEFINITIONS["tau, predicted"].
+    """
+
+    draft: str
+    domain: str | None
+    kind: SuiteKind
+    temperature: float
+    tree: str
+    verifier: str
+    tau: Estimate
+    run_low: float | None
+    run_high: float | None
+    accept_at: list[Estimate]
+    independent: float | None
+    measured: float | None
+    inside: bool | None
 
 
 class SpeedRow(TypedDict):
@@ -279,6 +319,7 @@ class ResultsDocument(TypedDict):
     decoding: list[DecodingRow]
     overall_alpha: list[AlphaRow]
     overall_decoding: list[DecodingRow]
+    predictions: list[PredictionRow]
     transfer: list[TransferRow]
     provenance: dict[str, Any]
     speed: Speed

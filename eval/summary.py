@@ -77,12 +77,15 @@ def _decoding(results: Results, draft: str, domain: str, temperature: float, met
     row = results.decoding(draft, domain, temperature, method["tree"], method["verifier"])
     timed = results.speed(draft, domain, temperature, method["tree"], method["verifier"])
     speedup = timed["speedup"] if timed else None
+    predicted = results.predicted(draft, domain, temperature, method["tree"], method["verifier"])
     return {
         "tree": row["tree"],
         "verifier": row["verifier"],
         "lossless": row["lossless"],
         "tau": row["tau"]["value"],
         "tau_ci": _bounds(row["tau"]),
+        "tau_predicted": predicted["tau"]["value"] if predicted else None,
+        "tau_predicted_run": [predicted["run_low"], predicted["run_high"]] if predicted else None,
         "identical_outputs": row["identical_outputs"],
         "speedup": speedup["value"] if speedup else None,
         "speedup_ci": _bounds(speedup),

@@ -77,7 +77,14 @@ def made_up(
                     for method in methods
                     if temperature and (step := RootStep.of(method)) is not None
                 }
-                measured.alphas[(*at, draft)] = {"sum": list(rate * 20), "count": [20] * prompts, "roots": roots}
+                measured.alphas[(*at, draft)] = {
+                    "sum": list(rate * 20),
+                    "greedy": list(rate * 19),
+                    "match": list(rate * 12),
+                    "count": [20] * prompts,
+                    "roots": roots,
+                    "predicted": {},
+                }
                 calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
                 first = [min(20 - c, c) if offered else 0 for c in calls]
                 for method in methods:

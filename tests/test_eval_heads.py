@@ -22,8 +22,9 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model, memory_bytes
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
+from eval.acceptance import draft_logits
 from eval.config import EvalConfig
-from eval.estimate import Continuation, ReadSoFar, alpha_sums, first_logits
+from eval.estimate import Continuation, alpha_sums
 from eval.evaluate import evaluate
 from eval.summary import summary as summarise
 
@@ -86,8 +87,9 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
-        place = ReadSoFar(alone_B=torch.tensor([len(row.prompt_ids) == 1]))
-        return probs(out.logits[0], LAW), probs(first_logits(draft, out, ids, place)[0], LAW), out
+        alone_B = torch.tensor([len(row.prompt_ids) == 1])
+        logits = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1))
+        return probs(out.logits[0], LAW), probs(logits[0], LAW), out
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -297,8 +299,8 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
     assert results_of(config)["clock"]["cells_measured"] == 0
     tree.write_text('{"parents": [-1, 0]}')
     evaluate(config)
-    # The target's outputs and alpha are kept; decoding, twice, and the clock are of another tree.
-    assert results_of(config)["clock"]["cells_measured"] == 3
+    # The target's outputs are kept; predictions (with alpha), decoding, twice, and the clock are of another tree.
+    assert results_of(config)["clock"]["cells_measured"] == 4
     depths = {len(row["accept_at"]) for row in results_of(config)["decoding"]}
     assert depths == {2}
 

@@ -373,7 +373,8 @@ def test_tables_have_a_row_per_measurement_and_a_column_per_figure(results: Resu
     rows = {table: len(results.to_frame(table)) for table in FRAMES}
     # 2 drafts x (3 sets + ID + OOD) x 2 temperatures; decoding by two trees; the target alone is timed too.
     assert rows == {
-        "alpha": 20, "decoding": 40, "speed": 50, "transfer": 6, "baselines": 6, "suites": 3, "models": 3
+        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "transfer": 6, "baselines": 6, "suites": 3,
+        "models": 3,
     }  # fmt: skip
     frame = results.to_frame("alpha").set_index(["draft", "domain", "temperature"])
     estimate = results.alpha("mine", "code", 1.0)

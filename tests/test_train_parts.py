@@ -26,7 +26,7 @@ from draftsmith_core.sampling import Sampling, generator, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.config import Optim
 from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, order
-from train.loop import expected_tokens, learning_rate, make_optimizer
+from train.loop import _curves, learning_rate, make_optimizer
 from train.losses import LOSSES, cross_entropy, forward_kl
 from train.objective import parse_objective
 from train.packing import last_states
@@ -112,12 +112,16 @@ def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
     assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
 
 
-def test_tokens_a_target_call_is_expected_to_give() -> None:
-    assert expected_tokens([0.5, 0.25]) == 1 + 0.5 + 0.125
-    # One alpha is that of every depth of a chain of five: (1 - a^6) / (1 - a).
-    assert expected_tokens([0.8]) == pytest.approx((1 - 0.8**6) / 0.2)
-    assert expected_tokens([1.0]) == 6
-    assert expected_tokens([0.0]) == 1
+def test_tau_of_training_is_that_of_the_default_chain() -> None:
+    """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many depths."""
+
+    def tau(alphas: list[float]) -> float:
+        return _curves([0.0, 0.0, 0.0, 0.0, *alphas, *[1.0] * len(alphas)], "heldout_")["heldout_tau"]
+
+    assert tau([0.8]) == pytest.approx((1 - 0.8**5) / 0.2)
+    assert tau([1.0]) == 5 and tau([0.0]) == 1
+    assert tau([0.5, 0.25]) == 1 + 0.5 + 0.125
+    assert tau([1.0] * 7) == 5
 
 
 def test_decay_is_for_matrices_only(draft_dir: str) -> None:

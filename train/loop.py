@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.defaults import CHAIN
+from decode.stats import independent_tau
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.memory import peak_memory
@@ -30,9 +32,6 @@ from train.memory_errors import memory_errors
 from train.onpolicy import Answerer
 from train.parallel import WrappedTrainee
 from train.world import World
-
-# Where a draft can go to any depth, tau is estimated for a chain of this many drafted tokens.
-CHAIN = 5
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,6 @@ def make_batches(job: TrainingJob, step: int) -> StepBatches:
     return StepBatches(batches, len(drawn), sum(drawn))
 
 
-def expected_tokens(alphas: list[float]) -> float:
-    """Estimated tokens per target call: 1 + alpha_1 + alpha_1 alpha_2 + ..., as if depths were independent.
-
-    A single alpha is used for every depth of a chain of CHAIN tokens (Leviathan et al. 2023, equation 1).
-    """
-    chain = alphas * CHAIN if len(alphas) == 1 else alphas
-    return 1.0 + sum(math.prod(chain[: depth + 1]) for depth in range(len(chain)))
-
-
 def _vector(sums: LossSums) -> Tensor:
     """Loss, tokens, missing mass and its tokens, alpha of every depth, their tokens: one fp64 vector to add up.
 
@@ -141,7 +131,9 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
     alphas = [alpha / tokens for alpha, tokens in pairs if tokens]
     figures: dict[str, float] = {}
     if alphas:
-        figures |= {f"{prefix}alpha": alphas[0], f"{prefix}tau": expected_tokens(alphas)}
+        # For the chain that is drafted when no tree is named, as `eval` has it (`independent` of its predictions).
+        chain = alphas[:CHAIN] if len(alphas) > 1 else alphas * CHAIN
+        figures |= {f"{prefix}alpha": alphas[0], f"{prefix}tau": independent_tau(chain)}
     if len(alphas) > 1:
         figures |= {f"{prefix}alpha_{depth}": alpha for depth, alpha in enumerate(alphas, start=1)}
     if missing_tokens:

@@ -1,0 +1,200 @@
+"""What decoding with a tree would count, from the traces of the target's own texts (`eval.acceptance`).
+
+Given the text that is output, a step whose root has n of its tokens before it accepts d drafted ones or more with the
+chance R_d(n): the product, along the nodes of the tree, of the chances that the text's tokens were accepted there. The
+decoder then stands at n + d + 1. So the expected target calls for a text are a sum over the places at which steps begin
+(`_walk`), each weighed by how often decoding begins one there: the joint runs that were seen, not a power of alpha.
+
+* Unbiased for E[target calls] and E[accepted at depth d], for prefixes that are target-distributed: the target's own
+  continuations at the same sampling. tau is a ratio of two such sums, with the bias of a ratio, of the order
+  1/prompts.
+* Block verification accepts a prefix of i tokens, given the text, with chance min over j <= i of min(1, Q_j / P_j),
+  Q_j and P_j the joint probabilities of its first j tokens (from Sun et al. 2024, arXiv 2403.10444, where w(i) keeps
+  i).
+* Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding run.
+* Not predicted: trees that grow (what they keep depends on tokens beside the text), and the rules greedy, kseq and
+  typical, and traversal on trees.
+
+Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a language model).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode import Tree
+from draftsmith_core.sampling_options import Sampling
+from eval.acceptance import Trace
+from eval.bootstrap import LEVEL, PromptSums, Resamples, pooled_ratios
+from eval.request import Method
+
+Floats = NDArray[np.float64]
+# Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several candidates.
+_DRAWN = ("mcsd", "specinfer", "exact")
+_JOINT = ("block", "traversal")
+_KNOWN = (*_DRAWN, *_JOINT, "speculative", "naive")
+
+
+class PredictedCounts(TypedDict):
+    """Per prompt, expected: target calls for this text, their variance given it, and by depth the steps that accepted
+    that depth, and that reached it (`decode.stats.DecodeStats`).
+    """
+
+    target_calls: list[float]
+    variance: list[float]
+    accepted_by_depth: list[list[float]]
+    reached_by_depth: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """One draft's traces on a set of prompts; `any_depth` where it drafts alike at every depth (a language model)."""
+
+    rows: list[Trace]
+    any_depth: bool
+
+    @property
+    def depths(self) -> int | None:
+        """How deep a tree they say something about; None for any depth."""
+        return None if self.any_depth else self.rows[0].ratio.shape[0]
+
+
+def not_predicted(method: Method, sampling: Sampling) -> str | None:
+    """Why a method is not predicted, in a few words; None when it is."""
+    shape = method.shape
+    if not isinstance(shape, Tree):
+        return "its shape depends on what was drafted"
+    if method.verifier not in _KNOWN and not (method.lossless and sampling.greedy):
+        return f"no estimate is known for the rule {method.verifier}"
+    if method.verifier == "traversal" and not shape.is_chain and not sampling.greedy:
+        return "traversal weighs whole trees, beside the text too"
+    if method.verifier == "naive" and shape.stop and not sampling.greedy:
+        return "its stop reads another distribution than the one drawn from"
+    return None
+
+
+def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:
+    """By rule of `_DRAWN`, the most candidates of one node in these methods; at temperature 0 nothing is drawn."""
+    needed: dict[str, int] = {}
+    for method in methods:
+        if isinstance(method.shape, Tree) and method.verifier in _DRAWN and not sampling.greedy:
+            width = max(method.shape.widths)
+            if width > 1 or method.verifier == "exact":
+                needed[method.verifier] = max(needed.get(method.verifier, 0), width)
+    return needed
+
+
+def predict(method: Method, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
+    """What decoding these texts with a method is expected to count; None where it is not predicted."""
+    shape = method.shape
+    if not_predicted(method, sampling) is not None or not isinstance(shape, Tree):
+        return None
+    if traces.depths is not None and shape.depth > traces.depths:
+        return None
+    joint = method.verifier in _JOINT and not sampling.greedy
+    chances = None if joint else _chances(method, sampling, traces)
+    return _walk(shape, traces, chances)
+
+
+def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
+    """`[P, ..., L]` of rows `[..., L_p]`."""
+    longest = max(row.shape[-1] for row in rows)
+    out = np.full((len(rows), *rows[0].shape[:-1], longest), fill)
+    for p, row in enumerate(rows):
+        out[p, ..., : row.shape[-1]] = row
+    return out
+
+
+def _chances(method: Method, sampling: Sampling, traces: Traces) -> Floats:
+    """`[D, K, P, L]`: the chance that the text's token was accepted at a rank."""
+    width = max(method.shape.widths) if isinstance(method.shape, Tree) else 1
+    if sampling.greedy or method.verifier == "naive":
+        place_PDL = padded([trace.place for trace in traces.rows], np.inf)
+        return np.stack([place_PDL == rank for rank in range(width)]).astype(np.float64).transpose(2, 0, 1, 3)
+    if method.verifier in _DRAWN and (width > 1 or method.verifier == "exact"):
+        return padded([trace.ranks[method.verifier].transpose(2, 0, 1) for trace in traces.rows]).transpose(2, 1, 0, 3)
+    return np.minimum(1.0, padded([trace.ratio for trace in traces.rows])).transpose(1, 0, 2)[:, None]
+
+
+def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedCounts:
+    """Expected counts of a chain of steps along every text; `chances_DKPL` None for block verification on a chain."""
+    lengths_P = np.array([trace.length for trace in traces.rows])
+    longest, depth = int(lengths_P.max()), tree.depth
+    inside_PL = np.arange(longest) < lengths_P[:, None]
+    belief_DPL = padded([trace.belief for trace in traces.rows]).transpose(1, 0, 2)
+    ratio_DPL = padded([trace.ratio for trace in traces.rows]).transpose(1, 0, 2)
+
+    def at(values_DPL: Floats, level: int) -> Floats:
+        """By root: the value of the text's token `level` positions on, drafted at that depth; 0 beyond the text."""
+        found_PL = values_DPL[min(level, len(values_DPL) - 1)]
+        return np.pad(found_PL[:, level:], ((0, 0), (0, min(level, longest))))[:, :longest]
+
+    one_PL = np.ones_like(inside_PL, dtype=np.float64)
+    # By node, the root first: the chance to reach it, and the draft's joint probability of its path.
+    reach, belief = [one_PL * inside_PL], [one_PL]
+    joint_PL = one_PL
+    accepted = [reach[0], *(np.zeros_like(one_PL) for _ in range(depth))]
+    offered = [np.zeros_like(one_PL) for _ in range(depth + 1)]
+    for parent, rank, level in zip(tree.parents, tree.ranks, tree.depths, strict=True):
+        above = reach[parent + 1] * (belief[parent + 1] >= tree.stop)
+        if rank == 0:
+            offered[level] += above
+        if chances_DKPL is None:
+            joint_PL = joint_PL * at(ratio_DPL, level - 1)
+            here = np.minimum(above, joint_PL)
+        else:
+            here = above * at(chances_DKPL[:, rank], level - 1)
+        reach.append(here)
+        belief.append(belief[parent + 1] * at(belief_DPL, level - 1) if tree.stop else one_PL)
+        accepted[level] = accepted[level] + here
+    # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
+    ends = [accepted[d] - accepted[d + 1] for d in range(depth)] + [accepted[depth]]
+    calls_PL, square_PL = (np.zeros((len(lengths_P), longest + depth + 2)) for _ in range(2))
+    for t in range(longest - 1, -1, -1):
+        later = sum(end[:, t] * calls_PL[:, t + j] for j, end in enumerate(ends, 1))
+        later_square = sum(end[:, t] * square_PL[:, t + j] for j, end in enumerate(ends, 1))
+        calls_PL[:, t] = inside_PL[:, t] * (1 + later)
+        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later + later_square)
+    visits_PL = np.zeros((len(lengths_P), longest + depth + 2))
+    visits_PL[:, 0] = 1
+    for t in range(longest):
+        for j, end in enumerate(ends, 1):
+            visits_PL[:, t + j] += visits_PL[:, t] * end[:, t]
+    visits_PL = visits_PL[:, :longest]
+    left_PL = lengths_P[:, None] - np.arange(longest)
+    return PredictedCounts(
+        target_calls=calls_PL[:, 0].tolist(),
+        variance=np.maximum(square_PL[:, 0] - calls_PL[:, 0] ** 2, 0.0).tolist(),
+        accepted_by_depth=np.stack([(visits_PL * accepted[d]).sum(1) for d in range(1, depth + 1)], 1).tolist(),
+        reached_by_depth=np.stack(
+            [(visits_PL * offered[d] * (left_PL >= d)).sum(1) for d in range(1, depth + 1)], 1
+        ).tolist(),
+    )
+
+
+def run_interval(
+    emitted_P: Floats, counts: PredictedCounts, picks: Resamples, seed: int
+) -> tuple[float, float] | tuple[None, None]:
+    """Where tau of one decoding run over as many prompts falls in 95 % of cases, given this prediction of it.
+
+    Both sides vary: the prediction by the texts it was made from, the run by its own texts and by what it accepts. So
+    the interval is the prediction plus the quantiles of a difference of two resamples of prompts, drawn apart; the
+    run's side gets normal noise of the variance that its calls have given a text. For a run over the same prompts it
+    is wider than needed by what prompts differ among themselves: it covers at least 95 %. None where no bootstrap is
+    possible.
+    """
+    if not picks.usable:
+        return None, None
+    rng = np.random.default_rng(seed)
+    calls_P, noise_P = np.array(counts["target_calls"]), np.sqrt(np.array(counts["variance"]))
+    again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
+    noise_R = np.sqrt(again_RP @ noise_P**2) * rng.standard_normal(len(again_RP))
+    ran_R = (again_RP @ emitted_P) / np.maximum(again_RP @ calls_P + noise_R, 1e-9)
+    sums = PromptSums(emitted_P, calls_P)
+    away_R = ran_R - pooled_ratios(sums, picks)
+    low, high = np.quantile(away_R, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value = sums.pooled or 0.0
+    return max(1.0, value + float(low)), value + float(high)
