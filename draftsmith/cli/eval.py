@@ -4,12 +4,13 @@ from draftsmith.cli.output import finish
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process
-from eval.config import CompareConfig, EvalConfig, RenderConfig
+from eval.config import CompareConfig, EvalConfig, RenderConfig, WatchConfig
 from eval.request import check
 
 
 def run(argv: list[str]) -> None:
-    """Measure drafts in distribution and out of it; or draw a report again, or set two evaluations side by side."""
+    """Measure drafts in distribution and out of it; or draw a report again, set two evaluations side by side, or
+    watch a log."""
     if any(word.partition("=")[0] == "--render" for word in argv):
         again, as_json = parse(RenderConfig, "eval", argv)
         require_single_process("eval")
@@ -22,6 +23,9 @@ def run(argv: list[str]) -> None:
         return
     if any(word.partition("=")[0] == "--compare" for word in argv):
         _compare(argv)
+        return
+    if any(word.partition("=")[0] == "--watch" for word in argv):
+        _watch(argv)
         return
     config, as_json = parse(EvalConfig, "eval", argv)
     require_single_process("eval")
@@ -53,3 +57,12 @@ def _compare(argv: list[str]) -> None:
 
     found = compare(*(Results.load(path) for path in asked.compare))
     finish(found.summary(), comparison_lines(found), as_json)
+
+
+def _watch(argv: list[str]) -> None:
+    asked, as_json = parse(WatchConfig, "eval", argv)
+    require_single_process("eval")
+    from eval.watch import watch
+
+    seen = watch(asked)
+    finish(seen, [f"{seen['answers']} answers; acceptance has not left the band"], as_json)
