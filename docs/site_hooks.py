@@ -21,6 +21,7 @@ OPTIONS = {
     "align": "draftsmith.alignment.config:AlignConfig",
     "distill": "distill.config:DistillConfig",
     "train": "train.config:TrainConfig",
+    "merge": "drafts.merge_config:MergeConfig",
     "decode": "draftsmith.cli.decode_options:DecodeConfig",
     "eval": "eval.config:EvalConfig",
 }

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
     from distill.config import DistillConfig as DistillConfig
     from distill.generate import distill as distill
+    from drafts.merge import merge as merge
+    from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.pair import Output as Output
@@ -45,6 +47,7 @@ _PUBLIC = {
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
+    "MergeConfig": ("drafts.merge_config", "MergeConfig"),
     "Output": ("draftsmith.pair", "Output"),
     "Pair": ("draftsmith.pair", "Pair"),
     "RequirementError": ("draftsmith_core.errors", "RequirementError"),
@@ -59,6 +62,7 @@ _PUBLIC = {
     "evaluate": ("eval.evaluate", "evaluate"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
+    "merge": ("drafts.merge", "merge"),
     "train": ("train.training_run", "train"),
 }
 
@@ -68,6 +72,7 @@ __all__ = [
     "DraftsmithError",
     "EvalConfig",
     "InputError",
+    "MergeConfig",
     "Output",
     "Pair",
     "RequirementError",
@@ -83,6 +88,7 @@ __all__ = [
     "evaluate",
     "load_pair",
     "losses",
+    "merge",
     "train",
 ]
 

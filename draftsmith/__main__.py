@@ -25,6 +25,7 @@ COMMANDS = {
     "align": ("draftsmith.cli.align", "distil, train, evaluate and report for a pair of your own"),
     "distill": ("draftsmith.cli.distill", "the target's own outputs for a set of prompts"),
     "train": ("draftsmith.cli.train", "fit a draft to a distilled set"),
+    "merge": ("draftsmith.cli.merge", "interpolate between drafts, or average them"),
     "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
     "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
 }

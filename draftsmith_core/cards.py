@@ -71,8 +71,9 @@ def checkpoint_card(record: Values, results: Values | None = None, draft: str | 
     """
     config, kind = record.get("config", {}), record["kind"]
     is_lm = kind == "draft-lm"
-    start, target = config.get("draft"), record.get("target") or "THE-TARGET"
-    models = [name for name in (start, record.get("target")) if name]
+    target = record.get("target") or "THE-TARGET"
+    starts = [part["draft"] for part in record.get("merged_from", [])] or [config.get("draft")]
+    models = [name for name in (*starts, record.get("merge_base"), record.get("target")) if name]
     licence, about_licence = _licence(models)
     sets = [*config.get("data", []), *config.get("replay", [])]
     header = {
@@ -173,12 +174,18 @@ def _hub_dataset(source: str) -> str | None:
 
 
 def _made(record: Values, config: Values, sets: Sequence[str]) -> str:
-    rows = [("started from", config.get("draft") or "fresh weights"), ("data", ", ".join(sets))]
+    merged = record.get("merged_from", [])
+    rows: list[tuple[str, Any]] = [(f"weight of {part['draft']}", part["weight"]) for part in merged]
+    if merged:
+        rows += [("weight of the rest", f"on {record['merge_base']}" if record["merge_base"] else None)]
+    else:
+        rows += [("started from", config.get("draft") or "fresh weights"), ("data", ", ".join(sets))]
     rows += [("response tokens", record.get("data", {}).get("response_tokens"))]
     rows += [("learning rate", config.get("optim", {}).get("lr")), ("seed", config.get("seed"))]
     keys = ("objective", "steps", "best_step", "fingerprint", "target_fingerprint")
     rows += [(key.replace("_", " "), record.get(key)) for key in keys]
-    said = f"By `draftsmith train`. `draftsmith.json` has every option and the versions ({_versions(record)})."
+    maker = "merge" if merged else "train"
+    said = f"By `draftsmith {maker}`. `draftsmith.json` has every option and the versions ({_versions(record)})."
     return f"{said}\n\n" + _table(("what", "value"), [row for row in rows if row[1] is not None])
 
 

@@ -32,6 +32,7 @@ RUN = [
     "README.md",
     "docs/tutorial.md",
     "docs/training.md",
+    "docs/robust.md",
     "docs/decoding.md",
     "docs/evaluation.md",
     "docs/publishing.md",

@@ -61,6 +61,7 @@ MISTAKES = {
     "align": ["--target", "t", "--prompts", "p", "--out", "o", "--objective", "jsdd"],
     "distill": ["--target", "t", "--prompts", "p", "--out", "o", "--num_samples", "0"],
     "train": ["--lrr", "3"],
+    "merge": ["--draft", "d", "--out", "o"],
     "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
     "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
 }

@@ -1,0 +1,125 @@
+"""Weights of drafts add up as the options say, and what does not fit together is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import draftsmith as ds
+from drafts.heads import save_head
+from drafts.heads.medusa import MedusaConfig, MedusaHeads
+from drafts.load import load_pair
+from drafts.merge import merge_states
+from draftsmith.__main__ import main
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
+
+
+@pytest.fixture
+def moved_dir(draft_dir: str, tmp_path: Path) -> str:
+    """The draft after a step in a random direction, as training would leave it."""
+    model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(tmp_path / "moved")
+    return str(tmp_path / "moved")
+
+
+def weights_of(path: str | Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+
+
+def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(
+    draft_dir: str, moved_dir: str, tmp_path: Path
+) -> None:
+    base, moved = weights_of(draft_dir), weights_of(moved_dir)
+    for weight in (0.0, 0.25, 1.0, 1.5):
+        out = tmp_path / str(weight)
+        summary = ds.merge(ds.MergeConfig(out=str(out), base=draft_dir, draft=[f"{moved_dir}={weight}"]))
+        assert summary["weights"] == {moved_dir: weight}
+        for name, tensor in weights_of(out).items():
+            wanted = torch.lerp(base[name].detach().double(), moved[name].detach().double(), weight)
+            torch.testing.assert_close(tensor.detach().double(), wanted, rtol=0, atol=1e-6)
+    assert torch.equal(weights_of(tmp_path / "0.0")["model.norm.weight"], base["model.norm.weight"])
+
+
+def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir: str, moved_dir: str, tmp_path: Path) -> None:
+    a, b = weights_of(draft_dir), weights_of(moved_dir)
+    ds.merge(ds.MergeConfig(out=str(tmp_path / "soup"), draft=[draft_dir, moved_dir]))
+    for name, tensor in weights_of(tmp_path / "soup").items():
+        torch.testing.assert_close(tensor, (a[name] + b[name]) / 2, rtol=0, atol=1e-6)
+    one = {"w": torch.tensor([1.0, 2.0]), "map": torch.tensor([3])}
+    two = {"w": torch.tensor([3.0, 0.0]), "map": torch.tensor([3])}
+    base = {"w": torch.tensor([1.0, 1.0]), "map": torch.tensor([3])}
+    # base + 0.5 (one - base) + 2 (two - base), by hand.
+    assert merge_states([(one, 0.5), (two, 2.0)], base)["w"].tolist() == [5.0, -0.5]
+    assert merge_states([(one, 0.5), (two, 2.0)], base)["map"].tolist() == [3]
+    with pytest.raises(InputError, match="differ in 'map', which cannot be averaged"):
+        merge_states([(one, 0.5), (two | {"map": torch.tensor([4])}, 0.5)])
+    with pytest.raises(InputError, match="lacks the tensor 'map'"):
+        merge_states([(one, 0.5), ({"w": two["w"]}, 0.5)])
+
+
+def test_the_merged_draft_decodes_and_says_what_it_is(
+    target_dir: str, draft_dir: str, moved_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_prompt_hashes(Path(moved_dir), [5, 7])
+    out = tmp_path / "merged"
+    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out), "--json"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{out}: 0.5 x {moved_dir} + 0.5 x {draft_dir}"
+    record = json.loads((out / "draftsmith.json").read_text())
+    assert record["merged_from"] == [{"draft": moved_dir, "weight": 0.5}]
+    assert record["fingerprint"] == json.loads(printed[-1])["fingerprint"]
+    card = (out / "README.md").read_text()
+    assert f"| weight of {moved_dir} | 0.5 |" in card and "By `draftsmith merge`" in card
+    hashes = read_prompt_hashes(out)
+    assert hashes is not None and hashes.tolist() == np.array([5, 7], dtype=np.uint64).tolist()
+    pair = ds.load_pair(target_dir, draft=str(out), device="cpu")
+    assert len(pair.generate("Return the", max_new_tokens=8).output_ids) == 8
+    # The same again does not write over it.
+    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out)]) == 2
+    assert "exists; choose another" in capsys.readouterr().err
+
+
+def test_heads_are_merged_with_their_config(target_dir: str, tmp_path: Path) -> None:
+    target = load_pair(target_dir, device="cpu").target
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, "config", target), target)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.normal_()
+        save_head(head, tmp_path / str(seed))
+    ds.merge(ds.MergeConfig(out=str(tmp_path / "soup"), draft=[str(tmp_path / "0=0.25"), str(tmp_path / "1=0.75")]))
+    a, b, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("0", "1", "soup"))
+    assert list(load_pair(target_dir, [str(tmp_path / "soup")], device="cpu").drafts)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, 0.25 * a[name] + 0.75 * b[name])
+
+
+def test_what_cannot_be_merged_is_refused_in_one_line(
+    draft_dir: str, target_dir: str, other_vocabulary_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    for words, said in (
+        (["--draft", draft_dir], "one draft and no base is a copy"),
+        (["--base", draft_dir, "--draft", draft_dir], "say how far to go"),
+        (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight and others have"),
+        (["--draft", f"{draft_dir}=0.5", f"{target_dir}=0.6"], "the weights add up to 1.1"),
+        (["--draft", f"{draft_dir}=nan", f"{target_dir}=0.6"], "with a weight from -100 to 100"),
+        (["--draft", draft_dir, target_dir], "merge drafts of one shape"),
+        (["--draft", draft_dir, other_vocabulary_dir], "merge drafts of one shape"),
+        (["--draft", draft_dir, str(tmp_path / "absent")], "no such directory"),
+        (["--base", draft_dir, "--draft", f"{draft_dir}=1e60"], "with a weight from -100 to 100"),
+    ):
+        assert main(["merge", *words, "--out", out]) == 2, words
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 1 and said in error[0], error
+        assert not Path(out).exists() or not list(Path(out).iterdir())
