@@ -36,6 +36,11 @@ class DistillConfig:
     """Stop after so many requests to servers; the same command continues."""
     max_tokens: int | None = None
     """Stop after so many tokens of prompts and answers, as the servers count them; the same command continues."""
+    turns: Literal["all", "last"] = "all"
+    """Of a chat, `all`: the target writes every assistant turn anew, each after its own earlier answers, a row a turn;
+    turns that call tools stay. `last`: it answers once, after the turns as they are."""
+    chat_template: str | None = None
+    """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
     num_samples: int = 1
     """Answers per prompt; several samples of one prompt are worth more than one."""
     max_new_tokens: int = 256

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from distill.config import DistillConfig
+from distill.conversations import answer_text, turn_prompt
 from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed
 from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
 from draftsmith_core.cards import distilled_set_card
@@ -25,7 +26,7 @@ from draftsmith_core.io import canonical_json, hash_json, read_json, write_json_
 from draftsmith_core.processes import join_processes, on_main, terminable
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records
-from draftsmith_core.prompts import Prompt, PromptReader, Skipped
+from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
@@ -59,22 +60,29 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     out = Path(config.out)
     if not config.out.strip() or out.is_file():
         raise InputError(f"--out {config.out!r}: is {'a file' if config.out else 'empty'}; name a directory")
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     engine = ENGINES[config.engine](config, tokenizer)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     reader = PromptReader(
-        config.prompts, tokenizer, config.domain, config.prompt_tokens, max_tokens=engine.max_prompt_tokens
+        config.prompts,
+        tokenizer,
+        config.domain,
+        config.prompt_tokens,
+        max_tokens=engine.max_prompt_tokens,
+        whole_chats=config.turns == "last",
     )
     _find_a_prompt(config, reader)
     sampling = dataclasses.asdict(engine.sampling.sampling)
     if not sampling["min_p"]:
         del sampling["min_p"]  # sets that were made before there was the option have no such key
     options = dataclasses.asdict(config)
-    del options["min_p"]
+    del options["min_p"], options["chat_template"]
     identity = {
         "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
         **engine.identity,
+        # What made the prompts of chats, wherever it was read from.
+        "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
     }
     with hold(out):
         on_main(lambda: _claim(out, identity))
@@ -90,6 +98,7 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         "tokens_from": manifest["tokens_from"],
         "skipped_because": manifest["skipped_because"],
         "failed_because": manifest["failed_because"],
+        "shortened_because": manifest["shortened_because"],
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
     }
@@ -196,16 +205,45 @@ class _Run:
         self.part_of |= dict.fromkeys(prompts, part)
         if self.engine.keeps_answers:
             self.kept[index] = KeptAnswers(self.out, index)
-        self.advance(len(skipped), "")
-        if not prompts:
+        requests = []
+        for prompt in prompts.values():
+            first = [self._request(prompt, sample, 0) for sample in samples]
+            requests += first
+            if first[0] is None:
+                part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
+                del part.left[prompt.row]
+        self.advance(len(part.skipped), "")
+        if not part.left:
             self._write(part)
-        requests = [self._request(prompt, sample) for prompt in prompts.values() for sample in samples]
         return [left for request in requests if (left := self._not_kept(request)) is not None]
 
-    def _request(self, prompt: Prompt, sample: int) -> AnswerRequest:
+    def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
+        """The request for a turn (0: the first), None when there is none, or when it cannot be asked."""
+        ids: Sequence[int] | None = prompt.ids if turn == 0 else None
+        if prompt.chat is not None and self.config.turns == "all":
+            part = self.part_of[prompt.row]
+            texts = [
+                answer_text(self.reader.tokenizer, part.rows[prompt.row, sample, each]["response_ids"])
+                for each in range(turn)
+            ]
+            try:
+                ids = turn_prompt(prompt.chat, texts, self.reader.tokenizer, f"turn {turn + 1}")
+            except InputError as error:
+                part.shortened.setdefault(prompt.row, str(error))
+                return None
+            most = self.engine.max_prompt_tokens
+            if ids is not None and most is not None and len(ids) > most:
+                part.shortened.setdefault(
+                    prompt.row, f"turn {turn + 1}: {len(ids)} tokens, more than the {most} that fit"
+                )
+                return None
+        if ids is None:
+            return None
         # A prompt without an id of its own may stand in several rows, and is to be answered anew in each.
-        name = prompt.id if prompt.own_id else f"{prompt.id}/{prompt.row}"
-        return AnswerRequest((prompt.row, sample, 0), prompt.ids, row_seed(self.config.seed, f"{name}/{sample}"))
+        name = "/".join(
+            [prompt.id, *([] if prompt.own_id else [str(prompt.row)]), str(sample), *[str(turn)] * (turn > 0)]
+        )
+        return AnswerRequest((prompt.row, sample, turn), tuple(ids), row_seed(self.config.seed, name))
 
     def _not_kept(self, request: AnswerRequest | None) -> AnswerRequest | None:
         """The request, or what follows once the answers that an earlier run kept are taken; None when nothing does."""
@@ -225,8 +263,8 @@ class _Run:
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, which is written when it is whole; returns the request that follows, if any."""
-        number, sample, _ = request.key
-        part = self.part_of[number]
+        number, sample, turn = request.key
+        part, after = self.part_of[number], None
         if isinstance(answer, Failed):
             part.failed.setdefault(number, answer.reason)
         else:
@@ -235,17 +273,22 @@ class _Run:
             part.rows[request.key] = {
                 "id": hashlib.sha256(content.encode()).hexdigest()[:16],
                 "prompt_id": prompt.id,
+                "prompt_hash": content_id(prompt.ids),
                 "domain": prompt.domain,
                 "prompt_ids": request.prompt_ids,
                 "response_ids": answer.response_ids,
                 "finish_reason": answer.finish_reason,
                 "seed": request.seed,
                 "sample_index": sample,
+                "turn": turn,
                 "tokens_from": answer.tokens_from,
             }
             self.tokens += len(answer.response_ids)
             if k := self.config.teacher_top_k:
                 part.rows[request.key] |= vars(self.engine.score(request, answer, k))
+            after = self._request(prompt, sample, turn + 1)
+        if after is not None:
+            return after
         part.left[number] -= 1
         if not part.left[number]:
             del part.left[number], self.part_of[number]
@@ -293,6 +336,7 @@ def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[st
         },
         "skipped_because": totals.skipped.lines("skipped"),
         "failed_because": totals.failed.lines("failed"),
+        "shortened_because": totals.shortened.lines("shortened"),
         "finish_reasons": dict(totals.finish_reasons),
         "tokens_from": dict(totals.tokens_from),
         "response_tokens": totals.tokens,

@@ -23,12 +23,14 @@ SCHEMA = pa.schema(
     [
         pa.field("id", pa.string()),
         pa.field("prompt_id", pa.string()),
+        pa.field("prompt_hash", pa.string()),
         pa.field("domain", pa.string()),
         pa.field("prompt_ids", pa.list_(pa.int32())),
         pa.field("response_ids", pa.list_(pa.int32())),
         pa.field("finish_reason", pa.string()),
         pa.field("seed", pa.int64()),
         pa.field("sample_index", pa.int32()),
+        pa.field("turn", pa.int32()),
         pa.field("tokens_from", pa.string()),
     ]
 )
@@ -54,7 +56,9 @@ def _empty_name(index: int) -> str:
 
 @dataclass
 class Part:
-    """A part in the making. `left` counts the samples of each prompt that have not ended, by row of the source."""
+    """A part in the making. `left` counts the samples of each prompt that have not ended, by row of the source;
+    `failed` and `shortened` say of rows why they have no answer, or not to all turns.
+    """
 
     index: int
     digest: str
@@ -63,6 +67,7 @@ class Part:
     prompts: dict[int, Prompt]
     left: Counter[int]
     failed: dict[int, str] = field(default_factory=dict)
+    shortened: dict[int, str] = field(default_factory=dict)
     rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
 
     def write(self, out: Path, schema: pa.Schema) -> None:
@@ -71,7 +76,8 @@ class Part:
             "read": self.read,
             "digest": self.digest,
             "skipped": [[skip.row, skip.reason] for skip in self.skipped],
-            "failed": [[row, reason] for row, reason in sorted(self.failed.items())],
+            "failed": sorted(self.failed.items()),
+            "shortened": sorted(self.shortened.items()),
         }
         if not self.rows:
             path = out / _empty_name(self.index)
@@ -160,16 +166,17 @@ class Totals:
     tokens_from: Counter[str]
     skipped: Reasons
     failed: Reasons
+    shortened: Reasons
     digests: list[str]
 
 
 def add_up(out: Path, parts: int) -> Totals:
-    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave nothing."""
-    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), Reasons(), Reasons(), [])
+    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave less than it should."""
+    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), Reasons(), Reasons(), Reasons(), [])
     with atomic_file(out / ERRORS) as temporary, temporary.open("w", encoding="utf-8") as errors:
         for index in range(parts):
             _add(totals, out, index, errors)
-    if not (totals.skipped.total() or totals.failed.total()):
+    if not any(each.total() for each in (totals.skipped, totals.failed, totals.shortened)):
         (out / ERRORS).unlink()
     return totals
 
@@ -191,8 +198,7 @@ def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
                 counts[each["values"]] += each["counts"]
     totals.read += record["read"]
     totals.digests.append(record["digest"])
-    found = [(row, "skipped", reason) for row, reason in record["skipped"]]
-    found += [(row, "failed", reason) for row, reason in record["failed"]]
-    for row, outcome, reason in sorted(found):
-        (totals.skipped if outcome == "skipped" else totals.failed).add(row, reason)
+    outcomes = {"skipped": totals.skipped, "failed": totals.failed, "shortened": totals.shortened}
+    for row, outcome, reason in sorted((row, name, reason) for name in outcomes for row, reason in record[name]):
+        outcomes[outcome].add(row, reason)
         errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")

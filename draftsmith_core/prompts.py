@@ -22,18 +22,30 @@ log = logging.getLogger(__name__)
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
 # Keys of a row that other tools would put into the prompt, and that are not read here.
-_CONTEXT = ("system", "tools", "functions", "documents", "images", "image", "audio", "video", "videos")
+_CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as its row has it: all turns, the assistant's too, and the tools that it may call."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: list[Any] | None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised. `id` is its own (then `own_id`) or a hash of its content; `row` its line or number."""
+    """One prompt, tokenised. `id` is its own (then `own_id`) or a hash of its content; `row` its line or number.
+
+    chat: the conversation that it is from, if any.
+    """
 
     id: str
     domain: str
     ids: tuple[int, ...]
     row: int = field(default=0, compare=False)
     own_id: bool = field(default=False, compare=False)
+    chat: Chat | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class PromptReader:
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first `prompt_tokens`
     tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are read as
     `messages`. `unread` collects what rows hold beside that, with the first row that has it; `from_text` counts the
-    rows with `text`.
+    rows with `text`. Without `whole_chats` a chat need not fit `max_tokens`: the caller asks turn by turn.
     """
 
     source: str
@@ -106,6 +118,7 @@ class PromptReader:
     domain: str = "default"
     prompt_tokens: int = 32
     max_tokens: int | None = None
+    whole_chats: bool = True
     unread: dict[str, int] = field(default_factory=dict)
     from_text: int = 0
 
@@ -120,9 +133,13 @@ class PromptReader:
         domain = string(row, "domain", where) or self.domain
         if short or not ids:
             return Skipped(record.number, short or "empty prompt")
-        if self.max_tokens is not None and len(ids) > self.max_tokens:
+        limited = self.whole_chats or row.get("messages") is None
+        if limited and self.max_tokens is not None and len(ids) > self.max_tokens:
             return Skipped(record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit")
-        return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own))
+        chat = None
+        if row.get("messages") is not None:
+            chat = Chat(tuple(check_turns(row["messages"], where)), check_tools(row, where))
+        return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
 
     def warn_unread(self) -> None:
         """One warning that names what the rows hold and the prompts were made without."""
@@ -211,13 +228,11 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
 
 
 def _unread(row: dict[str, Any]) -> list[str]:
-    """What a row holds that could be meant for the prompt and is not read: a second text, images, tools."""
+    """What a row holds that could be meant for the prompt and is not read: a second text, images."""
     present = [key for key in KEYS if row.get(key) is not None]
     found = present[1:] + [key for key in _CONTEXT if row.get(key)]
-    turns: Any = row.get("messages") if isinstance(row.get("messages"), list) else []
-    for turn in turns:
-        if isinstance(turn, dict) and not (turn is turns[-1] and turn.get("role") == "assistant"):
-            found += [f"messages.{key}" for key, value in turn.items() if key not in ("role", "content") and value]
+    if row.get("tools") and present[:1] != ["messages"]:
+        found.append("tools")  # only a chat template knows what to do with them
     return found
 
 
@@ -230,7 +245,7 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens
     key = present[0]
     value = row[key]
     if key == "messages":
-        return encode_messages(tokenizer, check_messages(value, where), where), ""
+        return encode_messages(tokenizer, check_messages(value, where), where, check_tools(row, where)), ""
     if not isinstance(value, str):
         raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
     whole(value, key, where)
@@ -247,20 +262,36 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens
     return ids, short
 
 
-def check_messages(value: Any, where: str) -> list[dict[str, str]]:
+def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
     """The messages that make the prompt (a final assistant turn dropped), or InputError naming the key."""
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects")
-    messages: list[dict[str, str]] = []
-    for index, message in enumerate(value):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
-        if not isinstance(message.get("content"), str):
-            raise InputError(f"{where}: key 'messages[{index}].content': expected text")
-        whole(message["content"], f"messages[{index}].content", where)
-        messages.append({"role": message["role"], "content": message["content"]})
+    messages = check_turns(value, where)
     if messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise InputError(f"{where}: key 'messages': holds only an assistant turn; the prompt is missing")
     return messages
+
+
+def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
+    """All messages, with all their keys, or InputError naming the key. A turn that calls tools needs no content."""
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects")
+    messages: list[dict[str, Any]] = []
+    for index, message in enumerate(value):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
+        message = {key: each for key, each in message.items() if each is not None}
+        content = message.setdefault("content", "" if message.get("tool_calls") else None)
+        if not isinstance(content, str):
+            raise InputError(f"{where}: key 'messages[{index}].content': expected text")
+        whole(content, f"messages[{index}].content", where)
+        messages.append(message)
+    return messages
+
+
+def check_tools(row: dict[str, Any], where: str) -> list[Any] | None:
+    """The tools that a row offers to the target, for the chat template; InputError for what is no list."""
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"{where}: key 'tools': expected a list of functions")
+    return tools or None

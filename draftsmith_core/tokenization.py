@@ -1,7 +1,6 @@
 """Text to tokens and back: chat templates for chats, and the special tokens that the tokenizer adds by itself."""
 
-import logging
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftsmith_core.errors import InputError
 from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
 
-log = logging.getLogger(__name__)
-
 Tokenizer = PreTrainedTokenizerBase
 # One of these is in every tokenizer's directory.
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer in a local directory or on the hub; InputError when there is none."""
+def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer in a local directory or on the hub; InputError when there is none.
+
+    chat_template: a Jinja file that takes the place of the chat template that comes with the tokenizer.
+    """
     quiet()
     check_source(name)
     if trust_remote_code:
@@ -33,6 +33,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
                 f"copy the files of the tokenizer that the model was trained with into it"
             ) from None
         raise InputError(f"{name}: no tokenizer could be loaded from it: {why_not(name, error, 'tokenizer')}") from None
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--chat_template {chat_template}: cannot be read ({error})") from None
     return tokenizer
 
 
@@ -63,27 +68,28 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], where: str) -> list[int]:
-    """Tokens of a chat up to where the assistant's answer begins, by the chat template, or as plain text without one.
+def encode_messages(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, tools: list[Any] | None = None
+) -> list[int]:
+    """Tokens of a chat up to where the assistant's answer begins, by the tokenizer's chat template.
 
-    Raises InputError, beginning with `where`, for a chat that the template refuses.
+    messages and tools go to the template as they are. Raises InputError, beginning with `where`, where there is no
+    template, and for a chat that it refuses.
     """
     if tokenizer.chat_template is None:
-        _warn_no_template(tokenizer.name_or_path)
-        return encode_text(tokenizer, "\n\n".join(m["content"] for m in messages) + "\n\n")
+        raise InputError(
+            f"{where}: key 'messages': the tokenizer of {tokenizer.name_or_path} has no chat template; name one with "
+            f"--chat_template FILE, or put it beside the tokenizer as chat_template.jinja"
+        )
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        # Besides its own errors a template raises whatever Python raises for a turn of a kind that it did not expect.
         raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
     ids: list[int] = list(encoded["input_ids"])
     return ids
-
-
-@cache
-def _warn_no_template(name: str) -> None:
-    log.warning("%s: its tokenizer has no chat template; the turns of chats are joined as plain text", name)
 
 
 def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:

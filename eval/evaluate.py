@@ -91,7 +91,7 @@ def render(directory: str | Path) -> Path:
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
     """Prompts first, because reading them is cheap; then all models; then whether all of it fits together."""
     said = announce(remarks.of_options(config), strict=config.strict)
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     suites = load_suites(
         request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
     )

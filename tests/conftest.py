@@ -164,7 +164,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
         {"prompt": "Numbers", "id": "numbers"},
         {"prompt": ""},
         {"text": " ".join(SENTENCES), "id": "book"},
-        {"messages": [{"role": "user", "content": "Who jumps?"}], "domain": "models"},
+        {"prompt": "Who jumps?\n\n", "domain": "models"},
         {"prompt": "é λ 漢 🙂"},
         {"prompt": "The quick"},
         {"prompt": "dog"},

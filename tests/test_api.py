@@ -91,7 +91,8 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
     assert outputs[0].output_ids != outputs[2].output_ids
 
 
-def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path) -> None:
+def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.tokenizer, "chat_template", "{{ messages[0].content }}?")
     chat = [{"role": "user", "content": "Who jumps?"}]
     file = tmp_path / "c.jsonl"
     file.write_text(json.dumps({"messages": chat}) + "\n")

@@ -39,7 +39,8 @@ def adds_up(prompts: PromptSet) -> bool:
     return len(prompts.prompts) + len(prompts.skipped) == prompts.rows
 
 
-def test_every_kind_of_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_every_kind_of_row(tmp_path: Path, chat: Tokenizer) -> None:
+    tokenizer = chat
     text = "The quick brown fox jumps over the lazy dog. " * 3
     source = jsonl(
         tmp_path / "p.jsonl",
@@ -50,15 +51,15 @@ def test_every_kind_of_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
     )
     found = read_prompts(source, tokenizer, domain="d", prompt_tokens=5)
     assert adds_up(found)
-    first, book, chat, same = found.prompts
+    first, book, asked, same = found.prompts
     assert first.ids == tuple(tokenizer("The fox")["input_ids"])
     assert first.ids[0] == tokenizer.bos_token_id
     assert book == type(book)("7", "books", tuple(tokenizer(text)["input_ids"][:5]))
-    # Without a chat template a chat is its text, and the assistant's answer is not part of the prompt.
-    assert tokenizer.decode(list(chat.ids), skip_special_tokens=True) == "The\n\n"
-    assert chat.ids == same.ids
-    assert same.id == f"{chat.id}-2"
-    assert {p.domain for p in (first, chat, same)} == {"d"}
+    # The assistant's answer is not part of the prompt.
+    assert tokenizer.decode(list(asked.ids)) == "[user]The[assistant]"
+    assert asked.ids == same.ids
+    assert same.id == f"{asked.id}-2"
+    assert {p.domain for p in (first, asked, same)} == {"d"}
 
 
 def test_a_chat_template_is_used_where_there_is_one(tmp_path: Path, chat: Tokenizer) -> None:
@@ -275,19 +276,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, tokenizer
     "row, named",
     [
         ({"prompt": "a", "text": "b"}, "text"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "tools"),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, "tools"),
         ({"system": "be kind", "conversations": [{"from": "human", "value": "a"}]}, "system"),
         ({"prompt": "what is shown?", "images": ["a.png"]}, "images"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "", "tool_calls": [1]},
-                    {"role": "user", "content": "b"},
-                ]
-            },
-            "messages.tool_calls",
-        ),
     ],
 )
 def test_what_could_be_meant_for_the_prompt_and_is_not_read_is_named(
@@ -308,15 +299,19 @@ def test_what_is_not_meant_for_the_prompt_is_not_named(
     assert not caplog.records
 
 
-def test_chats_without_a_chat_template_are_said_once(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     turns = [{"role": "user", "content": "a"}]
-    other = load_tokenizer(tokenizer.name_or_path)
-    other.name_or_path = str(tmp_path)
-    read_prompts(jsonl(tmp_path / "rows.jsonl", {"messages": turns}, {"messages": turns}), other)
-    said = "its tokenizer has no chat template; the turns of chats are joined as plain text"
-    assert [each.getMessage() for each in caplog.records] == [f"{tmp_path}: {said}"]
+    with pytest.raises(InputError, match=r"rows\.jsonl:1: key 'messages': .* no chat template; .*--chat_template FILE"):
+        read_prompts(jsonl(tmp_path / "rows.jsonl", {"messages": turns}), tokenizer)
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    with_template = load_tokenizer(tokenizer.name_or_path, chat_template=str(tmp_path / "t.jinja"))
+    source = jsonl(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "Who?"}]})
+    assert with_template.decode(list(read_prompts(source, with_template).prompts[0].ids)) == "[user]Who?[assistant]"
+    with pytest.raises(InputError, match="--chat_template .*cannot be read"):
+        load_tokenizer(tokenizer.name_or_path, chat_template=str(tmp_path / "gone.jinja"))
 
 
 @pytest.mark.parametrize("source", ["", " ", "https://example.com/rows.jsonl"])

@@ -52,7 +52,11 @@ def test_an_index_survives_the_disk_and_knows_its_source(tmp_path: Path) -> None
         load_index(tmp_path / "absent", "corpus-a")
 
 
-def test_documents_are_read_from_every_kind_of_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_documents_are_read_from_every_kind_of_row(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     rows = [
         {"text": "the cat"},
         {"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]},

@@ -194,7 +194,11 @@ def test_text_is_packed_with_its_ends(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert batch.labels_BT[0, 7] == IGNORE
 
 
-def test_a_chat_is_trained_on_its_last_answer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_chat_is_trained_on_its_last_answer(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     chat = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}))

@@ -173,6 +173,8 @@ class TrainConfig:
     """auto, cpu or cuda."""
     dtype: str = "auto"
     """Of the target: auto, float32, bfloat16 or float16."""
+    chat_template: str | None = None
+    """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
     smoke: bool = False

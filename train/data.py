@@ -31,6 +31,10 @@ datasets.disable_progress_bars()
 
 IGNORE = -100
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
+# Which prompt of its source a row of a distilled set answers, as `prompt_hash` in 16 hex digits; empty elsewhere. All
+# turns of a conversation have one.
+_PROMPT = "prompt_hash"
+_COLUMNS = [*_FEATURES, _PROMPT]
 # The target's distribution at each response token: its likeliest tokens, and the mass of all others.
 _TEACHER = datasets.Features(
     {
@@ -120,9 +124,10 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
             table, digest = _text(source, tokenizer, max_length)
         tables.append(table)
         digests.append(digest)
+    tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
     # A batch may mix rows of all sources, so teacher columns are used only where every source has them.
     if not all("top_ids" in table.column_names for table in tables):
-        tables = [table.select_columns(list(_FEATURES)) for table in tables]
+        tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
     return replace(examples, max_top_id=max_top_id if examples.stored else (-1, ""))
@@ -185,6 +190,8 @@ def _distilled(
     teacher = _has_teacher(parts)
     max_top_id = max((check_part(path, teacher) for path in parts), default=(-1, ""))
     features = datasets.Features(_FEATURES | (_TEACHER if teacher else {}))
+    if all(_PROMPT in pq.read_schema(path).names for path in parts):
+        features[_PROMPT] = datasets.Value("string")
     table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
     assert isinstance(table, datasets.Dataset)
     table = table.cast(features)
@@ -240,8 +247,8 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     Rows that share a prompt stay on one side: samples of one prompt on both would make the held-out loss a measure
     of memory. Raises InputError when there is only one prompt.
     """
-    rows = examples.rows.select_columns(list(_FEATURES))
-    hashes = np.array([prompt_hash(row["prompt_ids"] or row["response_ids"]) for row in rows], dtype=np.uint64)
+    rows = examples.rows.select_columns(_COLUMNS)
+    hashes = np.array([_hash(row, row["response_ids"]) for row in rows], dtype=np.uint64)
     prompts = np.unique(hashes)
     if len(prompts) < 2:
         raise InputError("data: holds a single prompt, so none can be held out; add prompts or set `heldout`")
@@ -255,8 +262,13 @@ def trained_prompts(examples: Examples) -> Iterator[int]:
 
     The evaluation makes prompts of the first 32 tokens of a text, unless told otherwise.
     """
-    for row in examples.rows.select_columns(list(_FEATURES)):
-        yield prompt_hash(row["prompt_ids"] or row["response_ids"][:32])
+    for row in examples.rows.select_columns(_COLUMNS):
+        yield _hash(row, row["response_ids"][:32])
+
+
+def _hash(row: Mapping[str, Any], instead: list[int]) -> int:
+    """The hash of a row's prompt; of `instead` where it has none."""
+    return int(row[_PROMPT], 16) if row[_PROMPT] else prompt_hash(row["prompt_ids"] or instead)
 
 
 def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Examples:
@@ -302,7 +314,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     assert (examples.groups is None) == (replay.groups is None), "both packed, or neither"
     assert examples.max_length == replay.max_length
     stored = examples.stored and replay.stored
-    parts = [each.rows if stored else each.rows.select_columns(list(_FEATURES)) for each in (examples, replay)]
+    parts = [each.rows if stored else each.rows.select_columns(_COLUMNS) for each in (examples, replay)]
     groups = None
     if examples.groups is not None and replay.groups is not None:
         shift = len(examples.rows)

@@ -265,7 +265,7 @@ def _frozen(config: TrainConfig, name: str | None, world: World) -> PreTrainedMo
 
 def _tokenizer(config: TrainConfig) -> Tokenizer | None:
     name = config.tokenizer or config.target or config.draft
-    return None if name is None else load_tokenizer(name, config.trust_remote_code)
+    return None if name is None else load_tokenizer(name, config.trust_remote_code, config.chat_template)
 
 
 def _check_models(

@@ -31,7 +31,7 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
         if line in skipped:
             continue
         prompt, content = next(used)
-        kept = {key: row[key] for key in ("messages", "prompt", "text") if row.get(key) is not None}
+        kept = {key: row[key] for key in ("messages", "tools", "prompt", "text") if row.get(key) is not None}
         sides[content in heldout].append({"id": prompt.id, "domain": prompt.domain, **kept})
     with atomic_dir(directory) as made:
         write_rows(made / "train.jsonl", sides[False])

@@ -32,6 +32,7 @@ from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.provenance import difference
 from draftsmith_core.run_directory import hold
+from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
 from eval.request import NAME, check
@@ -134,6 +135,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         device=config.device,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
+        tokenizer=load_tokenizer(config.target, config.trust_remote_code, config.chat_template),
     )
     heldout = 0 if config.id else (config.heldout_prompts or 64)
     read = read_prompts(
@@ -227,6 +229,7 @@ def _common(config: AlignConfig) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
+        "chat_template": config.chat_template,
     }
 
 

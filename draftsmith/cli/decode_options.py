@@ -31,7 +31,9 @@ class DecodeConfig:
     index: str | None = None
     """A .safetensors file that keeps the index of --datastore: read when it exists, else written."""
     prompt: str | None = None
-    """A text to continue."""
+    """A text to continue; to a target with a chat template it is what the user says."""
+    raw: bool = False
+    """Continue --prompt as it is, without the chat template."""
     prompts: str | None = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
     out: str | None = None
@@ -70,6 +72,8 @@ class DecodeConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """Of the models: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+    chat_template: str | None = None
+    """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
 

@@ -102,7 +102,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         raise InputError("quantize_draft: applies to draft models, and none drafts here; leave it out")
     if config.index is not None and config.datastore is None:
         raise InputError("index: keeps what was made of --datastore; name that too, or leave out --index")
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     index = None if config.datastore is None else read_index(config.datastore, config.index, tokenizer)
     pair = load_pair(
         config.target,
@@ -131,7 +131,13 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
             limit=config.max_prompts,
         )
     assert config.prompt is not None
-    ids = pair.encode(config.prompt)
+    chat = pair.tokenizer.chat_template is not None and not config.raw
+    if chat:
+        print(
+            "draftsmith decode: --prompt is asked as a user's turn of the chat template; --raw continues it",
+            file=sys.stderr,
+        )
+    ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
     if not ids:
         raise InputError("--prompt: is empty and the tokenizer adds no BOS; write some text")
     if room is not None and len(ids) > room:

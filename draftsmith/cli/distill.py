@@ -19,6 +19,7 @@ def run(argv: list[str]) -> None:
         f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
         *summary["skipped_because"],
         *summary["failed_because"],
+        *summary["shortened_because"],
     ]
     if differing := summary["tokens_from"].get("text_differs"):
         lines.append(

@@ -1,0 +1,242 @@
+"""Conversations: every assistant turn is the target's own, after its own history, by the tokens that it drew."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.conversations import answer_text, answered_turns, turn_prompt
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+
+# How ten families of models write a chat, in the essentials: roles, separators, and what they do to history.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # Earlier thinking is dropped from history, and an empty block stands where an answer begins.
+    "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
+    "{% if m.role == 'assistant' and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    # A date that the template puts in, and content that is trimmed.
+    "llama3": "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% endif %}<|eot_id|>"
+    "{% for m in messages if m.role != 'system' %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    # The system turn is put into the first user turn; roles must alternate.
+    "llama2": "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and s %}<<SYS>>\n{{ s }}\n<</SYS>>\n\n{% endif %}"
+    "{{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls is defined %}[TOOL_CALLS] {{ m.tool_calls | tojson }}{{ eos_token }}"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    # The assistant is called model, and there is no system turn.
+    "gemma": "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "zephyr": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "vicuna": "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == 'user' %}"
+    "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    # Tools are listed first, and only the last answer keeps its thinking.
+    "deepseek": "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|output|>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|Assistant|>{% if m.tool_calls is defined %}<|call|>{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ eos_token }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: str) -> Tokenizer:
+    return load_tokenizer(target_dir)
+
+
+def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+WORDS = st.text("abc .\n<>/é", min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
+ANSWERS = st.lists(st.integers(2, 289), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@settings(max_examples=25)
+@given(
+    system=st.none() | WORDS,
+    turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4),
+    last=st.booleans(),
+    answers=st.lists(ANSWERS, min_size=5, max_size=5),
+)
+def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
+    tokenizer: Tokenizer,
+    name: str,
+    system: str | None,
+    turns: list[tuple[str, str]],
+    last: bool,
+    answers: list[list[int]],
+) -> None:
+    """What the driver makes turn by turn is what a client would send that keeps the chat as text."""
+    with_template(tokenizer, name)
+    messages: list[dict[str, Any]] = (
+        [] if system is None or name == "gemma" else [{"role": "system", "content": system}]
+    )
+    for asked, answered in turns:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    chat = Chat(tuple(messages if last else messages[:-1]), None)
+    assert len(answered_turns(chat)) == len(turns)
+    history = messages[: len(messages) - 2 * len(turns)]
+    texts: list[str] = []
+    for (asked, _), ids in zip(turns, answers, strict=False):
+        history = [*history, {"role": "user", "content": asked}]
+        prompt = turn_prompt(chat, texts, tokenizer, "here")
+        encoded: Any = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)
+        assert prompt == list(encoded["input_ids"])
+        texts.append(answer_text(tokenizer, [*ids, 1]))
+        history = [*history, {"role": "assistant", "content": texts[-1]}]
+    assert turn_prompt(chat, texts, tokenizer, "here") is None
+
+
+def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
+    with_template(tokenizer, "deepseek")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+    messages = (
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "dry"},
+        {"role": "assistant", "content": "No."},
+        {"role": "user", "content": "Wind?"},
+    )
+    chat = Chat(messages, [{"type": "function", "function": {"name": "weather", "parameters": {}}}])
+    assert answered_turns(chat) == [3, 5]
+    first = tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or [])
+    assert first.startswith('<s>Tools: [{"type"') and '"arguments": {"place": "Oslo"}' in first
+    assert first.endswith("<|output|>dry<|Assistant|><think>\n")
+    second = tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer, "here") or [])
+    # The template drops the thinking of the earlier answer.
+    assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
+
+
+def test_what_the_assistant_says_first_stays(tokenizer: Tokenizer) -> None:
+    greeting = {"role": "assistant", "content": "Hello!"}
+    chat = Chat((greeting, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}), None)
+    assert answered_turns(chat) == [2]
+
+
+@pytest.fixture
+def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    chat = [{"role": role, "content": said} for role, said in turns]
+    rows = [{"messages": chat, "id": "long"}, {"prompt": "The"}, {"messages": chat[:3]}, {"messages": chat[:2]}]
+    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 8"
+    return [*command.split(), "--chat_template", "chat.jinja"]
+
+
+def rows_of(directory: str) -> list[dict[str, Any]]:
+    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door: Door, target_dir: str) -> None:
+    code, out, err = door(*words, "--num_samples", 2)
+    assert code == 0, err
+    assert "14 rows" in out.splitlines()[0] and "4 done" in out.splitlines()[0]
+    rows = rows_of("set")
+    assert [(row["sample_index"], row["turn"]) for row in rows[:6]] == [(s, t) for s in range(2) for t in range(3)]
+    tokenizer = load_tokenizer(target_dir, chat_template="chat.jinja")
+    for sample in range(2):
+        history = ""
+        for row, asked in zip(rows[3 * sample : 3 * sample + 3], "ace", strict=True):
+            history += f"[user]{asked}[assistant]"
+            assert tokenizer.decode(row["prompt_ids"]) == history
+            history += tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+    assert len({tuple(row["response_ids"]) for row in rows}) > 10
+    # Every turn belongs to the prompt that `eval` makes of its row, so that a test on it is noticed.
+    asked_ids = [prompt.ids for prompt in read_prompts("p.jsonl", tokenizer).prompts]
+    assert {int(row["prompt_hash"], 16) for row in rows} == {prompt_hash(ids) for ids in asked_ids}
+    # `last` answers once, after the turns as the file has them.
+    assert door(*words, "--turns", "last", "--out", "last")[0] == 0
+    assert [row["prompt_ids"] for row in rows_of("last")] == [list(ids) for ids in asked_ids]
+
+
+def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words: list[str], door: Door) -> None:
+    code, out, err = door(*words, "--max_new_tokens", 40, "--ignore_eos")
+    assert code == 0, err
+    assert any("shortened: turn 2: " in line and "more than the 56 that fit" in line for line in out.splitlines())
+    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
+    assert {line["outcome"] for line in errors} == {"shortened"}
+    assert json.loads(Path("set/manifest.json").read_text())["counts"]["prompts_done"] == 4
+
+
+def test_a_chat_without_template_names_the_option(words: list[str], door: Door) -> None:
+    code, out, err = door(*words[:-2])
+    assert code == 0, err
+    assert "1 done, 3 skipped" in out and "has no chat template; name one with --chat_template FILE" in out
+    code, _, err = door(*words[:-2], "--out", "strict", "--strict")
+    assert code == 2 and "p.jsonl:1: key 'messages': the tokenizer of" in err
+    assert not Path("strict").exists()
+    code, _, err = door(*words[:-1], "gone.jinja", "--out", "gone")
+    assert code == 2 and "--chat_template gone.jinja: cannot be read" in err
+
+
+def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Door) -> None:
+    Path("chat.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'c' %}{{ raise_exception('no c') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    code, out, err = door(*words)
+    assert code == 0, err
+    # The first and the third row hold the turn that is refused.
+    assert "2 done, 2 skipped" in out and "the chat template refuses it (no c)" in out
+
+
+def test_evaluating_on_conversations_that_were_trained_on_is_noticed(
+    words: list[str], door: Door, draft_dir: str, target_dir: str
+) -> None:
+    assert door(*words)[0] == 0
+    train = ["train", "--data", "set", "--draft", draft_dir, "--max_length", 64, "--steps", 2, "--device", "cpu"]
+    code, _, err = door(*train, "--heldout_fraction", 0.3, "--out", "draft", "--optim.lr", 0.001)
+    assert code == 0, err
+    evaluate = ["eval", "--target", target_dir, "--draft", "d=draft", "--id", "p=p.jsonl", "--out", "eval", "--strict"]
+    code, _, err = door(*evaluate, "--chat_template", "chat.jinja", "--max_new_tokens", 4)
+    assert code == 2
+    assert "draft d was trained on" in err
+
+
+def test_decode_asks_a_chat_model_as_a_user_does(words: list[str], door: Door, target_dir: str, draft_dir: str) -> None:
+    ask = ["decode", "--target", target_dir, "--prompt", "Who?", "--max_new_tokens", 4, "--json"]
+    code, out, err = door(*ask, "--chat_template", "chat.jinja", "--out", "chat.jsonl")
+    assert code == 0, err
+    assert "--prompt is asked as a user's turn of the chat template; --raw continues it" in err
+    tokenizer = load_tokenizer(target_dir)
+    row = json.loads(Path("chat.jsonl").read_text())
+    assert tokenizer.decode(row["prompt_ids"]) == "[user]Who?[assistant]"
+    code, _, err = door(*ask, "--chat_template", "chat.jinja", "--raw", "--out", "raw.jsonl")
+    assert code == 0 and "user's turn" not in err
+    assert json.loads(Path("raw.jsonl").read_text())["prompt_ids"] == tokenizer("Who?")["input_ids"]
+
+
+def test_a_turn_that_says_nothing_is_an_error_of_its_row(tokenizer: Tokenizer) -> None:
+    with_template(tokenizer, "gemma")
+    chat = Chat(({"role": "system", "content": "a"}, {"role": "user", "content": "b"}), None)
+    with pytest.raises(InputError, match="here: key 'messages': the chat template refuses it .no system."):
+        turn_prompt(chat, [], tokenizer, "here")
