@@ -45,7 +45,8 @@ TEMPLATES = {
     # The assistant is called model, and there is no system turn.
     "gemma": "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
     "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
@@ -126,10 +127,10 @@ def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
     )
     chat = Chat(messages, [{"type": "function", "function": {"name": "weather", "parameters": {}}}])
     assert answered_turns(chat) == [3, 5]
-    first = tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or [])
+    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or []))
     assert first.startswith('<s>Tools: [{"type"') and '"arguments": {"place": "Oslo"}' in first
     assert first.endswith("<|output|>dry<|Assistant|><think>\n")
-    second = tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer, "here") or [])
+    second = str(tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer, "here") or []))
     # The template drops the thinking of the earlier answer.
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
 
@@ -168,7 +169,7 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door
         for row, asked in zip(rows[3 * sample : 3 * sample + 3], "ace", strict=True):
             history += f"[user]{asked}[assistant]"
             assert tokenizer.decode(row["prompt_ids"]) == history
-            history += tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+            history += answer_text(tokenizer, row["response_ids"])
     assert len({tuple(row["response_ids"]) for row in rows}) > 10
     # Every turn belongs to the prompt that `eval` makes of its row, so that a test on it is noticed.
     asked_ids = [prompt.ids for prompt in read_prompts("p.jsonl", tokenizer).prompts]
