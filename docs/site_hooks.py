@@ -24,6 +24,7 @@ OPTIONS = {
     "merge": "drafts.merge_config:MergeConfig",
     "decode": "draftsmith.cli.decode_options:DecodeConfig",
     "eval": "eval.config:EvalConfig",
+    "export": "drafts.layouts.config:ExportConfig",
 }
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
     from distill.config import DistillConfig as DistillConfig
     from distill.generate import distill as distill
+    from drafts.layouts.config import ExportConfig as ExportConfig
+    from drafts.layouts.export import export as export
     from drafts.merge import merge as merge
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
@@ -46,6 +48,7 @@ _PUBLIC = {
     "DistillConfig": ("distill.config", "DistillConfig"),
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
+    "ExportConfig": ("drafts.layouts.config", "ExportConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
     "MergeConfig": ("drafts.merge_config", "MergeConfig"),
     "Output": ("draftsmith.pair", "Output"),
@@ -60,6 +63,7 @@ _PUBLIC = {
     "decide": ("eval.decision", "decide"),
     "distill": ("distill.generate", "distill"),
     "evaluate": ("eval.evaluate", "evaluate"),
+    "export": ("drafts.layouts.export", "export"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),
@@ -71,6 +75,7 @@ __all__ = [
     "DistillConfig",
     "DraftsmithError",
     "EvalConfig",
+    "ExportConfig",
     "InputError",
     "MergeConfig",
     "Output",
@@ -86,6 +91,7 @@ __all__ = [
     "decide",
     "distill",
     "evaluate",
+    "export",
     "load_pair",
     "losses",
     "merge",

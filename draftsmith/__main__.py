@@ -28,6 +28,7 @@ COMMANDS = {
     "merge": ("draftsmith.cli.merge", "interpolate between drafts, or average them"),
     "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
     "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
+    "export": ("draftsmith.cli.export", "a draft in the layout that another engine reads"),
 }
 
 

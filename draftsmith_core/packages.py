@@ -9,6 +9,7 @@ EXTRAS = {
     "bitsandbytes": "bnb",
     "datasketch": "dedupe",
     "deepspeed": "deepspeed",
+    "gguf": "gguf",
     "httpx": "serve",
     "onnx": "onnx",
     "onnxruntime": "onnx",

@@ -64,6 +64,7 @@ MISTAKES = {
     "merge": ["--draft", "d", "--out", "o"],
     "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
     "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
+    "export": ["--draft", "d", "--format", "ggfu", "--out", "o"],
 }
 
 

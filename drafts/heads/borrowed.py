@@ -51,6 +51,22 @@ class Borrowed:
             embedded: Tensor = self.embedding(ids)
         return embedded.to(dtype)
 
+    @property
+    def embedding_table(self) -> Tensor:
+        """`[V, H]`, what `embed` gives for each token: scaled for the Gemma family, else the target's own tensor."""
+        if not self.scales_embedding:
+            return self.embedding_weight.detach()
+        size = self.embedding_weight.shape[0]
+        return self.embed(torch.arange(size, device=self.embedding_weight.device), self.embedding_weight.dtype)
+
+    @property
+    def scales_embedding(self) -> bool:
+        """Whether the target multiplies its embedding, which other engines do outside of the table."""
+        weight = self.embedding_weight.detach()
+        # Some rows, because one may be zero.
+        some = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
+        return not torch.equal(self.embed(some, weight.dtype), weight[some])
+
     def project(self, states: Tensor) -> Tensor:
         """The target's logits `[..., V]` of states `[..., H]`, which are as after its final norm."""
         weight = self.projection.weight_VH

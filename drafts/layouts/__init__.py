@@ -1,1 +1,1 @@
-"""Layouts of drafts on disk other than our own."""
+"""Layouts of drafts on disk other than our own: `published` are read, `FORMATS` of `export.py` are written."""

@@ -1,0 +1,96 @@
+"""EAGLE and EAGLE-3 heads as their authors' code (SafeAILab/EAGLE) and vLLM read them."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from drafts.heads.borrowed import text_config
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.layouts import shapes
+from drafts.layouts.source import (
+    Proof,
+    Source,
+    check_layout,
+    check_plain,
+    head_tensors,
+    write_tensors,
+)
+from draftsmith_core.errors import InputError
+
+_ENGINES = "SafeAILab/EAGLE and vLLM"
+# What the authors' rotary embedding can do.
+_ROPE = ("default", "linear", "dynamic")
+
+
+def eagle_head(source: Source, form: str) -> EagleHead | Eagle3Head:
+    """The head, or InputError where it is none of the two, or where its target's logits need more than a layout."""
+    head = source.draft
+    if not isinstance(head, EagleHead | Eagle3Head):
+        what = "a language model" if isinstance(head, PreTrainedModel) else f"a {source.kind} head"
+        other = "hf, gguf or openvino" if isinstance(head, PreTrainedModel) else "medusa, where it is of that kind"
+        raise InputError(f"--format {form}: {source.name} is {what}; it is for EAGLE and EAGLE-3 heads, use {other}")
+    check_plain(source, form, form)
+    if isinstance(head, Eagle3Head):
+        assert source.target is not None
+        layers = int(text_config(source.target).num_hidden_layers)
+        ids = head.hidden_layers
+        if len(set(ids)) < len(ids) or max(ids) >= layers:
+            raise InputError(
+                f"--format {form}: the head reads states {list(ids)} of a target of {layers} layers; engines can give "
+                f"three different ones, each entering a layer, which needs a target of at least five layers"
+            )
+    return head
+
+
+def check_authors_code(source: Source, head: EagleHead | Eagle3Head) -> None:
+    """InputError for what the authors' classes read wrongly or not at all."""
+    layer = head.config.layer
+    if layer.head_dim * layer.num_attention_heads != layer.hidden_size:
+        raise InputError(
+            f"--format eagle: head size {layer.head_dim} is not {layer.hidden_size} / {layer.num_attention_heads}, "
+            f"which SafeAILab's code takes for granted; use --format sglang or speculators"
+        )
+    rope = str(layer.rope_parameters.get("rope_type", "default"))
+    if rope not in _ROPE:
+        raise InputError(
+            f"--format eagle: rope of type '{rope}' is unknown to SafeAILab's code ({', '.join(_ROPE)}); "
+            f"use --format sglang or speculators"
+        )
+    assert source.target is not None
+    layers = int(text_config(source.target).num_hidden_layers)
+    fixed = (2, layers // 2, layers - 3)
+    if isinstance(head, Eagle3Head) and head.hidden_layers != fixed:
+        raise InputError(
+            f"--format eagle: the head reads states {list(head.hidden_layers)} and SafeAILab's code always gives "
+            f"{list(fixed)} of {layers} layers; use --format sglang or speculators"
+        )
+
+
+def authors_config(head: EagleHead | Eagle3Head) -> dict[str, Any]:
+    """config.json; rope scaling also under the key that the authors' code asks for."""
+    config = head.config.to_json()
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"] = config["rope_scaling"] | {"type": config["rope_scaling"]["rope_type"]}
+    return config
+
+
+def write(source: Source, out: Path) -> Proof:
+    """`config.json` and `model.safetensors`."""
+    head = eagle_head(source, "eagle")
+    check_authors_code(source, head)
+    config, tensors = authors_config(head), head_tensors(source)
+    if isinstance(head, EagleHead):
+        tensors["embed_tokens.weight"] = head.borrowed.embedding_table.to(source.dtype)
+        expected = shapes.eagle(config)
+    else:
+        config["architectures"] = ["LlamaForCausalLM"]
+        # Engines give the head the target's own table, which lacks what the Gemma family multiplies it by.
+        own = head.borrowed.scales_embedding
+        if own:
+            tensors["embed_tokens.weight"] = head.borrowed.embedding_table.to(source.dtype)
+        expected = shapes.eagle3(config, embedding=own)
+    write_tensors(out, tensors, config)
+    count = check_layout(out / "model.safetensors", expected)
+    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {_ENGINES} read")

@@ -1,0 +1,128 @@
+"""`draftsmith export`: a draft in the layout of another engine, with a record of what proves it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from drafts.heads import head_kind, load_head
+from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads, openvino_ir, sglang_heads
+from drafts.layouts import speculators_heads as speculators
+from drafts.layouts.config import ExportConfig
+from drafts.layouts.source import Proof, Source, Writer
+from drafts.load import check_draft_vocabulary, draft_fingerprint
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_dir, read_json, writing
+from draftsmith_core.models import DTYPES, fingerprint, load_model
+from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.run_directory import hold
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+FORMATS: dict[str, Writer] = {
+    "hf": hf_directory.write,
+    "eagle": eagle_heads.write,
+    "sglang": sglang_heads.write,
+    "speculators": speculators.write,
+    "medusa": medusa_heads.write,
+    "gguf": gguf_file.write,
+    "openvino": openvino_ir.write,
+}
+M = TypeVar("M", bound=nn.Module)
+_RECORD = "draftsmith.json"
+# vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
+PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark", "medusa")
+
+
+def export(config: ExportConfig) -> dict[str, Any]:
+    """Write `config.out` whole or not at all; the summary: format, files, bytes and how it was proven.
+
+    Raises InputError, one line, for what the layout cannot say, so that no engine computes something else silently.
+    """
+    source = load_source(config)
+    out = Path(config.out)
+    with hold(out), writing(out), atomic_dir(out) as directory:
+        proof = FORMATS[config.format](source, directory)
+        (directory / _RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
+        files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+    return {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
+
+
+def load_source(config: ExportConfig) -> Source:
+    """The draft with its target, if it has one; InputError, one line, for what does not fit."""
+    kind = head_kind(config.draft)
+    target_name = config.target or _recorded_target(config.draft)
+    if kind is None:
+        model = load_model(
+            config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code, quantize="none"
+        )
+        tokenizer = _tokenizer([config.draft, config.target], config.trust_remote_code)
+        if config.target is not None and tokenizer is not None:
+            target = load_model(config.target, device="cpu", trust_remote_code=config.trust_remote_code)
+            own = load_tokenizer(config.target, config.trust_remote_code)
+            check_draft_vocabulary(config.draft, model, target, own, config.trust_remote_code)
+        dtype = _dtype(config, AutoConfig.from_pretrained(config.draft, trust_remote_code=config.trust_remote_code))
+        return Source(config.draft, _rounded(model, dtype), dtype, tokenizer, None, config.target)
+    if target_name is None:
+        raise InputError(f"--target: is missing; {config.draft} is a head ({kind}), which belongs to one target")
+    target = load_model(target_name, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
+    head = load_head(config.draft, target)
+    stored = AutoConfig.from_pretrained(target_name, trust_remote_code=config.trust_remote_code)
+    dtype = _dtype(config, stored.get_text_config(decoder=True))
+    tokenizer = _tokenizer([target_name], config.trust_remote_code)
+    return Source(config.draft, _rounded(head, dtype), dtype, tokenizer, target, target_name)
+
+
+def _recorded_target(draft: str) -> str | None:
+    record = Path(draft) / _RECORD
+    value: Any = read_json(record, "the record of a draft checkpoint").get("target") if record.is_file() else None
+    return value if isinstance(value, str) else None
+
+
+def _tokenizer(names: list[str | None], trust_remote_code: bool) -> Tokenizer | None:
+    for name in names:
+        try:
+            return load_tokenizer(name, trust_remote_code) if name is not None else None
+        except InputError:
+            continue  # a draft may have none of its own; formats that need one say so
+    return None
+
+
+def _dtype(config: ExportConfig, stored: Any) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if config.format == "openvino":
+        return torch.float32  # the only form in which OpenVINO computes what we do
+    found = getattr(stored, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _rounded(module: M, dtype: torch.dtype) -> M:
+    """The module in fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return module
+
+
+def _record(config: ExportConfig, source: Source, proof: Proof) -> dict[str, Any]:
+    record: dict[str, Any] = {} if source.kind != "draft" else {"kind": "draft-lm"}
+    record["export"] = {"format": config.format, "kind": source.kind, "proof": asdict(proof)}
+    record["source"] = {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}
+    if source.target_name is not None:
+        record["target"] = source.target_name
+    if source.target is not None:
+        record["target_fingerprint"] = fingerprint(source.target)
+    return record | provenance(command_line("export", config), asdict(config))
+
+
+def remarks(config: ExportConfig) -> list[str]:
+    """What the user of an export should know and no engine says, one line each."""
+    path = str(Path(config.out).resolve()).lower()
+    found = [word for word in PATH_TRAPS if word in path]
+    if config.format == "hf" and found:
+        return [f"vLLM takes a draft whose path has '{found[0]}' in it for such a head; rename it for vLLM"]
+    return []

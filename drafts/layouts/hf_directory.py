@@ -1,0 +1,46 @@
+"""A language model as transformers' own directory, which vLLM, SGLang and the builders of other formats read."""
+
+import importlib.metadata
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drafts.layouts.source import Proof, Source, language_model
+from draftsmith_core.errors import RunError
+from draftsmith_core.io import read_json, write_json_atomic
+from draftsmith_core.models import vocabulary_size
+
+TOLERANCE = 1e-4
+
+
+def save(source: Source, model: PreTrainedModel, out: Path) -> None:
+    """The directory, without a word about how it was proven."""
+    # Tied weights stay one tensor, which save_pretrained writes once.
+    stored = {tensor.data_ptr(): tensor.to(source.dtype) for tensor in model.state_dict().values()}
+    model.save_pretrained(out, state_dict={name: stored[t.data_ptr()] for name, t in model.state_dict().items()})
+    # save_pretrained writes the dtype of the model in memory.
+    config = read_json(out / "config.json", "the config of a model")
+    write_json_atomic(out / "config.json", config | {"dtype": str(source.dtype).removeprefix("torch.")})
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(out)
+
+
+def probe_ids(model: PreTrainedModel, count: int = 24) -> torch.Tensor:
+    """Token ids `[1, T]` spread over the vocabulary, for comparing logits."""
+    size = vocabulary_size(model)
+    return (torch.arange(count) * max(1, size // count) + 7)[None] % size
+
+
+@torch.no_grad()
+def write(source: Source, out: Path) -> Proof:
+    """`config.json`, `model.safetensors`, `generation_config.json` and the tokenizer."""
+    model = language_model(source, "hf")
+    save(source, model, out)
+    again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, use_safetensors=True).eval()
+    ids = probe_ids(model)
+    difference = float((again(ids).logits - model(ids).logits).abs().max())
+    if not difference <= TOLERANCE:
+        raise RunError(f"{out}: transformers reads other logits from it (off by {difference:.2g}); nothing was written")
+    version = importlib.metadata.version("transformers")
+    return Proof(f"transformers {version}", f"loaded it; logits of {ids.shape[1]} tokens compared", difference)

@@ -1,0 +1,118 @@
+"""Other engines on this machine: where their programs are, and running them. `make engines` installs them.
+
+They need other versions of our libraries, so each lives in an environment of its own and is run as a process. Nothing
+is installed by looking for them; what is not there is None.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith_core.errors import RunError
+
+# Engine: (environment variable that names its program, that program in the directory of engines).
+_PROGRAMS = {
+    "openvino": ("OPENVINO_PYTHON", "openvino/bin/python"),
+    "speculators": ("SPECULATORS_PYTHON", "speculators/bin/python"),
+    "llama-server": ("LLAMA_SERVER", "llama/llama-server"),
+}
+WORKERS = Path(__file__).with_name("layouts") / "workers"
+_START_S = 120
+
+
+def program(engine: str) -> Path | None:
+    """The program of an engine: by its environment variable, in `.engines` (or DRAFTSMITH_ENGINES), on the PATH.
+
+    engine: `openvino` (a Python that has openvino-genai, optimum-intel and onnxruntime-genai), `speculators` (a Python
+    that has it) or `llama-server`.
+    """
+    variable, place = _PROGRAMS[engine]
+    if variable in os.environ:
+        return Path(os.environ[variable])
+    home = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines"))
+    if (home / place).is_file():
+        return home / place
+    found = shutil.which("llama-server") if engine == "llama-server" else None
+    return None if found is None else Path(found)
+
+
+def how_to_get(engine: str) -> str:
+    """What makes an engine available, for messages."""
+    return f"`make engines` in a checkout, or set {_PROGRAMS[engine][0]}"
+
+
+def work(python: Path, worker: str, *words: str | Path) -> dict[str, Any]:
+    """Run a script of `layouts/workers` in another environment; the JSON object of its last line.
+
+    RunError with the last line of its standard error when it fails.
+    """
+    # Isolated: the other environment has its own libraries, and this project's path would hide them.
+    command = [str(python), "-I", str(WORKERS / worker), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no message"]
+        raise RunError(f"{worker}: failed in {python}: {said[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@contextmanager
+def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
+    """llama-server with these options on a free port, which it yields; RunError when it does not come up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    process = subprocess.Popen(
+        [str(server), *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        if not _is_up(process, f"http://127.0.0.1:{port}/health"):
+            reader.join(1)
+            said = next((line for line in reversed(log) if " E " in line or "error" in line.lower()), "no message")
+            raise RunError(f"{server}: did not serve within {_START_S} s: {said.strip()}")
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+
+
+def _is_up(process: "subprocess.Popen[str]", url: str) -> bool:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    return False
+
+
+def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST to llama-server."""
+    headers = {"Content-Type": "application/json"}
+    call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(call) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def complete(port: int, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+    """llama-server's greedy answer to token ids, past any end: `tokens`, and `timings` with its counts of drafts."""
+    wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0, "ignore_eos": True}
+    return ask(port, "completion", wanted | {"return_tokens": True, "cache_prompt": False})

@@ -1,0 +1,20 @@
+"""`draftsmith export`."""
+
+from drafts.layouts.config import ExportConfig
+from draftsmith.cli.output import finish
+from draftsmith_core.options import parse
+
+
+def run(argv: list[str]) -> None:
+    """Write a draft for another engine; the record in `out` says what proves it."""
+    config, as_json = parse(ExportConfig, "export", argv)
+    # Only now: torch takes seconds to import, and a mistyped option need not wait for it.
+    from drafts.layouts.export import export, remarks
+
+    summary = export(config)
+    proof = summary["proof"]
+    engine = proof["engine"] or "no engine was run"
+    close = "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
+    size = sum(summary["files"].values()) / 2**20
+    lines = [f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, {size:.1f} MiB"]
+    finish(summary, [*lines, f"{engine}: {proof['how']}{close}", *remarks(config)], as_json)

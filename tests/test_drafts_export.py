@@ -1,0 +1,344 @@
+"""Exports: files with exactly the names, shapes and values that other engines read, or one line that says why not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+import draftsmith as ds
+from drafts.heads import Head, load_head, save_head
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.layouts import shapes
+from drafts.layouts.export import FORMATS
+from drafts.layouts.source import check_layout
+from draftsmith.__main__ import main
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import read_json
+from draftsmith_core.tokenization import load_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 290,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
+    "eagle": lambda target: EagleHead.fresh(target),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 290, 2)),
+    "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Exports of this file are proven by their layout; test_neighbours.py runs the engines."""
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for name in ("OPENVINO_PYTHON", "SPECULATORS_PYTHON", "LLAMA_SERVER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+Saved = Callable[[PreTrainedModel, Path], PreTrainedModel]
+
+
+@pytest.fixture
+def saved(target_dir: str) -> Saved:
+    """Moves a model's parameters, norms too, from where they began, and saves it with the tests' tokenizer."""
+
+    def save(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+        torch.manual_seed(4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(path)
+        load_tokenizer(target_dir).save_pretrained(path)
+        model.eval()
+        return model
+
+    return save
+
+
+def head_of(name: str, target: PreTrainedModel, path: Path) -> Head:
+    head = HEADS[name](target)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_head(head, path)
+    return load_head(path, target)
+
+
+@pytest.fixture
+def target(saved: Saved, tmp_path: Path) -> PreTrainedModel:
+    return saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "target")
+
+
+def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dict[str, Any]:
+    more = {"target": str(tmp_path / "target")} | more
+    return ds.export(ds.ExportConfig(draft=str(tmp_path / draft), format=form, out=str(tmp_path / "out"), **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in ("eagle", "eagle3", "eagle3-full") for form in ("eagle", "sglang")],
+)
+def test_eagle_heads_come_back_from_what_other_engines_read(
+    name: str, form: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    head = head_of(name, target, tmp_path / "head")
+    summary = exported(tmp_path, form)
+    assert summary["proof"]["engine"] is None and "published layout" in summary["proof"]["how"]
+    back = load_head(tmp_path / "out", target)
+    theirs, ours = back.state_dict(), head.state_dict()
+    assert {n: t for n, t in theirs.items() if n != "fc.bias"}.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in ours)
+    config = read_json(tmp_path / "out" / "config.json", "")
+    if form == "sglang":
+        # SGLang builds `fc` with a bias and names layers by their outputs.
+        assert name != "eagle" or (config["bias"] and not theirs["fc.bias"].any())
+        assert name == "eagle" or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+        assert config["architectures"] == ["LlamaForCausalLMEagle" + ("" if name == "eagle" else "3")]
+    else:
+        assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_speculators_gets_its_own_names_and_the_target_by_path(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = head_of("eagle3", target, tmp_path / "head")
+    exported(tmp_path, "speculators", dtype="bfloat16")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    ours = head.state_dict()
+    assert torch.equal(tensors["layers.0.hidden_norm.weight"], ours["midlayer.hidden_norm.weight"].bfloat16())
+    assert torch.equal(tensors["d2t"], ours["d2t"]) and tensors["t2d"].dtype == torch.bool
+    config = read_json(tmp_path / "out" / "config.json", "")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str((tmp_path / "target").resolve())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and config["norm_before_residual"] is False
+    assert config["transformer_layer_config"]["vocab_size"] == 290
+
+
+def test_medusa_as_vllm_computes_it(target: PreTrainedModel, tmp_path: Path) -> None:
+    """vLLM's arithmetic, from the tensors under vLLM's names: x + act(layer(x)) for each layer, then the projection."""
+    heads = head_of("medusa", target, tmp_path / "head")
+    exported(tmp_path, "medusa")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    config = read_json(tmp_path / "out" / "config.json", "")
+    assert config["medusa_fc_bias"] and (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
+    features = torch.randn(1, 5, 32)
+    for i in range(3):
+        states = features
+        for j in range(2):
+            layer = f"blocks.{i}.layers.{j}"
+            linear = torch.nn.functional.linear(states, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"])
+            states = states + torch.nn.functional.silu(linear)
+        logits = states @ tensors[f"lm_heads.{i}.weight"].T
+        torch.testing.assert_close(logits, heads(features)[:, :, i], atol=1e-5, rtol=0)
+
+
+def test_a_language_model_as_a_directory(target: PreTrainedModel, saved: Saved, tmp_path: Path) -> None:
+    summary = exported(tmp_path, "hf", draft="target", target=None, dtype="bfloat16")
+    assert summary["proof"]["max_difference"] == 0 and summary["proof"]["engine"].startswith("transformers")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "draftsmith.json"} <= set(summary["files"])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    record = read_json(tmp_path / "out" / "draftsmith.json", "")
+    assert record["kind"] == "draft-lm" and record["export"]["proof"] == summary["proof"]
+    # A second export replaces the first, and tied weights are written once.
+    tied = LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": 1}))
+    saved(tied, tmp_path / "tied")
+    exported(tmp_path, "hf", draft="tied", target=None)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(saved: Saved, tmp_path: Path) -> None:
+    gemma = saved(GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True)), tmp_path / "target")
+    head = head_of("eagle3", gemma, tmp_path / "head")
+    head_of("eagle", gemma, tmp_path / "one")
+    weight: Any = gemma.get_input_embeddings().weight
+    weight = weight.detach()
+    scaled = weight * torch.tensor(32**0.5)
+    assert head.borrowed.scales_embedding
+    # Checkpoints of our own too: a head's file says what its head is given.
+    torch.testing.assert_close(load_file(tmp_path / "one" / "model.safetensors")["embed_tokens.weight"], scaled)
+    for form, draft in (("eagle", "one"), ("eagle", "head"), ("speculators", "head")):
+        exported(tmp_path, form, draft=draft)
+        torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], scaled)
+    load_head(tmp_path / "one", gemma)
+    with pytest.raises(InputError, match="the Gemma family"):
+        exported(tmp_path, "sglang")
+
+
+@pytest.mark.parametrize("form", ["eagle", "sglang", "speculators", "gguf"])
+def test_what_a_layout_cannot_say_is_refused(form: str, saved: Saved, tmp_path: Path) -> None:
+    shape = SHAPE | {"head_dim": 8}
+    for model, said in (
+        (Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=20.0)), "caps its logits at 20.0"),
+        (CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)), "scales its logits by 0.25"),
+    ):
+        directory = tmp_path / said[:4]
+        head_of("eagle3", saved(model, directory / "target"), directory / "head")
+        with pytest.raises(InputError, match=said):
+            exported(directory, form)
+        assert not (directory / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head_dim": 16}, "head size 16 is not 32 / 4"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+          | {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}}, "rope of type 'llama3'"),
+        ({"num_hidden_layers": 6}, r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]"),
+    ],
+)  # fmt: skip
+def test_the_authors_code_has_limits_that_others_do_not(
+    change: dict[str, Any], said: str, saved: Saved, tmp_path: Path
+) -> None:
+    target = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | change)), tmp_path / "target")
+    head_of("eagle3", target, tmp_path / "head")
+    with pytest.raises(InputError, match=said):
+        exported(tmp_path, "eagle")
+    for form in ("sglang", "speculators"):
+        exported(tmp_path, form)
+
+
+@pytest.mark.parametrize(
+    ("draft", "form", "said"),
+    [
+        ("eagle", "hf", "is a head \\(eagle\\), not a language model; use eagle or sglang"),
+        ("eagle", "speculators", "this is EAGLE-1"),
+        ("eagle", "gguf", "this is EAGLE-1"),
+        ("eagle", "medusa", "of kind 'eagle'; it is for Medusa heads"),
+        ("medusa", "sglang", "is a medusa head; it is for EAGLE"),
+        ("hydra", "openvino", "no other engine reads such heads"),
+        ("target", "eagle", "is a language model; it is for EAGLE and EAGLE-3 heads, use hf"),
+        ("target", "openvino", "needs optimum-intel and openvino-genai: `make engines`"),
+    ],
+)
+def test_a_draft_of_the_wrong_kind_is_refused(
+    draft: str, form: str, said: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    if draft != "target":
+        head_of(draft, target, tmp_path / draft)
+    with pytest.raises(InputError, match=said):
+        exported(tmp_path, form, draft=draft)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_name_that_an_engine_would_skip_is_never_written(target: PreTrainedModel, tmp_path: Path) -> None:
+    head_of("eagle", target, tmp_path / "head")
+    exported(tmp_path, "eagle")
+    config = read_json(tmp_path / "out" / "config.json", "")
+    file = tmp_path / "out" / "model.safetensors"
+    assert check_layout(file, shapes.eagle(config)) == 10
+    with pytest.raises(RunError, match="'fc.bias' is None and the engine reads \\(32,\\)"):
+        check_layout(file, shapes.eagle(config | {"bias": True}))
+
+
+def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head_of("eagle3", target, tmp_path / "head")
+    words = ["export", "--draft", str(tmp_path / "head"), "--format"]
+    to = ["--out", str(tmp_path / "eagle3-out"), "--target", str(tmp_path / "target")]
+    assert main([*words, "sglang", *to, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["format"] == "sglang" and summary["kind"] == "eagle3"
+    assert main([*words, "sglang", "--out", str(tmp_path / "other")]) == 2
+    assert "--target: is missing" in capsys.readouterr().err
+    assert main([*words, "onnx", *to]) == 2
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    save_head(load_head(tmp_path / "head", target), tmp_path / "trained")
+    (tmp_path / "trained" / "draftsmith.json").write_text('{"kind": "eagle3"}')
+    for out, said in (
+        ("trained", "files that no export wrote"),
+        ("full", "files that no export wrote"),
+        ("full/mine.txt", "is a file"),
+        ("head", "draft itself"),
+    ):
+        assert main([*words, "sglang", "--out", str(tmp_path / out)]) == 2
+        assert said in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    hf = ["export", "--draft", str(tmp_path / "target"), "--format", "hf", "--out", str(tmp_path / "eagle3-lm")]
+    assert main(hf) == 0
+    assert "vLLM takes a draft whose path has 'eagle3'" in capsys.readouterr().out
+    assert set(FORMATS) == {"hf", "eagle", "sglang", "speculators", "medusa", "gguf", "openvino"}
+
+
+def test_gguf_holds_the_model_and_the_tokenizer(target: PreTrainedModel, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    exported(tmp_path, "gguf", draft="target")
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    state = target.state_dict()
+    assert torch.equal(tensors["blk.3.ffn_gate.weight"], state["model.layers.3.mlp.gate_proj.weight"])
+    # Queries are stored so that neighbouring rows are rotated together.
+    query = state["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(tensors["blk.0.attn_q.weight"][[0, 1, 2, 3]], query[[0, 4, 1, 5]])
+    assert len(tensors) == 8 * 9 + 3
+    field = {name: reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "pre", "tokens", "merges")}
+    assert field["model"] == "gpt2" and field["pre"] == "gpt-2" and len(field["tokens"]) == 290
+    assert field["tokens"][:4] == ["<s>", "</s>", "!", '"']
+    head = head_of("eagle3", target, tmp_path / "head")
+    exported(tmp_path, "gguf")
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    assert isinstance(head, Eagle3Head) and torch.equal(tensors["d2t"], head.target_ids_D)
+    assert list(reader.fields["eagle3.target_layers"].contents()) == [2, 4, 5]
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """BPE with SentencePiece's spelling, as LLaMA-2's tokenizer.json has it."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁ab", "aab"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(vocabulary, [("a", "b"), ("▁", "ab"), ("a", "ab")], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", additional_special_tokens=[]
+    )
+
+
+def test_gguf_scores_are_the_order_of_merges_and_unknown_rules_are_refused(
+    saved: Saved, target_dir: str, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 270, "num_hidden_layers": 1})), tmp_path / "target")
+    sentencepiece_like().save_pretrained(tmp_path / "target")
+    exported(tmp_path, "gguf", draft="target")
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama" and fields["tokenizer.ggml.add_space_prefix"].contents()
+    scores = fields["tokenizer.ggml.scores"].contents()
+    assert scores[262:265] == [0.0, -1.0, -2.0] and scores[260] < -2
+    assert fields["tokenizer.ggml.tokens"].contents()[265:] == [f"[PAD{i}]" for i in range(265, 270)]
+    assert fields["tokenizer.ggml.token_type"].contents()[:4] == [2, 3, 3, 6]
+    strange: Any = load_tokenizer(target_dir)
+    strange.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    strange.save_pretrained(tmp_path / "target")
+    with pytest.raises(InputError, match=r"its pre-tokenizer cuts text by \['Whitespace'\]"):
+        exported(tmp_path, "gguf", draft="target")
