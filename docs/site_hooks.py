@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {
     "demo": "draftsmith.cli.demo:DemoConfig",
     "align": "draftsmith.alignment.config:AlignConfig",
+    "init": "draftsmith.starting.config:InitConfig",
     "distill": "distill.config:DistillConfig",
     "train": "train.config:TrainConfig",
     "merge": "drafts.merge_config:MergeConfig",

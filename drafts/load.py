@@ -142,14 +142,15 @@ def check_draft_vocabulary(
         if padded:
             raise InputError(
                 f"{source}: {sizes}, and it has no tokenizer to tell whether only padding differs; "
-                f"use a draft that was trained with the target's tokenizer"
+                f"use a draft that was trained with the target's tokenizer, or make one (docs/choosing-a-draft.md)"
             ) from None
         return
     differing = first_difference(tokenizer, own, min(vocabulary_size(draft), vocabulary_size(target)))
     if differing is not None:
         raise InputError(
             f"{source}: token {differing} is {_token(own, differing)} to it and {_token(tokenizer, differing)} to the "
-            f"target; use a draft that was trained with the target's tokenizer"
+            f"target; use a draft that was trained with the target's tokenizer, or move this one to it with "
+            f"draftsmith init --method transplant (docs/choosing-a-draft.md)"
         )
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from draftsmith.pair import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
+    from draftsmith.starting.config import InitConfig as InitConfig
+    from draftsmith.starting.init import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
     from draftsmith_core.errors import InputError as InputError
     from draftsmith_core.errors import RequirementError as RequirementError
@@ -49,6 +51,7 @@ _PUBLIC = {
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
     "ExportConfig": ("drafts.layouts.config", "ExportConfig"),
+    "InitConfig": ("draftsmith.starting.config", "InitConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
     "MergeConfig": ("drafts.merge_config", "MergeConfig"),
     "Output": ("draftsmith.pair", "Output"),
@@ -64,6 +67,7 @@ _PUBLIC = {
     "distill": ("distill.generate", "distill"),
     "evaluate": ("eval.evaluate", "evaluate"),
     "export": ("drafts.layouts.export", "export"),
+    "init": ("draftsmith.starting.init", "init"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),
@@ -76,6 +80,7 @@ __all__ = [
     "DraftsmithError",
     "EvalConfig",
     "ExportConfig",
+    "InitConfig",
     "InputError",
     "MergeConfig",
     "Output",
@@ -92,6 +97,7 @@ __all__ = [
     "distill",
     "evaluate",
     "export",
+    "init",
     "load_pair",
     "losses",
     "merge",

@@ -23,6 +23,7 @@ from draftsmith_core.processes import Terminated  # noqa: E402
 COMMANDS = {
     "demo": ("draftsmith.cli.demo", "align the shipped nano pair, offline, in minutes"),
     "align": ("draftsmith.cli.align", "distil, train, evaluate and report for a pair of your own"),
+    "init": ("draftsmith.cli.init", "a draft to start from: pruned, transplanted or fresh"),
     "distill": ("draftsmith.cli.distill", "the target's own outputs for a set of prompts"),
     "train": ("draftsmith.cli.train", "fit a draft to a distilled set"),
     "merge": ("draftsmith.cli.merge", "interpolate between drafts, or average them"),

@@ -283,3 +283,32 @@ def test_the_best_draft_is_uploaded_where_that_is_asked_for(
     assert code == 0, err
     assert uploads == [(out / "jsd", "org/draft", "model")]
     assert "uploaded: https://hub/org/draft" in err and "hf_secret" not in err
+
+
+@pytest.mark.slow
+def test_init_makes_the_draft_to_start_from_once(
+    door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["--target", target_dir, "--init", "prune", "--prompts", files["own"], "--out", out, *SMALL]
+    code, _, err = door("align", *words)
+    assert code == 0, err
+    assert "layers 0 of the target's 2, chosen as even" in err and "alpha:" in err
+    assert yaml.safe_load((out / "align.yaml").read_text())["draft"] == str(out / "start")
+    weights = (out / "start" / "model.safetensors").read_bytes()
+    code, _, err = door("align", *words)
+    assert code == 0 and "init:" not in err, err
+    assert (out / "start" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),
+        ({"init": "transplant"}, "donor: --init transplant needs one"),
+        ({"init": "prune", "donor": "d"}, "donor: --init transplant needs one, and nothing else reads it"),
+    ],
+)
+def test_init_and_its_donor_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ds.InputError, match=message):
+        AlignConfig(target="t", prompts="p", out="o", **options)

@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery: a widened model is the same function at a larger cost, a carved one is a part."""
+"""The benchmarks' own machinery: a widened model is the same function at a larger cost."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
 from benchmarks import peers, sections, sixteen_bits
-from benchmarks.carve import carve
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
@@ -120,20 +119,6 @@ def test_widened_model_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: py
     with torch.no_grad():
         torch.testing.assert_close(wide(tokens_1T).logits, model(tokens_1T).logits, atol=1e-4, rtol=0)
     assert (tmp_path / "w" / "tokenizer.json").is_file()
-
-
-def test_carved_draft_is_made_of_the_models_weights() -> None:
-    model = llama(key_value_heads=2, tied=True)
-    small = carve(model, 1, 12)
-    assert small.config.num_hidden_layers == 1
-    assert small.model.embed_tokens.weight.equal(model.model.embed_tokens.weight)
-    down, whole = small.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
-    assert down.shape == (32, 12)
-    assert set(down.T.contiguous().flatten().tolist()) <= set(whole.flatten().tolist())
-    # Nothing left out: the same model.
-    tokens_1T = torch.arange(20)[None]
-    with torch.no_grad():
-        assert carve(model, 2, 48)(tokens_1T).logits.equal(model(tokens_1T).logits)
 
 
 METHODS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact"]

@@ -59,6 +59,7 @@ def test_help_is_light(words: list[str]) -> None:
 MISTAKES = {
     "demo": ["--outt", "x"],
     "align": ["--target", "t", "--prompts", "p", "--out", "o", "--objective", "jsdd"],
+    "init": ["--target", "t", "--out", "o", "--method", "fresh", "--costs", "0.1"],
     "distill": ["--target", "t", "--prompts", "p", "--out", "o", "--num_samples", "0"],
     "train": ["--lrr", "3"],
     "merge": ["--draft", "d", "--out", "o"],

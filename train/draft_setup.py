@@ -1,5 +1,6 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from drafts.heads import HEADS, Head, load_head, write_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
+from drafts.make.shape import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
@@ -29,24 +31,27 @@ _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
 # Options of a head that are arguments of its trainee.
 _TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
 _CACHE_GIB = 16.0
+log = logging.getLogger(__name__)
 
 
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
     """The draft to train, fp32 on the CPU: loaded from `draft`, or fresh. InputError, one line, when it cannot be."""
     if config.kind == "lm":
-        return _build_lm(config)
+        return _build_lm(config, target)
     assert target is not None
     head = _fresh_head(config, target, training) if config.draft is None else _loaded_head(config, target)
     return head.to(device="cpu", dtype=torch.float32)
 
 
-def _build_lm(config: TrainConfig) -> PreTrainedModel:
-    shape = read_shape(config.draft_config) if config.draft_config is not None else None
+def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrainedModel:
     if config.draft is None:
-        assert shape is not None
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        assert config.draft_config is not None
+        model = AutoModelForCausalLM.from_config(_fresh_shape(config, target), dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
+        if target is not None and (warning := too_costly(read_per_token(model), read_per_token(target))):
+            log.warning("%s: %s", config.draft_config, warning)
         return model
+    shape = read_shape(config.draft_config) if config.draft_config is not None else None
     kind = draft_kind(config.draft)
     if kind != "draft":
         raise InputError(f"{config.draft}: is a head of kind {kind} and not a language model; set kind to {kind}")
@@ -60,6 +65,31 @@ def _build_lm(config: TrainConfig) -> PreTrainedModel:
                     f"drop `draft_config` or name the right draft"
                 )
     return model
+
+
+def _fresh_shape(config: TrainConfig, target: PreTrainedModel | None) -> PretrainedConfig:
+    """The shape in `draft_config`; what it leaves open is the target's, and said."""
+    assert config.draft_config is not None
+    shape = read_shape(config.draft_config)
+    values = read_json(Path(config.draft_config), "a Hugging Face config.json")
+    if target is not None:
+        theirs: PretrainedConfig = target.config
+    elif config.target is not None:
+        theirs = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
+    elif "vocab_size" not in values:
+        raise InputError(
+            f"{config.draft_config}: key 'vocab_size' is missing, and without --target there is none to take; "
+            f"add either"
+        )
+    else:
+        return shape
+    values, taken = filled(values, theirs)
+    if not taken:
+        return shape
+    shown = ", ".join(f"{key} {value}" for key, value in taken.items())
+    log.warning("%s: leaves open what is taken from the target: %s", config.draft_config, shown)
+    kind = values.pop("model_type")
+    return AutoConfig.for_model(kind, **values)
 
 
 def read_shape(path: str) -> PretrainedConfig:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling_options import check_sampling
@@ -94,6 +94,10 @@ class AlignConfig:
     """Directory for everything: align.yaml, prompts/, distilled/, one checkpoint per objective, eval/report.html."""
     draft: str | None = None
     """The draft to start from: a language model, or a head. Without one a fresh EAGLE head is trained."""
+    init: Literal["prune", "transplant", "fresh"] | None = None
+    """Make the draft to start from, as `draftsmith init --method` does; it lies in OUT/start."""
+    donor: str | None = None
+    """With --init transplant: the model to move."""
     objective: list[str] = field(default_factory=lambda: ["jsd:beta=0.5"])
     """What the draft is trained to do, as `train --objective` takes it; several are compared at equal steps."""
     id: list[str] = field(default_factory=list)
@@ -122,6 +126,10 @@ class AlignConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        if self.init is not None and self.draft is not None:
+            raise InputError("init: makes the draft to start from, and --draft names one; give one of the two")
+        if (self.donor is not None) != (self.init == "transplant"):
+            raise InputError("donor: --init transplant needs one, and nothing else reads it")
         if not self.objective:
             raise InputError("objective: is empty; name at least one, such as jsd:beta=0.5")
         for spec in self.objective:

@@ -21,6 +21,8 @@ from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.prompts import hold_out
+from draftsmith.starting.config import InitConfig
+from draftsmith.starting.init import init
 from draftsmith_core.cards import add_results
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
@@ -65,7 +67,7 @@ def align(config: AlignConfig) -> Results:
     join_processes(config.device)
     on_main(lambda: make_dir(out, "--out"))
     with hold(out):
-        config = _settle(config, out)
+        config = _settle(_started(config, out), out)
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
         say(f"\n1/3 distil: {config.target} answers {prompts}")
         distill(_distill_config(config, prompts))
@@ -124,6 +126,37 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         broadcast_object_list(settled)
     assert settled[0] is not None
     return replace(settled[0], out=config.out, device=config.device, push_to_hub=config.push_to_hub)
+
+
+def _started(config: AlignConfig, out: Path) -> AlignConfig:
+    """With --init: the draft is made, unless an earlier start of this run made it, and stands in its place."""
+    if config.init is None:
+        return config
+    start = out / "start"
+
+    def make() -> None:
+        if start.exists():
+            return
+        say(f"init: {config.init} makes {start}")
+        words = {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+        made = init(
+            InitConfig(
+                target=config.target,
+                out=str(start),
+                method=config.init or "prune",
+                donor=config.donor,
+                prompts=config.prompts,
+                prompt_tokens=config.prompt_tokens,
+                seed=config.seed,
+                **words,  # type: ignore[arg-type]
+            )
+        )
+        for line in made.lines(1.0):
+            say(line)
+        _free()
+
+    on_main(make)
+    return replace(config, draft=str(start), init=None, donor=None)
 
 
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:

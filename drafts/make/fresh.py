@@ -1,0 +1,138 @@
+"""An untrained LLaMA of the size that costs a given share of the target's forward.
+
+Candidates are wide rather than deep, because a draft's forwards are one token each and their time is that of reading
+weights and starting layers. Among those that cost no more than asked for, the one with the most parameters in its
+layers is taken.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from drafts.make.shape import filled, read_per_token
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import vocabulary_size
+
+_HEAD = 64
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+_WARMUP, _REPEATS = 3, 15
+# A search measures at most this many shapes, the most promising first.
+_MEASURED = 12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a draft as a share of its target's: parameters read per token, and seconds of a forward where measured."""
+
+    parameters: float
+    measured: float | None
+
+
+def fresh(
+    target: PreTrainedModel,
+    cost: float,
+    *,
+    by: str = "clock",
+    seed: int = 0,
+    time_of: Callable[[PreTrainedModel], float] | None = None,
+) -> tuple[PreTrainedModel, Cost]:
+    """An untrained draft whose forward costs at most `cost` of the target's, and what it costs.
+
+    by: "clock", the time of a forward of one token on this machine, or "parameters", those that it reads. time_of:
+    measures a model in seconds instead. Raises InputError, one line, where the smallest shape still costs more.
+    """
+    if not 0 < cost < 1:
+        raise InputError(f"cost: {cost} must lie between 0 and 1, as a share of the target's")
+    there = read_per_token(target)
+    shapes = sorted(_shapes(target), key=lambda config: -_layer_parameters(config))
+    by_parameters = [config for config in shapes if _read(config) <= cost * there]
+    if by == "parameters":
+        if not by_parameters:
+            raise InputError(_least(min(map(_read, shapes)) / there, cost, by))
+        chosen = by_parameters[0]
+        return _built(chosen, target, seed), Cost(_read(chosen) / there, None)
+    clock = time_of or seconds_per_token
+    base = clock(target)
+    # A share of the time is rarely less than the share of the parameters, and on small models much more.
+    candidates = by_parameters or shapes[-1:]
+    step = max(1, len(candidates) // _MEASURED)
+    least = None
+    for config in candidates[::step] + candidates[-1:]:
+        model = _built(config, target, seed)
+        share = clock(model) / base
+        least = share if least is None else min(least, share)
+        if share <= cost:
+            return model, Cost(_read(config) / there, share)
+    assert least is not None
+    raise InputError(_least(least, cost, by))
+
+
+def _least(share: float, cost: float, by: str) -> str:
+    other = "; --cost_by parameters counts parameters instead" if by == "clock" else ""
+    return f"cost: no shape costs as little as {cost} of the target, the least found was {share:.3f}; raise it{other}"
+
+
+def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
+    """Widths from an eighth of the target's up to its own, in steps of a head, by depths below the target's."""
+    text = target.config.get_text_config(decoder=True)
+    hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
+    head = min(_HEAD, max(8, hidden // 4))
+    found = []
+    for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}):
+        for layers in (each for each in _DEPTHS if each <= max(1, depth // 2)):
+            values: dict[str, Any] = {
+                "hidden_size": width,
+                "intermediate_size": round(width * 8 / 3 / 16) * 16,
+                "num_hidden_layers": layers,
+                "num_attention_heads": width // head,
+                "num_key_value_heads": width // head,
+                "tie_word_embeddings": True,
+            }
+            values, _ = filled(values, target.config)
+            found.append(LlamaConfig(**values | {"vocab_size": vocabulary_size(target)}))
+    return found
+
+
+def _layer_parameters(config: LlamaConfig) -> int:
+    hidden = config.hidden_size
+    return int(config.num_hidden_layers * (4 * hidden**2 + 3 * hidden * config.intermediate_size))
+
+
+def _read(config: LlamaConfig) -> int:
+    with torch.device("meta"):
+        return read_per_token(LlamaForCausalLM(config))
+
+
+def _built(config: LlamaConfig, target: PreTrainedModel, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    nn.Module.to(model, dtype=target.dtype, device=target.device)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def seconds_per_token(model: PreTrainedModel) -> float:
+    """Median time of a forward of one token behind a short cached text."""
+    ids = torch.ones(1, 33, dtype=torch.long, device=model.device)
+    times = []
+    for _ in range(_WARMUP + _REPEATS):
+        cache = model(input_ids=ids[:, :32], use_cache=True).past_key_values
+        _wait(model)
+        began = time.perf_counter()
+        model(input_ids=ids[:, 32:], past_key_values=cache, use_cache=True)
+        _wait(model)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[_WARMUP:])
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

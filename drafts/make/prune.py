@@ -1,0 +1,217 @@
+"""A draft cut out of its target: some of its layers, thinner feed-forward blocks, fewer heads.
+
+Neurons and heads are kept by what they add to the residual stream on a few texts: the root mean square of the
+activation times the norm of the column that it is multiplied with (as in Wanda, arXiv 2306.11695, section 3, summed
+over a neuron; widths by activations as in Minitron, arXiv 2407.14679, section 3). Embedding and output
+stay. What comes out is no good model, but it speaks the target's embedding, and training starts from there.
+
+Legend: B rows, T tokens, F neurons of a block, G groups of heads that share keys.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from drafts.make.families import Family, family_of
+from draftsmith_core.errors import InputError
+
+Keep = Literal["first", "last", "even", "measured"]
+# How much worse a model is (any number that falls) on what the caller measures.
+Score = Callable[[PreTrainedModel], float]
+
+
+@torch.no_grad()
+def prune(
+    target: PreTrainedModel,
+    *,
+    num_layers: int | None = None,
+    keep: Keep = "even",
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
+    texts: Sequence[Sequence[int]] = (),
+    score: Score | None = None,
+) -> tuple[PreTrainedModel, list[int]]:
+    """A model of the target's family with fewer or thinner layers, and which of its layers were kept.
+
+    texts: token ids, read for the importance of neurons and heads. score: for keep="measured", of the target with one
+    layer left out; the layers without which it falls most are kept. What is None is as in the target.
+    Raises InputError, one line, for sizes that are not smaller, and for a family that cannot be cut in this way.
+    """
+    family, config = family_of(target), copy.deepcopy(target.config)
+    layers = _module(target, family.layers)
+    assert isinstance(layers, nn.ModuleList)
+    depth = len(layers)
+    width = _outputs(_module(layers[0], family.up[0]))
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    wanted_layers = _within("num_layers", num_layers, depth)
+    wanted_width = _within("intermediate_size", intermediate_size, width)
+    wanted_heads = _within("num_heads", num_heads, heads)
+    if wanted_heads != heads:
+        _check_heads(target, family, wanted_heads, heads, groups)
+    if (wanted_width, wanted_heads) != (width, heads) and not texts:
+        raise InputError("prune: neurons and heads are chosen by what they do on texts; add --prompts")
+    kept = _layers(target, layers, wanted_layers, keep, score)
+    read = _inputs(target, layers, kept, family, texts) if texts else {}
+    setattr(config, family.depth_key, wanted_layers)
+    setattr(config, family.width_key, wanted_width)
+    if wanted_heads != heads:
+        config.head_dim = _head_size(target)
+        config.num_attention_heads = wanted_heads
+        if groups > 1:
+            config.num_key_value_heads = wanted_heads * groups // heads
+    for key, value in vars(config).items():
+        if key == "layer_types" and isinstance(value, list) and len(value) == depth:
+            config.layer_types = [value[index] for index in kept]
+    small = type(target)(config)
+    nn.Module.to(small, dtype=target.dtype, device=target.device)
+    inside = f"{family.layers}."
+    weights = {name: value for name, value in target.state_dict().items() if not name.startswith(inside)}
+    for place, index in enumerate(kept):
+        layer = layers[index]
+        cut = dict(layer.state_dict())
+        if wanted_width != width:
+            down = _module(layer, family.down)
+            neurons_F = _strongest(read[index, family.down], down, wanted_width, 1)
+            _take(cut, layer, family.up, neurons_F, outputs=True)
+            _take(cut, layer, (family.down,), neurons_F, outputs=False)
+        if wanted_heads != heads:
+            _cut_heads(cut, layer, family, read[index, family.o], wanted_heads, heads, groups, _head_size(target))
+        weights |= {f"{inside}{place}.{name}": value for name, value in cut.items()}
+    small.load_state_dict(weights)
+    small.tie_weights()
+    small.generation_config = copy.deepcopy(target.generation_config)
+    small.eval()
+    return small, kept
+
+
+def _within(key: str, wanted: int | None, there: int) -> int:
+    if wanted is not None and not 0 < wanted <= there:
+        raise InputError(f"{key}: {wanted} is not in 1 to {there}, what the target has")
+    return there if wanted is None else wanted
+
+
+def _check_heads(target: PreTrainedModel, family: Family, wanted: int, heads: int, groups: int) -> None:
+    if not family.o:
+        raise InputError(
+            f"num_heads: in models of type {target.config.model_type} the size of a head follows from their number, so "
+            f"none can be left out; leave this option out"
+        )
+    shared = heads // groups
+    if groups > 1 and wanted % shared:
+        raise InputError(f"num_heads: {wanted} is no multiple of {shared}, the heads that share keys; use one that is")
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    config = model.config
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: Keep, score: Score | None) -> list[int]:
+    """Which layers stay, in order."""
+    depth = len(layers)
+    if wanted == depth or keep == "first":
+        return list(range(wanted))
+    if keep == "last":
+        return list(range(depth - wanted, depth))
+    if keep == "even":
+        return [round(place * (depth - 1) / max(wanted - 1, 1)) for place in range(wanted)]
+    if score is None:
+        raise InputError("keep: measured needs texts to measure on; add --prompts")
+    left = []
+    for layer in layers:
+        handle = layer.register_forward_hook(_skip, with_kwargs=True)
+        left.append(score(target))
+        handle.remove()
+    return sorted(sorted(range(depth), key=lambda index: left[index])[:wanted])
+
+
+def _skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A layer's input in place of its output."""
+    states = args[0] if args else kwargs["hidden_states"]
+    return states if isinstance(output, Tensor) else (states, *output[1:])
+
+
+def _inputs(
+    target: PreTrainedModel, layers: nn.ModuleList, kept: Sequence[int], family: Family, texts: Sequence[Sequence[int]]
+) -> dict[tuple[int, str], Tensor]:
+    """Mean square of what goes into each kept layer's `down` and `o` over all tokens of the texts, `[inputs]`."""
+    sums: dict[tuple[int, str], Tensor] = {}
+
+    def listen(key: tuple[int, str]) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            square = args[0].detach().flatten(0, -2).double().square().sum(0)
+            sums[key] = sums[key] + square if key in sums else square
+
+        return hook
+
+    names = [name for name in (family.down, family.o) if name]
+    handles = [
+        _module(layers[index], name).register_forward_pre_hook(listen((index, name)))
+        for index in set(kept)
+        for name in names
+    ]
+    for text in texts:
+        target(input_ids=torch.tensor([list(text)], device=target.device), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def _strongest(squares: Tensor, out: nn.Module, count: int, size: int) -> Tensor:
+    """Indices, in order, of the `count` groups of `size` inputs of `out` that add most to what it puts out."""
+    added = squares * _by_inputs(out).double().square().sum(1)
+    chosen: Tensor = added.view(-1, size).sum(1).topk(count).indices.sort().values
+    return chosen
+
+
+def _cut_heads(
+    cut: dict[str, Tensor],
+    layer: nn.Module,
+    family: Family,
+    squares: Tensor,
+    wanted: int,
+    heads: int,
+    groups: int,
+    size: int,
+) -> None:
+    """Keep the strongest heads, by groups where they share keys."""
+    shared = heads // groups if groups > 1 else 1
+    chosen_G = _strongest(squares, _module(layer, family.o), wanted // shared, shared * size)
+
+    def rows(width: int) -> Tensor:
+        return (chosen_G[:, None] * width + torch.arange(width, device=chosen_G.device)).flatten()
+
+    _take(cut, layer, (family.q,), rows(shared * size), outputs=True)
+    _take(cut, layer, (family.o,), rows(shared * size), outputs=False)
+    if groups > 1:
+        _take(cut, layer, family.kv, rows(size), outputs=True)
+
+
+def _take(cut: dict[str, Tensor], layer: nn.Module, names: Sequence[str], chosen: Tensor, *, outputs: bool) -> None:
+    """Only the chosen outputs or inputs of these linear modules."""
+    for name in names:
+        # GPT-2's Conv1D keeps its weight the other way round.
+        first = outputs != isinstance(_module(layer, name), Conv1D)
+        cut[f"{name}.weight"] = cut[f"{name}.weight"].index_select(0 if first else 1, chosen)
+        if outputs and f"{name}.bias" in cut:
+            cut[f"{name}.bias"] = cut[f"{name}.bias"].index_select(0, chosen)
+
+
+def _by_inputs(linear: nn.Module) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight if isinstance(linear, Conv1D) else weight.T
+
+
+def _outputs(linear: nn.Module) -> int:
+    return int(_by_inputs(linear).shape[1])
+
+
+def _module(root: nn.Module, path: str) -> nn.Module:
+    return root.get_submodule(path)

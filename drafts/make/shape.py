@@ -1,0 +1,49 @@
+"""What of a draft's config follows from its target, and what a forward of each costs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from draftsmith_core.models import parameter_count
+
+# From the target's config, under the same names in the draft's.
+_FROM_TARGET = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+COSTLY = 0.5
+
+
+def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A draft's config values with what they leave open taken from the target's config, and what was taken.
+
+    Vocabulary, special tokens, context and rotary base: transformers' defaults for these (a vocabulary of 32,000) fit
+    no target in particular.
+    """
+    text = target_config.get_text_config(decoder=True)
+    found = {key: getattr(text, key, None) for key in _FROM_TARGET if key not in values}
+    taken = {key: value for key, value in found.items() if value is not None}
+    if "rope_parameters" not in values and "rope_theta" not in values and "rope_scaling" not in values:
+        rope = getattr(text, "rope_parameters", None)
+        if isinstance(rope, Mapping) and isinstance(rope.get("rope_type"), str) and "rope_theta" in rope:
+            taken["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return dict(values) | taken, taken
+
+
+def read_per_token(model: nn.Module) -> int:
+    """Parameters that a forward of one token reads: all but the rows of an embedding that is only looked up."""
+    embedding, output = None, None
+    if isinstance(model, PreTrainedModel):
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    looked_up = embedding is not None and (output is None or embedding.weight is not output.weight)
+    size = embedding.weight.numel() if looked_up and embedding is not None else 0  # type: ignore[operator]
+    return parameter_count(model) - int(size)
+
+
+def too_costly(draft: int, target: int) -> str | None:
+    """A warning that names both costs where a draft's is more than half of its target's; costs in parameters read."""
+    if draft <= COSTLY * target:
+        return None
+    return (
+        f"the draft reads {draft:,} parameters per token and the target {target:,}: more than half, so that drafting "
+        f"can hardly pay; docs/choosing-a-draft.md says how large a draft should be"
+    )

@@ -1,0 +1,99 @@
+"""A donor of another tokenizer moved to the target's vocabulary: new embedding and output rows, everything else kept.
+
+A token that both have, by its text or its role, takes the donor's rows. Another takes rows of the donor's pieces of
+the same text: the mean of them as its embedding, since all of them have been read after it; the first of them in the
+output, since that is what the donor would write first.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drafts.make.shape import filled
+from drafts.vocabulary import map_vocabulary, token_texts
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.tokenization import Tokenizer
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How many rows came from where. `unmapped` are tokens without any partner; their rows are the donor's mean."""
+
+    shared: int
+    from_pieces: int
+    unmapped: tuple[str, ...]
+    padding: int
+
+
+@torch.no_grad()
+def transplant(
+    donor: PreTrainedModel, donor_tokenizer: Tokenizer, target: PreTrainedModel, tokenizer: Tokenizer
+) -> tuple[PreTrainedModel, Moved]:
+    """The donor with the target's vocabulary, and how its rows were found.
+
+    Raises InputError, one line, where the tokenizers share no token, or a donor has no plain output projection.
+    """
+    size = vocabulary_size(target)
+    words = map_vocabulary(
+        tokenizer, donor_tokenizer, size, vocabulary_size(donor), source=donor.name_or_path or type(donor).__name__
+    )
+    pairs = dict(zip(words.target_ids.tolist(), words.draft_ids.tolist(), strict=True))
+    texts, names = token_texts(tokenizer), {i: token for token, i in tokenizer.get_vocab().items()}
+    # An end of turn of a chat target is the end of text to a donor without turns.
+    ends = eos_ids(donor)[:1] or ((donor_tokenizer.eos_token_id,) if donor_tokenizer.eos_token_id is not None else ())
+    rows: list[tuple[int, ...]] = []
+    moved = {"shared": 0, "pieces": 0, "padding": 0}
+    unmapped: list[str] = []
+    for token in range(size):
+        if token in pairs or len(words.in_draft[token]) == 1 and token in texts:
+            rows.append(words.in_draft[token])
+            moved["shared"] += 1
+        elif token in eos_ids(target) and ends:
+            rows.append((ends[0],))
+            moved["shared"] += 1
+        elif token in texts and words.in_draft[token]:
+            rows.append(words.in_draft[token])
+            moved["pieces"] += 1
+        else:
+            rows.append(())
+            if token in names:
+                unmapped.append(names[token])
+            else:
+                moved["padding"] += 1
+    embedding, output = donor.get_input_embeddings(), donor.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(output, nn.Linear):
+        raise InputError(f"{donor.name_or_path}: has no plain embedding and output projection; use another donor")
+    config = copy.deepcopy(donor.config)
+    taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
+    for key, value in taken.items():
+        setattr(config.get_text_config(decoder=True), key, value)
+    # Tied before or not, the two sides of a row now come from different rows.
+    config.tie_word_embeddings = False
+    moved_to = type(donor)(config)
+    nn.Module.to(moved_to, dtype=donor.dtype, device=donor.device)
+    weights = dict(donor.state_dict())
+    for name, module in donor.named_modules():
+        if module is embedding or module is output:
+            weights.pop(f"{name}.weight", None)
+            weights.pop(f"{name}.bias", None)
+    moved_to.load_state_dict(weights, strict=False)
+    new_embedding, new = moved_to.get_input_embeddings(), moved_to.get_output_embeddings()
+    assert isinstance(new_embedding, nn.Embedding) and isinstance(new, nn.Linear)
+    _fill(new_embedding.weight, embedding.weight, rows)
+    _fill(new.weight, output.weight, [row[:1] for row in rows])
+    if new.bias is not None and output.bias is not None:
+        _fill(new.bias, output.bias, [row[:1] for row in rows])
+    moved_to.generation_config = copy.deepcopy(target.generation_config)
+    moved_to.eval()
+    return moved_to, Moved(moved["shared"], moved["pieces"], tuple(unmapped), moved["padding"])
+
+
+def _fill(new: Tensor, old: Tensor, rows: list[tuple[int, ...]]) -> None:
+    """Each new row the mean of the old ones named for it; of all where there are none."""
+    mean = old.float().mean(0)
+    for token, ids in enumerate(rows):
+        new[token] = old[list(ids)].float().mean(0) if ids else mean

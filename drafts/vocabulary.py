@@ -1,0 +1,158 @@
+"""Tokens as text: what two tokenizers have in common, and one's tokens in pieces of the other.
+
+Token texts are bytes, so that pieces of one character can be compared. A space is a space, whether a tokenizer
+writes it as SentencePiece's bar or as a letter of GPT-2's byte alphabet.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.tokenization import Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in plain}
+    rest = [byte for byte in range(256) if byte not in plain]
+    return letters | {chr(256 + number): byte for number, byte in enumerate(rest)}
+
+
+def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The bytes that each token stands for; without added tokens (special and chat markers), which stand for none."""
+    letters = _byte_alphabet() if _decoders(tokenizer) & {"ByteLevel"} else None
+    added = set(tokenizer.get_added_vocab().values())
+    texts: dict[int, bytes] = {}
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id in added:
+            continue
+        if letters is not None:
+            if all(letter in letters for letter in token):
+                texts[token_id] = bytes(letters[letter] for letter in token)
+        elif match := _BYTE.fullmatch(token):
+            texts[token_id] = bytes([int(match[1], 16)])
+        else:
+            texts[token_id] = token.replace("\u2581", " ").encode()
+    return {token_id: text for token_id, text in texts.items() if text}
+
+
+def _decoders(tokenizer: Tokenizer) -> set[str]:
+    """Names of the steps that turn tokens into text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return set()
+    found: set[str] = set()
+
+    def walk(value: Any) -> None:
+        for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else []:
+            walk(each)
+        if isinstance(value, dict) and isinstance(value.get("type"), str):
+            found.add(value["type"])
+
+    walk(json.loads(backend.to_str()).get("decoder"))
+    return found
+
+
+def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] | None:
+    """Token ids whose texts together are `text`, the longest first; None where a byte is in no token."""
+    ids: list[int] = []
+    while text:
+        size = next((size for size in range(min(longest, len(text)), 0, -1) if text[:size] in known), 0)
+        if not size:
+            return None
+        ids.append(known[text[:size]])
+        text = text[size:]
+    return ids
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyMap:
+    """A draft's tokens beside a target's. `draft_ids` and `target_ids` are the shared tokens, pair by pair.
+
+    `in_draft[t]` are the draft's tokens for target token t: one where it is shared, else pieces of the same text;
+    the draft's end of text for a special token without a partner, and nothing where the draft has not even that.
+    """
+
+    draft_ids: Tensor
+    target_ids: Tensor
+    in_draft: tuple[tuple[int, ...], ...]
+    target_size: int
+
+    @cached_property
+    def shared(self) -> int:
+        """How many tokens both have."""
+        return len(self.draft_ids)
+
+    def translate(self, ids: Iterable[int]) -> list[int]:
+        """Target tokens as tokens of the draft."""
+        return [each for token in ids for each in self.in_draft[token]]
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Logits `[..., draft vocabulary]` as logits over the target's: -inf for tokens that are not shared."""
+        out = logits.new_full((*logits.shape[:-1], self.target_size), -torch.inf)
+        device = logits.device
+        return out.index_copy(-1, self.target_ids.to(device), logits[..., self.draft_ids.to(device)])
+
+
+def map_vocabulary(
+    target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, *, source: str = "draft"
+) -> VocabularyMap:
+    """Which tokens two tokenizers share, by their text, and special tokens by their role.
+
+    Sizes are those of the models, which may be padded. Raises InputError, one line, where nothing is shared.
+    """
+    theirs = {t: text for t, text in token_texts(target).items() if t < target_size}
+    ours = {text: d for d, text in sorted(token_texts(draft).items(), reverse=True) if d < draft_size}
+    pairs = {t: ours[text] for t, text in theirs.items() if text in ours}
+    roles = special_pairs(target, draft)
+    if not pairs:
+        raise InputError(
+            f"{source}: its tokenizer shares no token with the target's, so nothing that it drafts can be the "
+            f"target's; docs/choosing-a-draft.md says which drafts can be had"
+        )
+    pairs |= {t: d for t, d in roles.items() if t < target_size and d < draft_size}
+    longest = max(map(len, ours))
+    end = _ids(draft.eos_token_id)
+    in_draft: list[tuple[int, ...]] = []
+    for token in range(target_size):
+        if token in pairs:
+            in_draft.append((pairs[token],))
+        else:
+            found = pieces(theirs[token], ours, longest) if token in theirs else None
+            in_draft.append(tuple(end[:1] if found is None else found))
+    # One draft token stands for one target token only: of two target tokens of one text the first is drafted.
+    first: dict[int, int] = {}
+    for t in sorted(pairs):
+        first.setdefault(pairs[t], t)
+    kept = sorted((t, d) for d, t in first.items())
+    return VocabularyMap(
+        torch.tensor([d for _, d in kept]), torch.tensor([t for t, _ in kept]), tuple(in_draft), target_size
+    )
+
+
+_ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+
+
+def special_pairs(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+    """Target id -> draft id of special tokens: those of the same name, then those of the same role."""
+    named = draft.get_added_vocab()
+    found = {t: named[token] for token, t in target.get_added_vocab().items() if token in named}
+    for role in _ROLES:
+        there, here = _ids(getattr(target, role, None)), _ids(getattr(draft, role, None))
+        if there and here:
+            found.setdefault(there[0], here[0])
+    return found
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

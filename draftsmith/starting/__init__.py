@@ -1,0 +1,1 @@
+"""`draftsmith init`: a draft to start from, and what it is worth before any training."""

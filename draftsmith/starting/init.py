@@ -1,0 +1,230 @@
+"""Make a draft, measure it, write it.
+
+Legend: T tokens of a text, N positions that are measured, V vocabulary.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode import SpeculativeDecoder
+from decode.propose.static_tree import fit_vocabulary
+from drafts.load import load_pair
+from drafts.make.fresh import fresh
+from drafts.make.prune import prune
+from drafts.make.shape import read_per_token, too_costly
+from drafts.make.transplant import transplant
+from draftsmith.starting.config import InitConfig
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_dir, write_json_atomic
+from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.sampling import Sampling, acceptance, probs
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+_DEFAULT_COST = 0.1
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's answer; the answer's tokens are what is measured."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Started:
+    """What `init` made. Costs are parameters read per token; alphas are means over `positions`, None without prompts.
+
+    alpha: speculative sampling, sum_x min(p, q). greedy: the draft takes its likeliest token, p(argmax q). match: the
+    draft samples and the target's own sample must be the same, sum_x p q.
+    """
+
+    out: str
+    parameters: int
+    draft_cost: int
+    target_cost: int
+    positions: int
+    alpha: float | None
+    alpha_greedy_draft: float | None
+    alpha_match: float | None
+    notes: tuple[str, ...]
+
+    def lines(self, temperature: float) -> list[str]:
+        """What is printed of it."""
+        share = self.draft_cost / self.target_cost
+        said = [*self.notes, f"cost:   {share:.3f} of the target ({self.draft_cost:,} parameters read per token)"]
+        if self.alpha is None:
+            return [*said, "alpha:  not measured; add --prompts"]
+        return [
+            *said,
+            f"alpha:  {self.alpha:.3f} speculative, {self.alpha_greedy_draft:.3f} greedy draft, "
+            f"{self.alpha_match:.3f} sample match (temperature {temperature:g}, {self.positions} positions)",
+        ]
+
+
+def init(config: InitConfig) -> Started:
+    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
+
+    Raises InputError for what cannot be made.
+    """
+    out = Path(config.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out}: exists and is not empty; name another directory")
+    pair = load_pair(
+        config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
+    target = pair.target
+    texts = _texts(config, target, pair.tokenizer)
+    draft, notes = _make(config, target, pair.tokenizer, texts)
+    costs = read_per_token(draft), read_per_token(target)
+    if warning := too_costly(*costs):
+        sys.stderr.write(f"warning: {warning}\n")
+    count, figures = _figures(target, draft, texts, Sampling(temperature=config.temperature))
+    with atomic_dir(out) as directory:
+        draft.save_pretrained(directory)
+        pair.tokenizer.save_pretrained(directory)
+        record = {
+            "kind": "draft-lm",
+            "target": config.target,
+            "target_fingerprint": fingerprint(target),
+            "made": list(notes),
+            **provenance(command_line("init", config), dataclasses.asdict(config)),
+        }
+        write_json_atomic(directory / "draftsmith.json", record)
+    return Started(str(out), parameter_count(draft), *costs, count, *figures, notes)
+
+
+def _make(
+    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Text]
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The draft, and what was chosen or filled in, one line each."""
+    keep = config.keep or "even"
+    if config.method == "fresh":
+        cost = _DEFAULT_COST if config.cost is None else config.cost
+        draft, share = fresh(target, cost, by=config.cost_by or "clock", seed=config.seed)
+        text = draft.config
+        shape = f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward {text.intermediate_size}"
+        clock = "" if share.measured is None else f", {share.measured:.3f} of the time of a forward here"
+        return draft, (f"shape: {shape}; {share.parameters:.3f} of the target's parameters per token{clock}",)
+    if config.method == "prune":
+        depth = int(target.config.get_text_config().num_hidden_layers)
+        score = None
+        if keep == "measured":
+            score = _alpha_against(target, texts, Sampling(temperature=config.temperature))
+        draft, kept = prune(
+            target,
+            num_layers=config.num_layers or max(1, depth // 4),
+            keep=keep,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            texts=[(*text.prompt_ids, *text.answer_ids) for text in texts],
+            score=score,
+        )
+        return draft, (f"layers {' '.join(map(str, kept))} of the target's {depth}, chosen as {keep}",)
+    assert config.donor is not None
+    donor = load_model(
+        config.donor, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
+    notes: tuple[str, ...] = ()
+    if config.num_layers is not None:
+        donor, kept = prune(donor, num_layers=config.num_layers, keep=keep)
+        notes = (f"layers {' '.join(map(str, kept))} of the donor, chosen as {keep}",)
+    own = load_tokenizer(config.donor, config.trust_remote_code)
+    draft, moved = transplant(donor, own, target, tokenizer)
+    return draft, (
+        *notes,
+        f"rows: {moved.shared} of a token that both have, {moved.from_pieces} from the donor's pieces of the text, "
+        f"{len(moved.unmapped)} without a partner{_some(moved.unmapped)}, {moved.padding} padding",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(ascii, names[:5]))
+    return f" ({shown}{' and others' if len(names) > 5 else ''})" if names else ""
+
+
+def _texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Text]:
+    """The target's answers to --prompts; empty without."""
+    if config.prompts is None:
+        return []
+    limit = context_length(target)
+    longest = None if limit is None else limit - config.max_new_tokens
+    if longest is not None and longest < 1:
+        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in the target's context of {limit}")
+    read = read_prompts(
+        config.prompts,
+        tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=longest,
+        limit=config.max_prompts,
+    )
+    if read.skipped:
+        first = read.skipped[0]
+        sys.stderr.write(
+            f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})\n"
+        )
+    decoder = SpeculativeDecoder(target)
+    texts: list[Text] = []
+    for start in range(0, len(read.prompts), _BATCH):
+        prompts = [prompt.ids for prompt in read.prompts[start : start + _BATCH]]
+        answers = decoder.generate(
+            prompts, Sampling(temperature=config.temperature), config.max_new_tokens, seed=config.seed + start
+        ).generations
+        texts += [Text(ids, tuple(answer.output_ids)) for ids, answer in zip(prompts, answers, strict=True)]
+    return texts
+
+
+@torch.inference_mode()
+def _law(model: PreTrainedModel, text: Text, sampling: Sampling, vocabulary: int) -> Tensor:
+    """The distributions `[N, V]` that the tokens of the answer were, or would be, drawn from."""
+    ids = torch.tensor([[*text.prompt_ids, *text.answer_ids][:-1]], device=model.device)
+    # A draft's vocabulary may be padded to another size.
+    ids = ids.clamp(max=vocabulary_size(model) - 1)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.answer_ids)).logits[0]
+    return probs(fit_vocabulary(logits, vocabulary), sampling)
+
+
+def _figures(
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], sampling: Sampling
+) -> tuple[int, tuple[float | None, float | None, float | None]]:
+    """Positions, and alpha under the three rules; None where nothing was measured."""
+    size, count = vocabulary_size(target), 0
+    sums = [0.0, 0.0, 0.0]
+    for text in texts:
+        p_NV, q_NV = _law(target, text, sampling, size), _law(draft, text, sampling, size)
+        guess_N1 = q_NV.argmax(-1, keepdim=True)
+        for i, each_N in enumerate((acceptance(p_NV, q_NV), p_NV.gather(-1, guess_N1), (p_NV * q_NV).sum(-1))):
+            sums[i] += float(each_N.double().sum())
+        count += len(p_NV)
+    if not count:
+        return 0, (None, None, None)
+    alpha, greedy, match = (total / count for total in sums)
+    return count, (alpha, greedy, match)
+
+
+def _alpha_against(target: PreTrainedModel, texts: Sequence[Text], sampling: Sampling) -> Any:
+    """A score for `prune`: alpha of a changed target against what it was when this was called."""
+    size = vocabulary_size(target)
+    # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
+    laws = [_law(target, text, sampling, size).to(target.dtype) for text in texts]
+
+    def score(changed: PreTrainedModel) -> float:
+        sums = [
+            float(acceptance(law.float(), _law(changed, text, sampling, size)).double().sum())
+            for law, text in zip(laws, texts, strict=True)
+        ]
+        return math.fsum(sums)
+
+    return score

@@ -1,0 +1,287 @@
+"""Drafts made from a target: what is kept is the target's, whatever the family; what is filled in is said."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from drafts.make.families import FAMILIES
+from drafts.make.fresh import fresh
+from drafts.make.prune import prune
+from drafts.make.shape import filled, read_per_token, too_costly
+from drafts.make.transplant import transplant
+from drafts.vocabulary import map_vocabulary, pieces, token_texts
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model, vocabulary_size
+from draftsmith_core.tokenization import load_tokenizer
+
+V, H = 40, 32
+PLAIN: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GROUPED = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED),
+    "mistral": MistralConfig(**GROUPED),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=16),
+    "gemma3_text": Gemma3TextConfig(**GROUPED, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
+    "opt": OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=H),
+    "gpt_neox": GPTNeoXConfig(**PLAIN, intermediate_size=48),
+    "gpt2": GPT2Config(vocab_size=V, n_embd=H, n_layer=4, n_head=4, n_positions=64, n_inner=48, initializer_range=0.2),
+    "phi": PhiConfig(**PLAIN, intermediate_size=48),
+}
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7]]
+IDS = torch.tensor(TEXTS[:1])
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model.eval()
+    return model
+
+
+def test_every_family_is_tried() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_layers_left_out_are_the_target_without_them(name: str, tmp_path: Any) -> None:
+    """Against the target with the other layers turned into the identity; saved and loaded again."""
+    target = build(name)
+    whole, kept = prune(target)
+    assert kept == [0, 1, 2, 3]
+    torch.testing.assert_close(whole(IDS).logits, target(IDS).logits)
+    small, kept = prune(target, num_layers=2, keep="even")
+    assert kept == [0, 3]
+    layers = cast(Any, target.get_submodule(FAMILIES[name].layers))
+    handles = [
+        layers[index].register_forward_hook(
+            lambda _, args, kwargs, out: args[0] if isinstance(out, torch.Tensor) else (args[0], *out[1:]),
+            with_kwargs=True,
+        )
+        for index in (1, 2)
+    ]
+    expected = target(IDS, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(small(IDS).logits, expected)
+    assert small.config.num_hidden_layers == 2
+    small.save_pretrained(tmp_path)
+    torch.testing.assert_close(load_model(str(tmp_path), device="cpu")(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_neurons_that_do_nothing_go_first(name: str) -> None:
+    """Half of the neurons are made silent: without them the model computes the same."""
+    target, family = build(name), FAMILIES[name]
+    for layer in cast(Any, target.get_submodule(family.layers)):
+        weight = layer.get_submodule(family.down).weight
+        (weight if name == "gpt2" else weight.T)[::2] = 0.0
+    small, _ = prune(target, intermediate_size=24, texts=TEXTS)
+    torch.testing.assert_close(small(IDS).logits, target(IDS).logits)
+    assert read_per_token(small) < read_per_token(target)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.o])
+@torch.no_grad()
+def test_heads_that_do_nothing_go_first(name: str, tmp_path: Any) -> None:
+    target, family = build(name), FAMILIES[name]
+    size = getattr(target.config, "head_dim", None) or H // 4
+    for layer in cast(Any, target.get_submodule(family.layers)):
+        layer.get_submodule(family.o).weight[:, : 2 * size] = 0.0
+    small, _ = prune(target, num_heads=2, texts=TEXTS)
+    torch.testing.assert_close(small(IDS).logits, target(IDS).logits)
+    small.save_pretrained(tmp_path)
+    torch.testing.assert_close(load_model(str(tmp_path), device="cpu")(IDS).logits, target(IDS).logits)
+
+
+@torch.no_grad()
+def test_measured_keeps_the_layers_that_matter() -> None:
+    target = build("llama")
+    for index in (0, 2):
+        layer: Any = target.get_submodule(f"model.layers.{index}")
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    expected = target(IDS).logits
+
+    def score(model: PreTrainedModel) -> float:
+        return -float((model(IDS).logits - expected).abs().sum())
+
+    small, kept = prune(target, num_layers=2, keep="measured", score=score)
+    assert kept == [1, 3]
+    torch.testing.assert_close(small(IDS).logits, expected)
+    assert prune(target, num_layers=3, keep="last")[1] == [1, 2, 3]
+    assert prune(target, num_layers=3, keep="first")[1] == [0, 1, 2]
+
+
+def test_what_cannot_be_pruned_is_refused_in_one_line() -> None:
+    target = build("opt")
+    for options, message in (
+        ({"num_layers": 5}, "num_layers: 5 is not in 1 to 4"),
+        ({"num_layers": 0}, "num_layers: 0 is not in 1 to 4"),
+        ({"intermediate_size": 24}, "add --prompts"),
+        ({"num_heads": 2}, "num_heads: in models of type opt the size of a head follows"),
+        ({"num_layers": 2, "keep": "measured"}, "keep: measured needs texts"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prune(target, **options)
+    with pytest.raises(InputError, match="num_heads: 3 is no multiple of 2"):
+        prune(build("llama"), num_heads=3, texts=TEXTS)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces with SentencePiece's bar, byte fallback, and tokens that the byte-level one of conftest lacks."""
+    words = "\u2581the \u2581quick qu e r s th \u2581 t h a dog k u i c q".split(" ")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_token_texts_are_the_bytes_that_decode_gives(target_dir: str) -> None:
+    byte_level, pieced = load_tokenizer(target_dir), sentencepiece_tokenizer()
+    texts = token_texts(byte_level)
+    for text in ("The quick brown fox", "é λ 漢 🙂", "12, 345"):
+        ids = byte_level.encode(text, add_special_tokens=False)
+        assert b"".join(texts[i] for i in ids) == text.encode()
+    assert not {0, 1} & texts.keys()
+    theirs = token_texts(pieced)
+    vocabulary = pieced.get_vocab()
+    assert theirs[vocabulary["\u2581the"]] == b" the" and theirs[vocabulary["<0x0A>"]] == b"\n"
+    assert pieces(b"quick", {b"qu": 1, b"q": 2, b"i": 3, b"ck": 4}, 2) == [1, 3, 4]
+    assert pieces(b"quack", {b"qu": 1}, 2) is None
+
+
+def test_a_map_of_two_vocabularies(target_dir: str) -> None:
+    target, draft = load_tokenizer(target_dir), sentencepiece_tokenizer()
+    words = map_vocabulary(target, draft, 292, 280)
+    ours, theirs = token_texts(draft), token_texts(target)
+    pairs = dict(zip(words.target_ids.tolist(), words.draft_ids.tolist(), strict=True))
+    assert len(set(pairs.values())) == len(pairs) == words.shared > 10
+    assert pairs[target.bos_token_id] == draft.bos_token_id and pairs[target.eos_token_id] == draft.eos_token_id
+    for t, d in pairs.items():
+        assert t in (0, 1) or theirs[t] == ours[d]
+    for token, text in theirs.items():
+        assert b"".join(ours[each] for each in words.in_draft[token]) == text
+    assert words.in_draft[291] == (draft.eos_token_id,), "padding of the model"
+    logits = torch.arange(280.0)
+    moved = words.to_target(logits)
+    assert moved.shape == (292,) and int(moved.isfinite().sum()) == words.shared
+    for t, d in pairs.items():
+        assert moved[t] == d
+
+
+@torch.no_grad()
+def test_a_transplanted_donor_has_rows_by_text(target_dir: str) -> None:
+    target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
+    donor_tokenizer = sentencepiece_tokenizer()
+    torch.manual_seed(7)
+    donor: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**GROUPED | {"vocab_size": len(donor_tokenizer)}))
+    moved, found = transplant(donor, donor_tokenizer, target, tokenizer)
+    assert vocabulary_size(moved) == vocabulary_size(target) == 290
+    assert found.shared + found.from_pieces + len(found.unmapped) + found.padding == 290
+    assert found.unmapped == () and found.padding == 0 and found.from_pieces > 0
+    ours, theirs = token_texts(donor_tokenizer), token_texts(tokenizer)
+    by_text = {text: d for d, text in sorted(ours.items(), reverse=True)}
+    old, new = (cast(Any, model.get_input_embeddings()).weight for model in (donor, moved))
+    old_out, new_out = (cast(Any, model.get_output_embeddings()).weight for model in (donor, moved))
+    partner = next(t for t, text in theirs.items() if text == b" the") if b" the" in theirs.values() else None
+    for token, text in theirs.items():
+        ids = [by_text[text]] if text in by_text else pieces(text, by_text, 8)
+        assert ids is not None
+        torch.testing.assert_close(new[token], old[ids].mean(0))
+        assert torch.equal(new_out[token], old_out[ids[0]])
+    assert partner is None or torch.equal(new[partner], old[by_text[b" the"]])
+    assert torch.equal(new[tokenizer.eos_token_id], old[donor_tokenizer.eos_token_id])
+    inner = dict(moved.named_parameters())
+    assert all(torch.equal(inner[name], value) for name, value in donor.named_parameters() if ".layers." in name)
+
+
+def test_tokenizers_without_a_common_token_are_refused(target_dir: str) -> None:
+    backend = Tokenizer(models.WordLevel({"[x]": 0, "漢字漢字": 1}, unk_token="[x]"))
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[x]")
+    with pytest.raises(InputError, match=r"^it: its tokenizer shares no token.*docs/choosing-a-draft\.md"):
+        map_vocabulary(load_tokenizer(target_dir), other, 290, 2, source="it")
+
+
+def test_fresh_costs_no_more_than_asked() -> None:
+    config = LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 8})
+    torch.manual_seed(0)
+    target: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    draft, cost = fresh(target, 0.2, by="parameters")
+    share = read_per_token(draft) / read_per_token(target)
+    assert cost.measured is None and cost.parameters == pytest.approx(share) and 0.1 < share <= 0.2
+    assert draft.config.vocab_size == V and draft.config.max_position_embeddings == 64
+    again, _ = fresh(target, 0.2, by="parameters")
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
+
+    def clock(model: PreTrainedModel) -> float:
+        return 1.0 + float(model.config.num_hidden_layers)
+
+    timed, cost = fresh(target, 0.45, time_of=clock)
+    assert timed.config.num_hidden_layers == 1 and cost.measured == 2 / 5
+    with pytest.raises(
+        InputError, match=r"^cost: no shape costs as little as 0\.3 .* found was 0\.400; raise it; --cost_by"
+    ):
+        fresh(target, 0.3, time_of=clock)
+    for wrong in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(InputError, match="must lie between 0 and 1"):
+            fresh(target, wrong)
+
+
+def test_a_shape_is_filled_from_the_target_and_its_cost_is_told() -> None:
+    target = LlamaConfig(**GROUPED, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    values, taken = filled({"model_type": "llama", "hidden_size": 8}, target)
+    assert taken.keys() == {
+        "vocab_size",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "max_position_embeddings",
+        "rope_parameters",
+    }
+    assert values == {"model_type": "llama", "hidden_size": 8} | taken and values["vocab_size"] == V
+    assert "vocab_size" not in filled({"vocab_size": 41, "rope_theta": 1.0}, target)[1]
+    assert "rope_parameters" not in filled({"rope_theta": 1.0}, target)[1]
+    assert too_costly(50, 100) is None
+    assert "reads 51 parameters per token and the target 100" in str(too_costly(51, 100))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_only_looked_up_costs_nothing(tied: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=tied))
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    assert read_per_token(model) == everything - (0 if tied else V * H)

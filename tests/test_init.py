@@ -1,0 +1,140 @@
+"""`draftsmith init`: one command gives a directory that decodes, with what it is worth; wrong words are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith_core.models import load_model, parameter_count
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
+    path = tmp_path_factory.mktemp("donor")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "th", "e", "dog"]
+    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    own.save_pretrained(path)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokens), hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+        )
+    ).save_pretrained(path)
+    return str(path)
+
+
+def made(door: Door, target: str, out: Path, *words: object) -> dict[str, Any]:
+    code, said, err = door("init", "--target", target, "--out", out, "--device", "cpu", "--json", *words)
+    assert code == 0, err
+    summary: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return summary
+
+
+def test_a_pruned_draft_of_all_layers_is_the_target(
+    door: Door, target_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    words = ("--prompts", prompts_file, "--max_new_tokens", 12)
+    found = made(door, target_dir, tmp_path / "d", "--method", "prune", "--num_layers", 2, *words)
+    assert found["alpha"] == pytest.approx(1.0, abs=1e-5) and found["positions"] > 20
+    assert 0 < found["alpha_match"] < found["alpha_greedy_draft"] < 1
+    assert found["draft_cost"] == found["target_cost"]
+    record = json.loads((tmp_path / "d" / "draftsmith.json").read_text())
+    assert record["kind"] == "draft-lm" and record["target"] == target_dir and "--method prune" in record["command"]
+
+
+@pytest.mark.parametrize("method", ["prune", "measured", "fresh", "transplant"])
+def test_what_is_made_decodes_losslessly(
+    method: str, door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    words: dict[str, tuple[object, ...]] = {
+        "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12, "--num_heads", 1),
+        "measured": ("--method", "prune", "--num_layers", 1, "--keep", "measured"),
+        "fresh": ("--method", "fresh", "--cost", 0.6, "--cost_by", "parameters"),
+        "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
+    }
+    if method == "prune":
+        # The tiny target's two heads share one key.
+        words["prune"] = words["prune"][:-2]
+    out = tmp_path / "draft"
+    found = made(door, target_dir, out, *words[method], "--prompts", prompts_file, "--max_new_tokens", 8)
+    assert 0 < found["alpha"] < 1 and 0 <= found["alpha_match"] <= found["alpha"] + 1e-6
+    draft = load_model(str(out), device="cpu")
+    assert parameter_count(draft) == found["parameters"] and draft.config.vocab_size == 290
+    same = AutoTokenizer.from_pretrained(out)
+    assert same.get_vocab() == AutoTokenizer.from_pretrained(target_dir).get_vocab()
+    outputs = []
+    for draft_words in ((), ("--draft", out)):
+        code, said, err = door(
+            "decode",
+            "--target",
+            target_dir,
+            *draft_words,
+            "--prompt",
+            "The quick",
+            "--max_new_tokens",
+            12,
+            "--temperature",
+            0,
+            "--device",
+            "cpu",
+        )
+        assert code == 0, err
+        outputs.append(said.splitlines()[0])
+    assert outputs[0] == outputs[1]
+    if method == "transplant":
+        assert "rows: " in " ".join(found["notes"]) and "layers 0 of the donor" in " ".join(found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "transplant"], "donor: --method transplant moves a model; name it with --donor"),
+        (["--method", "fresh", "--donor", "x"], "donor: --method fresh does not read it"),
+        (["--method", "prune", "--cost", "0.1"], "cost: --method prune does not read it"),
+        (["--method", "fresh", "--cost", "2"], "cost: 2.0 must lie between 0 and 1"),
+        (["--method", "fresh", "--cost", "0.0001", "--cost_by", "parameters"], "cost: no shape costs as little as"),
+        (["--method", "prune", "--num_layers", "3"], "num_layers: 3 is not in 1 to 2"),
+        (["--method", "prune", "--keep", "measured"], "keep: chosen by what happens on texts; add --prompts"),
+        (["--method", "prune", "--max_new_tokens", "0"], "max_new_tokens: 0 must be at least 1"),
+        (["--method", "grow"], "method"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(
+    words: list[str], message: str, door: Door, target_dir: str, tmp_path: Path
+) -> None:
+    code, out, err = door("init", "--target", target_dir, "--out", tmp_path / "d", "--device", "cpu", *words)
+    assert (code, out) == (2, "") and message in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_is_there_is_not_written_over(door: Door, target_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, err = door("init", "--target", target_dir, "--out", tmp_path, "--method", "prune", "--device", "cpu")
+    assert code == 2 and "exists and is not empty; name another directory" in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_shape_without_a_vocabulary_takes_the_targets(
+    door: Door, target_dir: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to be transformers' default of 32,000, a draft a dozen times its target."""
+    shape = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    (tmp_path / "shape.json").write_text(json.dumps(shape | {"num_attention_heads": 2}))
+    (tmp_path / "data.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog."}\n' * 4)
+    words = ["--data", tmp_path / "data.jsonl", "--heldout", tmp_path / "data.jsonl", "--objective", "ce"]
+    words += ["--draft_config", tmp_path / "shape.json", "--steps", 1, "--batch_size", 2, "--max_length", 16]
+    code, _, err = door("train", "--target", target_dir, "--out", tmp_path / "out", "--device", "cpu", *words)
+    assert code == 0, err
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 290
+    assert "vocab_size 290" in caplog.text and "more than half" in caplog.text
+    code, _, err = door("train", "--out", tmp_path / "none", *words, "--tokenizer", target_dir)
+    assert code == 2 and "key 'vocab_size' is missing, and without --target there is none to take" in err
