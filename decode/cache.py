@@ -111,16 +111,21 @@ class TreeCache(Cache):
         """For a forward that writes its states itself: the keys and values of the new slots by layer,
         `[B, H, queries, E]` each, to be filled in, and then those of all slots from 0 to the last new one.
         """
+        keys, values = self.whole(rows, heads, size, like)
+        new = (keys.narrow(3, self.column, queries), values.narrow(3, self.column, queries))
+        end = self.column + queries
+        old = (keys.narrow(3, 0, end), values.narrow(3, 0, end))
+        return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
+
+    def whole(self, rows: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of all layers, `[L, B, H, C, E]` each, for a model whose layers are all alike."""
         if not self._stores:
             states = like.new_empty(rows, heads, 0, size)
             for layer in self.layers:
                 assert isinstance(layer, _TreeLayer)
                 layer.lazy_initialization(states, states)
         ((store, _),) = self._stores
-        new = (store.keys.narrow(3, self.column, queries), store.values.narrow(3, self.column, queries))
-        end = self.column + queries
-        old = (store.keys.narrow(3, 0, end), store.values.narrow(3, 0, end))
-        return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
+        return store.keys, store.values
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to` from slot 0.

@@ -24,7 +24,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from decode.cache import TreeCache
-from decode.packed_linear import FusedLinear, Packs
+from decode.native import kernel
+from decode.native.four_bits import four_bit_state
+from decode.native.llama import MOST_TOKENS, LayerWeights, LlamaKernel, Product
+from decode.packed_linear import FusedLinear, Packs, is_four_bits
 from decode.packed_weight import PackedWeight
 
 _FAMILY: dict[type, Any] = {
@@ -35,6 +38,8 @@ _FAMILY: dict[type, Any] = {
 }
 # The other kinds choose their frequencies by the length of the input, so that no table holds.
 _ROPES = ("default", "linear", "llama3", "yarn")
+# Matrices of any size are packed in models of at least this many parameters: the kernel takes a whole forward in one call.
+_SMALLEST_MODEL = 1 << 18
 # Left behind by transformers itself when hidden states were once asked for, and silent otherwise.
 _HARMLESS = "transformers.utils.output_capturing"
 
@@ -54,7 +59,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
     for module in model.modules():
         kind = type(module)
         known = kind in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) or vars(family).get(kind.__name__) is kind
-        known = known or kind.__module__ == "transformers.activations"
+        known = known or kind.__module__ == "transformers.activations" or (packs.native and is_four_bits(module))
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if (
             not known
@@ -66,7 +71,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
             return None
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    parameters = list(model.parameters())
+    parameters = [weight for weight in model.parameters() if four_bit_state(weight) is None]
     if any(type(parameter) not in (nn.Parameter, PackedWeight) for parameter in parameters):
         return None
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
@@ -88,6 +93,10 @@ class _Layer:
     ffn_norm_D: Tensor
     gate_up: FusedLinear
     down: FusedLinear
+
+
+def _product(layer: FusedLinear) -> Product | None:
+    return None if layer.matrix is None else Product(layer.matrix, layer.bias_O)
 
 
 def _end(x_XD: Tensor, rows: int, keep: int) -> Tensor:
@@ -117,7 +126,10 @@ class LeanForward:
         self.embedding_VD: Tensor = body.embed_tokens.weight
         self.norm_D: Tensor = body.norm.weight
         head: Any = model.lm_head
-        self.head = packs.layer("head", (head.weight,), (head.bias,))
+        self._any_size = self.silu and sum(map(torch.numel, model.parameters())) >= _SMALLEST_MODEL
+        # Codes of four bits are no matrix that anything else could multiply with.
+        self._any_size = self._any_size or any(four_bit_state(weight) is not None for weight in model.parameters())
+        self.head = packs.layer("head", (head.weight,), (head.bias,), any_size=self._any_size)
         self.rotary = body.rotary_emb
         self.dtype, self.device = self.norm_D.dtype, self.norm_D.device
         self._half = self.dtype in (torch.float16, torch.bfloat16)
@@ -130,6 +142,7 @@ class LeanForward:
             self._layer(index, layer, plain if kinds is None else kinds[index])
             for index, layer in enumerate(body.layers[: config.num_hidden_layers])
         ]
+        self._kernel = self._whole()
 
     def _layer(self, index: int, layer: Any, kind: str) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -137,7 +150,7 @@ class LeanForward:
 
         def fused(name: str, *linears: nn.Linear) -> FusedLinear:
             weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-            return self.packs.layer(f"{index}.{name}", weights, biases)
+            return self.packs.layer(f"{index}.{name}", weights, biases, any_size=self._any_size)
 
         return _Layer(
             kind=kind,
@@ -148,6 +161,45 @@ class LeanForward:
             ffn_norm_D=layer.post_attention_layernorm.weight,
             gate_up=fused("gate_up", mlp.gate_proj, mlp.up_proj),
             down=fused("down", mlp.down_proj),
+        )
+
+    def _whole(self) -> LlamaKernel | None:
+        """This model as one call of the kernel; None where it does not know a part of it."""
+        functions = kernel() if self.packs.native and self.silu else None
+        # One kind of mask for each of the forward's two places.
+        self._kinds = sorted({layer.kind for layer in self.layers})
+        products = [_product(layer) for each in self.layers for layer in (each.qkv, each.out, each.gate_up, each.down)]
+        head = _product(self.head)
+        table = self.embedding_VD
+        embedding = table.place.matrix if isinstance(table, PackedWeight) and table.place.whole else table
+        vectors = [vector for each in self.layers for vector in (each.norm_D, each.ffn_norm_D)]
+        if functions is None or head is None or len(self._kinds) > 2 or not self.norm_D.is_contiguous():
+            return None
+        if isinstance(embedding, PackedWeight) or (isinstance(embedding, Tensor) and not embedding.is_contiguous()):
+            return None
+        if not all(vector.is_contiguous() for vector in vectors):
+            return None
+        layers = []
+        for index, layer in enumerate(self.layers):
+            qkv, out, gate_up, down = products[4 * index : 4 * index + 4]
+            if qkv is None or out is None or gate_up is None or down is None:
+                return None
+            query_norm, key_norm = layer.head_norms_E or (None, None)
+            place = self._kinds.index(layer.kind)
+            layers.append(
+                LayerWeights(qkv, out, gate_up, down, layer.norm_D, query_norm, key_norm, layer.ffn_norm_D, place)
+            )
+        return LlamaKernel(
+            functions,
+            layers,
+            head,
+            self.norm_D,
+            embedding,
+            heads=self.heads,
+            groups=self.groups,
+            size=self.size,
+            eps=self.eps,
+            scale=self.scale,
         )
 
     # Writes into views of the cache, which autograd forbids.
@@ -173,6 +225,8 @@ class LeanForward:
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
         total = rows * queries
+        if self._kernel is not None and not prefill and total <= MOST_TOKENS:
+            return self._run_whole(tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
         packed = self.packs.one_dnn(total) and not prefill
         news, alls = cache.views(rows, groups, size, queries, self.norm_D)
@@ -220,6 +274,34 @@ class LeanForward:
         logits = self.head(x_XD, packed and self.packs.one_dnn(x_XD.shape[0])).view(rows, x_XD.shape[0] // rows, -1)
         return logits, self._hidden(states, hidden_layers, rows, queries)
 
+    def _run_whole(
+        self,
+        tokens_Bq: Tensor,
+        positions_Bq: Tensor,
+        top_position: int,
+        masks: Mapping[str, Tensor | None] | Tensor | None,
+        cache: TreeCache,
+        keep_logits: int,
+        hidden_layers: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert self._kernel is not None
+        queries = tokens_Bq.shape[1]
+        numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
+        wanted = sorted(set(numbers))
+        keys, values = cache.whole(tokens_Bq.shape[0], self.groups, self.size, self.norm_D)
+        logits, states = self._kernel.run(
+            tokens_Bq,
+            positions_Bq,
+            self._rotary(top_position),
+            keys,
+            values,
+            cache.column,
+            [masks.get(kind) if isinstance(masks, Mapping) else masks for kind in self._kinds],
+            min(keep_logits or queries, queries),
+            wanted,
+        )
+        return logits, tuple(states[wanted.index(number)] for number in numbers)
+
     def _hidden(
         self, states: Mapping[int, Tensor], layers: Sequence[int], rows: int, queries: int
     ) -> tuple[Tensor, ...]:
@@ -240,14 +322,18 @@ class LeanForward:
         gate = F.silu(gate) if self.silu else self.act(gate)
         return gate.mul_(up)
 
-    def _rope(self, positions_Bq: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    def _rotary(self, top: int) -> Tensor:
+        """Cosines and signed sines of the positions up to `top`, `[N, 2E]`."""
         if self._table_N2E.shape[0] <= top:
             positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
             cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
             half = self.size // 2
             sin_NE = torch.cat((-sin_1NE[0, :, :half], sin_1NE[0, :, half:]), dim=-1)
             self._table_N2E = torch.cat((cos_1NE[0], sin_NE), dim=-1)
-        both = F.embedding(positions_Bq, self._table_N2E).unsqueeze(2)
+        return self._table_N2E
+
+    def _rope(self, positions_Bq: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        both = F.embedding(positions_Bq, self._rotary(top)).unsqueeze(2)
         return both[..., : self.size], both[..., self.size :]
 
     def _attention(self, masks: Mapping[str, Tensor | None] | Tensor | None, queries: int) -> Any:

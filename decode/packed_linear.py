@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from decode.native import PackedMatrix, kernel, release_freed_memory
+from decode.native.four_bits import four_bit_state, pack_four_bits, stamp
 from decode.packed_weight import can_be_packed, kernel_products, pack_weights
 
 # oneDNN, measured on an AVX-512 server CPU with weights that no cache holds: below, the plain layer is as fast; above,
@@ -167,6 +168,8 @@ class Packs:
         self._one_dnn = on_cpu and not self.native and packing_available(self.dtype) and size <= _physical_memory() // 4
         self._copies: dict[str, OneDnnLinear] = {}
         self._matrices: dict[str, PackedMatrix] = {}
+        # 4-bit matrices stand beside the model's own, which other code reads; with what they were packed from.
+        self._four_bits: dict[str, tuple[tuple[int, ...], PackedMatrix]] = {}
         self._freed = False
 
     def one_dnn(self, rows: int) -> bool:
@@ -175,23 +178,37 @@ class Packs:
         return self._one_dnn and fewest <= rows <= _MOST_ROWS
 
     def layer(
-        self, name: str, weights: Sequence[Tensor], biases_O: Sequence[Tensor | None], transposed: bool = False
+        self,
+        name: str,
+        weights: Sequence[Tensor],
+        biases_O: Sequence[Tensor | None],
+        transposed: bool = False,
+        *,
+        any_size: bool = False,
     ) -> FusedLinear:
         """Linear layers with the same input as one; `name` tells it from others of the model. `transposed`: the
-        weights are `[I, O]`.
+        weights are `[I, O]`. `any_size`: the kernel is wanted for small ones too.
         """
-        outputs = tuple(weight.shape[1 if transposed else 0] for weight in weights)
-        if (matrix := self._matrix(name, weights, transposed)) is not None:
-            return FusedLinear(outputs, matrix, _side_by_side(outputs, biases_O, matrix.values.new_empty(0).float()))
+        shapes = [(four_bit_state(weight) or weight).shape for weight in weights]
+        outputs = tuple(shape[1 if transposed else 0] for shape in shapes)
+        if (matrix := self._matrix(name, weights, transposed, any_size)) is not None:
+            return FusedLinear(outputs, matrix, _side_by_side(outputs, biases_O, torch.empty(0)))
         copy = self._copy(name, weights, biases_O, transposed)
         views_IO = tuple(weight.detach() if transposed else weight.detach().t() for weight in weights)
         return FusedLinear(outputs, None, None, views_IO, tuple(biases_O), copy)
 
-    def _matrix(self, name: str, weights: Sequence[Tensor], transposed: bool) -> PackedMatrix | None:
+    def _matrix(
+        self, name: str, weights: Sequence[Tensor], transposed: bool, any_size: bool = False
+    ) -> PackedMatrix | None:
         """The weights packed for the kernel; None when that does not help or cannot be."""
         functions = kernel() if self.native else None
-        if functions is None or sum(weight.numel() for weight in weights) < _SMALLEST_NATIVE:
+        if functions is None or (not any_size and sum(weight.numel() for weight in weights) < _SMALLEST_NATIVE):
             return None
+        if all(four_bit_state(weight) is not None for weight in weights):
+            known, now = self._four_bits.get(name), stamp(weights)
+            if known is None or known[0] != now:
+                known = self._four_bits[name] = now, pack_four_bits(functions, weights)
+            return known[1]
         parameters = [weight for weight in weights if isinstance(weight, nn.Parameter) and can_be_packed(weight)]
         matrix = pack_weights(functions, parameters, transposed) if len(parameters) == len(weights) else None
         if matrix is not None and self._matrices.get(name) is not matrix:
@@ -229,21 +246,22 @@ class Packs:
 
     def nbytes(self) -> int:
         """Bytes of packed values at present, those that took a parameter's place included."""
-        held = [layer.packed for layer in self._copies.values()] + [each.values for each in self._matrices.values()]
+        matrices = [*self._matrices.values(), *(matrix for _, matrix in self._four_bits.values())]
+        held = [layer.packed for layer in self._copies.values()] + [each.values for each in matrices]
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def prepare(self, model: nn.Module) -> None:
         """Pack the linear layers of a model that is going to be run through its own forward."""
         if self.native:
             for name, module in model.named_modules():
-                if type(module) is nn.Linear or type(module) is Conv1D:
+                if type(module) is nn.Linear or type(module) is Conv1D or is_four_bits(module):
                     self._matrix(name, (module.weight,), type(module) is Conv1D)
 
     @contextmanager
     def inside(self, model: nn.Module, rows: int) -> Iterator[None]:
         """While this lasts, `model`'s own forward multiplies `rows` rows with packed weights."""
         if self.native:
-            with kernel_products():
+            with kernel_products(), self._replaced(model):
                 yield
         elif self.one_dnn(rows):
             with self._replaced(model):
@@ -253,12 +271,20 @@ class Packs:
 
     @contextmanager
     def _replaced(self, model: nn.Module) -> Iterator[None]:
-        """While this lasts, oneDNN multiplies in the linear layers of `model`; afterwards the model is as it was."""
+        """While this lasts, the kernel multiplies in 4-bit layers of `model` and oneDNN, if it is in use, in all linear
+        layers; afterwards the model is as it was.
+        """
         replaced: list[nn.Module] = []
         try:
-            for name, module in model.named_modules():
+            for name, module in model.named_modules() if self._one_dnn or self._four_bits else ():
                 # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
                 if "forward" in module.__dict__:
+                    continue
+                if name in self._four_bits and is_four_bits(module):
+                    module.__dict__["forward"] = _kernel_forward(self._four_bits[name][1], module.bias)
+                    replaced.append(module)
+                    continue
+                if not self._one_dnn:
                     continue
                 if type(module) is not nn.Linear and type(module) is not Conv1D:
                     continue
@@ -270,6 +296,20 @@ class Packs:
         finally:
             for module in replaced:
                 module.__dict__.pop("forward", None)
+
+
+def is_four_bits(module: nn.Module) -> bool:
+    """Whether this is a 4-bit layer of bitsandbytes that the kernel can take over."""
+    known = type(module).__name__ == "Linear4bit" and four_bit_state(module.weight) is not None
+    return known and getattr(module, "compute_dtype", None) in (None, torch.float32)
+
+
+def _kernel_forward(matrix: PackedMatrix, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        x_XI = x.reshape(-1, x.shape[-1]).float().contiguous()
+        return matrix.linear(x_XI, bias_O).view(*x.shape[:-1], -1).to(x.dtype)
+
+    return forward
 
 
 def _module_forward(packed: OneDnnLinear) -> Callable[[Tensor], Tensor]:

@@ -117,6 +117,33 @@ def test_sixteen_bits_give_the_bits_of_fp32(
         assert same_numbers(narrow.linear(x, bias, other), wide.linear(x, bias, other))
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)])
+def test_four_bits_give_the_bits_of_fp32(
+    each_build: Kernel, monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales, table = torch.randn(outputs, inputs // 64, generator=generator), torch.randn(16, generator=generator)
+    indices = torch.stack([codes >> 4, codes & 15], dim=2).reshape(outputs, inputs).long()
+    weight = table[indices] * scales.repeat_interleave(64, dim=1)
+    four, bias = PackedMatrix.of_codes(each_build, codes, scales, table), torch.randn(outputs, generator=generator)
+    monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
+    wide = PackedMatrix(each_build, weight)
+    assert torch.equal(four.rows(torch.arange(outputs)), weight)
+    # 4 bits a value and a scale for 64 of them, the surplus columns of the last panel, and the table.
+    assert four.values.numel() == 64 + wide.values.numel() * 36 // 64
+    for rows in (1, 2, 5, 6, 7, 12, 13, 29, 61, MOST_ROWS + 1):
+        x = torch.randn(rows, inputs, generator=generator)
+        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
+        assert torch.equal(four.linear(x, bias, other), wide.linear(x, bias, other))
+
+
+def test_codes_need_a_scale_for_every_block(each_build: Kernel) -> None:
+    codes = torch.zeros(3, 48, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"96 inputs need 1\.5 scales to a row; there are 1"):
+        PackedMatrix.of_codes(each_build, codes, torch.ones(3, 1), torch.ones(16))
+
+
 SPECIAL = [0.0, -0.0, 1.0, 2**-14, -(2**-24), 3 * 2**-24, 65504.0, float("inf"), -float("inf"), float("nan")]
 
 

@@ -27,10 +27,10 @@ from draftsmith_core.io import atomic_file, sha256_file, write_text_atomic
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("linear.c")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-shared", "-fPIC")
+SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 # How a packed matrix keeps its values; the numbers of the C source.
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _MOST_ROWS = 256
 
 
@@ -39,28 +39,50 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.padded, self.pack = library.draftsmith_padded, library.draftsmith_pack
+        self.pack, self.pack_codes = library.draftsmith_pack, library.draftsmith_pack_codes
         self.rows, self.linear = library.draftsmith_rows, library.draftsmith_linear
-        self.padded.argtypes, self.padded.restype = [size], size
+        self.packed_bytes = library.draftsmith_packed_bytes
+        self.packed_bytes.argtypes, self.packed_bytes.restype = [kind, size, size], size
         self.pack.argtypes, self.pack.restype = [kind, pointer, pointer, size, size], None
+        self.pack_codes.argtypes, self.pack_codes.restype = [*[pointer] * 4, size, size], None
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
         self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
+        # Called with structures by reference (`decode.native.llama`).
+        self.scratch, self.forward = library.draftsmith_scratch, library.draftsmith_forward
+        self.scratch.restype, self.forward.restype = size, kind
 
 
 class PackedMatrix:
     """A matrix `[O, I]` in the order in which the kernel reads it, in the narrowest dtype that holds it exactly.
 
     That is bf16 or fp16 where every value survives the way there and back bit for bit, else fp32. The kernel widens
-    to fp32 in registers, so products do not depend on it.
+    to fp32 in registers, so products do not depend on it. `of_codes` makes one of four-bit codes.
     """
 
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
-        self._functions = functions
-        self.outputs, self.inputs = weight_OI.shape
+        outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI).contiguous()
-        self.values = torch.empty(functions.padded(self.outputs) * self.inputs, dtype=narrow_OI.dtype)
-        self._kind = _KINDS[narrow_OI.dtype]
-        functions.pack(self._kind, narrow_OI.data_ptr(), self.values.data_ptr(), self.outputs, self.inputs)
+        self._hold(functions, outputs, inputs, narrow_OI.dtype)
+        functions.pack(self._kind, narrow_OI.data_ptr(), self.values.data_ptr(), outputs, inputs)
+
+    @staticmethod
+    def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
+        """Of codes uint8 `[O, I / 2]`, the first of two in the upper half of a byte, scales `[O, I / 64]` and a table
+        of 16 values.
+        """
+        made = PackedMatrix.__new__(PackedMatrix)
+        outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+        if inputs != 64 * scales.shape[1]:
+            raise ValueError(f"{inputs} inputs need {inputs / 64:g} scales to a row; there are {scales.shape[1]}")
+        made._hold(functions, outputs, inputs, torch.uint8)
+        read = [codes.contiguous(), scales.float().contiguous(), table.float().contiguous()]
+        functions.pack_codes(*(each.data_ptr() for each in read), made.values.data_ptr(), outputs, inputs)
+        return made
+
+    def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        self._functions, self._kind = functions, _KINDS[dtype]
+        self.outputs, self.inputs = outputs, inputs
+        self.values = torch.empty(functions.packed_bytes(self._kind, outputs, inputs), dtype=torch.uint8).view(dtype)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None) -> Tensor:
         """`x W^T + bias + other`, `[X, O]`; contiguous fp32. A row's bits do not depend on other rows or threads."""
@@ -89,6 +111,11 @@ class PackedMatrix:
         pointers = (self.values.data_ptr(), ids_N.data_ptr(), rows_NI.data_ptr())
         self._functions.rows(self._kind, *pointers, len(ids_N), self.inputs)
         return rows_NI
+
+
+def kind_of(matrix: PackedMatrix) -> int:
+    """How the values of a packed matrix are kept, as the C source numbers it."""
+    return _KINDS[matrix.values.dtype]
 
 
 def release_freed_memory() -> None:
@@ -139,7 +166,7 @@ def kernel() -> Kernel | None:
 def _load(compiler: str) -> ctypes.CDLL:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     key = hashlib.sha256(
-        b"\0".join([SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor()])
+        b"\0".join([*(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))), version, " ".join(_FLAGS).encode(), _processor()])
     ).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
     seal = cached.with_suffix(".sha256")
@@ -171,11 +198,11 @@ def _processor() -> bytes:
 
 
 def _right(built: Kernel) -> bool:
-    """Whether it multiplies as torch does: odd sizes, bias, and a sum to add to, from fp32, bf16 and fp16."""
+    """Whether it multiplies as torch does: odd sizes, bias, and a sum to add to, from fp32, bf16, fp16 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight_OI, x_XI = torch.randn(83, 301, generator=generator), torch.randn(7, 301, generator=generator)
     bias_O, other_XO = torch.randn(83, generator=generator), torch.randn(7, 83, generator=generator)
-    for dtype in _KINDS:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight_OI = weight_OI.to(dtype).float()
         matrix = PackedMatrix(built, weight_OI)
         wanted = torch.nn.functional.linear(x_XI, weight_OI, bias_O) + other_XO
@@ -184,4 +211,9 @@ def _right(built: Kernel) -> bool:
             return False
         if not torch.equal(matrix.rows(torch.arange(83)), weight_OI):
             return False
-    return True
+    codes, scales = torch.randint(0, 256, (83, 64), generator=generator, dtype=torch.uint8), weight_OI[:, :2].abs()
+    matrix, table = PackedMatrix.of_codes(built, codes, scales, weight_OI[0, :16]), weight_OI[0, :16]
+    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).reshape(83, 128).long()
+    weight_OI = table[indices_OI] * scales.repeat_interleave(64, dim=1)
+    products = [each.linear(x_XI[:, :128].contiguous()) for each in (matrix, PackedMatrix(built, weight_OI))]
+    return torch.equal(*products) and torch.equal(matrix.rows(torch.arange(83)), weight_OI)

@@ -2,8 +2,9 @@
 
    A product with 1 to 64 rows should cost what it costs to read the weights once. The weights are packed beforehand in
    panels of PANEL outputs, input by input, so that they are read as one stream. They are kept in fp32, or in bf16 or
-   fp16 where that holds every value exactly; 16-bit values are widened to fp32 in registers, so the arithmetic and
-   its order, and therefore every bit of the result, do not depend on how the weights are kept. A slice of a panel
+   fp16 where that holds every value exactly, or as the four-bit codes of a quantised checkpoint; they are widened to
+   fp32 in registers, so the arithmetic and its order, and therefore every bit of the result, do not depend on how the
+   weights are kept. A slice of a panel
    stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
    the meantime the next slice is fetched. Sums run over the inputs in order, by fused multiply-add where there is one.
 
@@ -12,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -39,9 +40,37 @@ typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
 
-/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. */
-enum { FP32, BF16, FP16 };
+/* a * b + c, rounded once where the processor can. Written out: left to the compiler, it would depend on the loop
+   around it whether a product is rounded before it is added, and rows would differ in their last bits. */
+INLINE vec multiply_add(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. CODES: a table of 16 values, then
+   the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of each input PANEL codes of four bits. A
+   value is the table's entry times the scale. */
+enum { FP32, BF16, FP16, CODES };
 #define BYTES(kind) ((size_t)((kind) == FP32 ? 4 : 2))
+#define BLOCK 64
+#define BLOCK_BYTES ((size_t)(PANEL * sizeof(float) + BLOCK * PANEL / 2))
+#define TABLE_BYTES (16 * sizeof(float))
+
+/* Where panel p begins, and how many bytes a panel has. */
+INLINE size_t panel_bytes(const int kind, size_t inputs) {
+    return kind == CODES ? inputs / BLOCK * BLOCK_BYTES : inputs * PANEL * BYTES(kind);
+}
+
+INLINE const char *panel_at(const int kind, const char *packed, size_t p, size_t inputs) {
+    return packed + (kind == CODES ? TABLE_BYTES : 0) + p * panel_bytes(kind, inputs);
+}
 
 /* One fp16 value as fp32, without the conversion instruction that not every processor has. */
 INLINE float from_half(uint16_t half) {
@@ -76,8 +105,62 @@ INLINE vec load(const int kind, const void *from, size_t place) {
 #endif
 }
 
+/* LANES table entries by the codes of vector v. Two vectors share LANES bytes: the first is in the lower halves. */
+INLINE vec decoded(const vec *table, const uint8_t *codes, int v) {
+    const uint8_t *from = codes + v / 2 * LANES;
+#if LANES == 16
+    __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    if (v % 2) code = _mm512_srli_epi32(code, 4);
+    return (vec)_mm512_permutexvar_ps(code, (__m512)table[0]); /* looks at the lowest four bits only */
+#elif LANES == 8
+    __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+    if (v % 2) code = _mm256_srli_epi32(code, 4);
+    __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], code);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], code);
+    return (vec)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(code, 28));
+#else
+    vec value;
+    for (int lane = 0; lane < LANES; lane++)
+        value[lane] = ((const float *)table)[from[lane] >> (v % 2 ? 4 : 0) & 15];
+    return value;
+#endif
+}
+
 /* Outputs of the packed matrix: a multiple of PANEL; surplus columns are zero. */
 size_t draftsmith_padded(size_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
+
+/* Bytes of a packed matrix. */
+size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
+    return (kind == CODES ? TABLE_BYTES : 0) + draftsmith_padded(outputs) / PANEL * panel_bytes(kind, inputs);
+}
+
+/* Where the code of column c stands among those of one input: its byte, and how far it is shifted there. */
+#define CODE_BYTE(c) ((c) / (2 * LANES) * LANES + (c) % LANES)
+#define CODE_SHIFT(c) ((c) / LANES % 2 * 4)
+
+/* codes [outputs][inputs / 2], the first of a byte in its upper half, scales [outputs][inputs / BLOCK] and the table
+   [16] -> packed. `inputs` is a multiple of BLOCK; surplus columns have scale zero. */
+void draftsmith_pack_codes(
+    const uint8_t *codes, const float *scales, const float *table, char *packed, size_t outputs, size_t inputs) {
+    size_t panels = draftsmith_padded(outputs) / PANEL, blocks = inputs / BLOCK;
+    memset(packed, 0, draftsmith_packed_bytes(CODES, outputs, inputs));
+    memcpy(packed, table, TABLE_BYTES);
+#pragma omp parallel for schedule(static)
+    for (size_t p = 0; p < panels; p++)
+        for (size_t b = 0; b < blocks; b++) {
+            char *block = packed + TABLE_BYTES + (p * blocks + b) * BLOCK_BYTES;
+            uint8_t *to = (uint8_t *)block + PANEL * sizeof(float);
+            for (size_t c = 0; c < PANEL && p * PANEL + c < outputs; c++) {
+                size_t output = p * PANEL + c;
+                memcpy(block + c * sizeof(float), scales + output * blocks + b, sizeof(float));
+                for (size_t i = 0; i < BLOCK; i++) {
+                    size_t place = output * inputs + b * BLOCK + i;
+                    uint8_t code = place % 2 ? codes[place / 2] & 15 : codes[place / 2] >> 4;
+                    to[i * PANEL / 2 + CODE_BYTE(c)] |= (uint8_t)(code << CODE_SHIFT(c));
+                }
+            }
+        }
+}
 
 /* weights [outputs][inputs] -> packed [outputs / PANEL][inputs][PANEL], both of the kind given */
 void draftsmith_pack(int kind, const char *weights, char *packed, size_t outputs, size_t inputs) {
@@ -98,32 +181,51 @@ void draftsmith_pack(int kind, const char *weights, char *packed, size_t outputs
     }
 }
 
+/* The value of column c for input i of a panel. */
+INLINE float value_at(const int kind, const char *table, const char *panel, size_t c, size_t i) {
+    float value, scale;
+    uint16_t half;
+    if (kind == CODES) {
+        const char *block = panel + i / BLOCK * BLOCK_BYTES;
+        uint8_t code = ((const uint8_t *)block)[PANEL * sizeof(float) + i % BLOCK * PANEL / 2 + CODE_BYTE(c)];
+        memcpy(&scale, block + c * sizeof(float), sizeof(float));
+        memcpy(&value, table + (code >> CODE_SHIFT(c) & 15) * sizeof(float), sizeof(float));
+        return value * scale;
+    }
+    const char *from = panel + (i * PANEL + c) * BYTES(kind);
+    if (kind == FP32)
+        memcpy(&value, from, 4);
+    else {
+        memcpy(&half, from, 2);
+        uint32_t bits = (uint32_t)half << 16;
+        if (kind == BF16)
+            memcpy(&value, &bits, 4);
+        else
+            value = from_half(half);
+    }
+    return value;
+}
+
 /* Rows `ids` of the matrix that was packed, in fp32: to [count][inputs] */
 void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to, size_t count, size_t inputs) {
 #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < count; r++) {
         size_t id = (size_t)ids[r];
-        const char *from = packed + (id / PANEL * inputs * PANEL + id % PANEL) * BYTES(kind);
-        for (size_t i = 0; i < inputs; i++, from += PANEL * BYTES(kind)) {
-            uint16_t half;
-            if (kind == FP32)
-                memcpy(to + r * inputs + i, from, 4);
-            else {
-                memcpy(&half, from, 2);
-                uint32_t bits = (uint32_t)half << 16;
-                if (kind == BF16)
-                    memcpy(to + r * inputs + i, &bits, 4);
-                else
-                    to[r * inputs + i] = from_half(half);
-            }
-        }
+        const char *panel = panel_at(kind, packed, id / PANEL, inputs);
+        for (size_t i = 0; i < inputs; i++) to[r * inputs + i] = value_at(kind, packed, panel, id % PANEL, i);
     }
 }
 
-/* Add to the sums of ROWS rows what `inputs` inputs contribute, and fetch `lines` cache lines from `ahead` on meanwhile. */
+/* Add to the sums of ROWS rows what `inputs` inputs contribute, and fetch `lines` cache lines from `ahead` on meanwhile.
+   `table` is of CODES, whose panel begins with the scales of its one block. */
 INLINE void tile(
-    const int kind, const int ROWS, const float *x, size_t x_stride, const void *panel, size_t inputs, float *sums,
-    const char *ahead, size_t lines) {
+    const int kind, const vec *table, const int ROWS, const float *x, size_t x_stride, const char *panel, size_t inputs,
+    float *sums, const char *ahead, size_t lines) {
+    const uint8_t *codes = (const uint8_t *)panel + PANEL * sizeof(float);
+    vec scale[VECTORS];
+    if (kind == CODES)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) scale[v] = load(FP32, panel, v * LANES);
     vec sum[TILE][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -134,13 +236,15 @@ INLINE void tile(
     for (size_t i = 0; i < inputs; i++) {
         vec w[VECTORS];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) w[v] = load(kind, panel, i * PANEL + v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            w[v] = kind == CODES ? decoded(table, codes + i * PANEL / 2, v) * scale[v]
+                                 : load(kind, panel, i * PANEL + v * LANES);
         for (owed += lines; owed >= inputs; owed -= inputs, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             float value = x[r * x_stride + i];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sum[r][v] += w[v] * value;
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(w[v], (vec){0} + value, sum[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -150,8 +254,8 @@ INLINE void tile(
 }
 
 INLINE void rows_over_slice(
-    const int kind, size_t rows, const float *x, size_t x_stride, const void *panel, size_t inputs, float *sums,
-    const char *ahead, size_t lines) {
+    const int kind, const vec *table, size_t rows, const float *x, size_t x_stride, const char *panel, size_t inputs,
+    float *sums, const char *ahead, size_t lines) {
     size_t tiles = (rows + TILE - 1) / TILE, done = 0;
     for (size_t t = 0; t < tiles; t++) {
         /* Tiles of like size: 7 rows are 4 + 3, not 6 + 1. */
@@ -162,69 +266,84 @@ INLINE void rows_over_slice(
         const char *next = ahead + done * 64;
         done += due;
         switch (count) {
-            case 1: tile(kind, 1, from, x_stride, panel, inputs, to, next, due); break;
-            case 2: tile(kind, 2, from, x_stride, panel, inputs, to, next, due); break;
-            case 3: tile(kind, 3, from, x_stride, panel, inputs, to, next, due); break;
-            case 4: tile(kind, 4, from, x_stride, panel, inputs, to, next, due); break;
-            case 5: tile(kind, 5, from, x_stride, panel, inputs, to, next, due); break;
-            default: tile(kind, 6, from, x_stride, panel, inputs, to, next, due); break;
+            case 1: tile(kind, table, 1, from, x_stride, panel, inputs, to, next, due); break;
+            case 2: tile(kind, table, 2, from, x_stride, panel, inputs, to, next, due); break;
+            case 3: tile(kind, table, 3, from, x_stride, panel, inputs, to, next, due); break;
+            case 4: tile(kind, table, 4, from, x_stride, panel, inputs, to, next, due); break;
+            case 5: tile(kind, table, 5, from, x_stride, panel, inputs, to, next, due); break;
+            default: tile(kind, table, 6, from, x_stride, panel, inputs, to, next, due); break;
         }
     }
 }
 
 /* One panel over at most MOST_ROWS rows. */
 INLINE void panel_over_rows(
-    const int kind, const char *panel, const float *x, size_t rows, size_t inputs, float *sums) {
+    const int kind, const vec *table, const char *panel, const float *x, size_t rows, size_t inputs, float *sums) {
     float wide[SLICE * PANEL] __attribute__((aligned(64)));
-    for (size_t i = 0; i < inputs; i += SLICE) {
-        size_t count = inputs - i < SLICE ? inputs - i : SLICE;
-        const char *slice = panel + i * PANEL * BYTES(kind);
+    size_t most = kind == CODES ? BLOCK : SLICE;
+    for (size_t i = 0; i < inputs; i += most) {
+        size_t count = inputs - i < most ? inputs - i : most;
+        size_t bytes = kind == CODES ? BLOCK_BYTES : count * PANEL * BYTES(kind);
+        const char *slice = panel + (kind == CODES ? i / BLOCK * BLOCK_BYTES : i * PANEL * BYTES(kind));
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
-        const char *ahead = slice + count * PANEL * BYTES(kind);
-        size_t lines = count * PANEL * BYTES(kind) / 64;
-        if (kind == FP32 || rows <= 2 * TILE)
-            rows_over_slice(kind, rows, x + i, inputs, slice, count, sums, ahead, lines);
+        const char *ahead = slice + bytes;
+        size_t lines = bytes / 64;
+        if (kind == FP32 || rows <= (kind == CODES ? TILE : 2 * TILE))
+            rows_over_slice(kind, table, rows, x + i, inputs, slice, count, sums, ahead, lines);
         else {
             /* Many tiles: widened once for all of them. */
-            for (size_t k = 0; k < count * PANEL; k += LANES) *(vec *)(wide + k) = load(kind, slice, k);
-            rows_over_slice(FP32, rows, x + i, inputs, wide, count, sums, ahead, lines);
+            const uint8_t *codes = (const uint8_t *)slice + PANEL * sizeof(float);
+            for (size_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++)
+                    *(vec *)(wide + k * PANEL + v * LANES) =
+                        kind == CODES ? decoded(table, codes + k * PANEL / 2, v) * load(FP32, slice, v * LANES)
+                                      : load(kind, slice, k * PANEL + v * LANES);
+            rows_over_slice(FP32, table, rows, x + i, inputs, (const char *)wide, count, sums, ahead, lines);
         }
     }
 }
 
+/* The product, by the threads of the parallel region that it is called in. */
 INLINE void linear(
     const int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
     size_t inputs, size_t outputs) {
     size_t panels = draftsmith_padded(outputs) / PANEL;
-#pragma omp parallel
-    {
-        float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    vec table[16 / LANES];
+    if (kind == CODES) memcpy(table, packed, TABLE_BYTES);
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
-        for (size_t p = 0; p < panels; p++) {
-            size_t first = p * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
-            for (size_t r = 0; r < rows; r++) {
-                if (other)
-                    memcpy(sums + r * PANEL, other + r * outputs + first, width * sizeof(float));
-                else
-                    memset(sums + r * PANEL, 0, width * sizeof(float));
-                if (width < PANEL) memset(sums + r * PANEL + width, 0, (PANEL - width) * sizeof(float));
-                if (bias)
-                    for (size_t o = 0; o < width; o++) sums[r * PANEL + o] += bias[first + o];
-            }
-            panel_over_rows(kind, packed + first * inputs * BYTES(kind), x, rows, inputs, sums);
-            for (size_t r = 0; r < rows; r++)
-                memcpy(y + r * outputs + first, sums + r * PANEL, width * sizeof(float));
+    for (size_t p = 0; p < panels; p++) {
+        size_t first = p * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
+        for (size_t r = 0; r < rows; r++) {
+            if (other)
+                memcpy(sums + r * PANEL, other + r * outputs + first, width * sizeof(float));
+            else
+                memset(sums + r * PANEL, 0, width * sizeof(float));
+            if (width < PANEL) memset(sums + r * PANEL + width, 0, (PANEL - width) * sizeof(float));
+            if (bias)
+                for (size_t o = 0; o < width; o++) sums[r * PANEL + o] += bias[first + o];
         }
+        panel_over_rows(kind, table, panel_at(kind, packed, p, inputs), x, rows, inputs, sums);
+        for (size_t r = 0; r < rows; r++) memcpy(y + r * outputs + first, sums + r * PANEL, width * sizeof(float));
     }
 }
 
-/* bias [outputs] and other [rows][outputs] may be NULL. rows <= MOST_ROWS. */
-void draftsmith_linear(
+static void linear_of_kind(
     int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
     size_t inputs, size_t outputs) {
     switch (kind) {
         case FP32: linear(FP32, x, packed, bias, other, y, rows, inputs, outputs); break;
         case BF16: linear(BF16, x, packed, bias, other, y, rows, inputs, outputs); break;
         case FP16: linear(FP16, x, packed, bias, other, y, rows, inputs, outputs); break;
+        case CODES: linear(CODES, x, packed, bias, other, y, rows, inputs, outputs); break;
     }
+}
+
+/* bias [outputs] and other [rows][outputs] may be NULL; y may be other. rows <= MOST_ROWS. */
+void draftsmith_linear(
+    int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
+    size_t inputs, size_t outputs) {
+#pragma omp parallel
+    linear_of_kind(kind, x, packed, bias, other, y, rows, inputs, outputs);
 }

@@ -1,0 +1,350 @@
+/* A forward of the LLaMA family over a few tokens behind a cache, in one call and one parallel region.
+
+   Written in tensor operations, a layer is some fifteen calls, and for a small draft they cost more than the
+   arithmetic. Here a step of the network is one call. Every number of a token depends on that token and on what it
+   attends to alone, summed in the order of the cache: what a mask hides adds an exact zero. So a token gets the same
+   bits whatever shares its forward, alone or in a tree, and greedy speculation cannot fall otherwise at a tie.
+
+   X tokens (batch rows times queries of each), P slots of the cache that are read, E size of a head. */
+
+#include "linear.c"
+
+#include <float.h>
+#include <math.h>
+#include <omp.h>
+
+/* The same structures stand in llama.py. */
+struct matrix {
+    const char *values;
+    const float *bias; /* may be NULL */
+    size_t outputs, kind;
+};
+
+struct layer {
+    struct matrix qkv, out, gate_up, down;
+    const float *norm, *query_norm, *key_norm, *ffn_norm; /* query_norm and key_norm may be NULL */
+    size_t mask;                                          /* which of the step's masks */
+};
+
+struct model {
+    const struct layer *layers;
+    size_t count;
+    struct matrix head;
+    const float *norm;
+    const char *embedding; /* [vocabulary][width] in fp32, or packed in `embedding_kind` where `embedding_packed` */
+    size_t embedding_packed, embedding_kind, vocabulary;
+    size_t width, heads, groups, size;
+    float eps, scale;
+};
+
+struct mask {
+    const float *values; /* [batch][queries][P], added to the scores; NULL: everything is seen */
+    size_t batch_stride, query_stride;
+};
+
+struct step {
+    size_t batch, queries, kept; /* logits of the last `kept` queries of each row */
+    const int64_t *tokens, *positions;
+    size_t position_stride; /* between rows; 0: all have the same */
+    const float *rotary;    /* [positions][2 * size]: cosines, then sines with the sign of the half that is added */
+    float *keys, *values;   /* [layers][batch][groups][slots][size] */
+    size_t layer_stride, batch_stride, group_stride, column;
+    struct mask masks[2];
+    float *states;         /* [number wanted][X][width] */
+    const uint8_t *wanted; /* [layers + 1]: whether the state before that layer, or after the last norm, is wanted */
+    float *logits;         /* [batch * kept][vocabulary] */
+    float *scratch;
+};
+
+#define TOGETHER 4 /* queries that share one reading of keys and values */
+
+static size_t largest(size_t a, size_t b) { return a > b ? a : b; }
+
+static size_t projected(const struct model *m) { return (m->heads + 2 * m->groups) * m->size; }
+
+static size_t score_slots(const struct step *s) {
+    return (s->column + s->queries + LANES - 1) / LANES * LANES;
+}
+
+/* Floats of `scratch` that a step needs. */
+size_t draftsmith_scratch(const struct model *m, const struct step *s) {
+    size_t inner = 0;
+    for (size_t i = 0; i < m->count; i++) inner = largest(inner, m->layers[i].gate_up.outputs);
+    size_t token = 2 * m->width + projected(m) + m->heads * m->size + inner + inner / 2;
+    return s->batch * s->queries * token + (size_t)omp_get_max_threads() * TOGETHER * score_slots(s);
+}
+
+INLINE vec at(const float *place) { return *(const vec *)place; }
+
+/* exp(x); 0 below what fp32 holds as a normal number. */
+INLINE vec exponential(vec x) {
+    words tiny = (words)(x < -87.3f), huge = (words)(x > 88.3f);
+    x = (vec)(((words)x & ~huge) | ((words)((vec){0} + 88.3f) & huge));
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+    words power = (words)(__builtin_convertvector((vec)((words)n & ~tiny), ints) + 127) << 23;
+    return (vec)((words)(p * (vec)power) & ~tiny);
+}
+
+/* y = x / root of the mean of squares * weight, for `count` values */
+INLINE void norm(const float *x, const float *weight, float *y, size_t count, float eps) {
+    vec squares = {0};
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES) squares = multiply_add(at(x + i), at(x + i), squares);
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    for (; i < count; i++) sum += x[i] * x[i];
+    float by = 1.0f / sqrtf(sum / (float)count + eps);
+    for (i = 0; i < count; i++) y[i] = x[i] * by * weight[i];
+}
+
+static void norm_rows(const float *x, const float *weight, float *y, size_t rows, size_t width, float eps) {
+#pragma omp for schedule(static)
+    for (size_t r = 0; r < rows; r++) norm(x + r * width, weight, y + r * width, width, eps);
+}
+
+static void times(const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs) {
+    linear_of_kind((int)m->kind, x, m->values, m->bias, other, y, rows, inputs, m->outputs);
+}
+
+/* Norms of heads where the model has them, rotation by the position; keys and values go into the cache. */
+static void rotate(
+    const struct model *m, const struct step *s, const struct layer *layer, float *qkv, float *keys, float *values) {
+    size_t size = m->size, half = size / 2, all = m->heads + 2 * m->groups;
+#pragma omp for schedule(static)
+    for (size_t place = 0; place < s->batch * s->queries * all; place++) {
+        size_t head = place % all, query = place / all % s->queries, row = place / all / s->queries;
+        float *x = qkv + place * size;
+        size_t group = head < m->heads ? 0 : (head - m->heads) % m->groups;
+        size_t slot = row * s->batch_stride + group * s->group_stride + (s->column + query) * size;
+        if (head >= m->heads + m->groups) {
+            memcpy(values + slot, x, size * sizeof(float));
+            continue;
+        }
+        const float *weight = head < m->heads ? layer->query_norm : layer->key_norm;
+        if (weight) norm(x, weight, x, size, m->eps);
+        const float *turn = s->rotary + (size_t)s->positions[row * s->position_stride + query] * 2 * size;
+        float *to = head < m->heads ? x : keys + slot;
+        for (size_t e = 0; e < half; e++) {
+            float a = x[e], b = x[e + half];
+            to[e] = a * turn[e] + b * turn[size + e];
+            to[e + half] = b * turn[e + half] + a * turn[size + half + e];
+        }
+    }
+}
+
+/* Lane l: the sum of lanes l and l ^ width of `a` where l has that bit not, of `b` where it has. */
+INLINE vec merged(vec a, vec b, int width) {
+#if defined(__GNUC__) && !defined(__clang__)
+    words here, there;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) {
+        here[lane] = (uint32_t)(lane & width ? LANES + lane : lane);
+        there[lane] = (uint32_t)((lane & width ? LANES : 0) + (lane ^ width));
+    }
+    return __builtin_shuffle(a, b, here) + __builtin_shuffle(a, b, there);
+#else
+    vec sum;
+    for (int lane = 0; lane < LANES; lane++)
+        sum[lane] = lane & width ? b[lane] + b[lane ^ width] : a[lane] + a[lane ^ width];
+    return sum;
+#endif
+}
+
+/* Lane k: the product of `query` with key k, for LANES keys one after another, of which `count` are there. */
+INLINE vec scores_of(const float *query, const float *keys, size_t count, size_t size) {
+    vec sum[LANES];
+    size_t e = 0;
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) sum[k] = (vec){0};
+    for (; e + LANES <= size; e += LANES)
+#pragma GCC unroll 16
+        for (size_t k = 0; k < LANES; k++)
+            sum[k] = multiply_add(at(query + e), at(keys + (k < count ? k : 0) * size + e), sum[k]);
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
+        for (int k = 0; k < width; k++) sum[k] = merged(sum[k], sum[k + width], width);
+    for (; e < size; e++)
+        for (size_t k = 0; k < LANES && k < count; k++) sum[0][k] += query[e] * keys[k * size + e];
+    return sum[0];
+}
+
+/* Add to COUNT outputs what `slots` slots contribute, and to their totals the weights. */
+INLINE void mix(
+    const int COUNT, float *const *to, float *totals, const float *weights, size_t weight_stride, const float *values,
+    size_t slots, size_t size) {
+    size_t e = 0;
+    for (; e + LANES <= size; e += LANES) {
+        vec sum[TOGETHER];
+#pragma GCC unroll 4
+        for (int t = 0; t < COUNT; t++) sum[t] = at(to[t] + e);
+        for (size_t p = 0; p < slots; p++)
+#pragma GCC unroll 4
+            for (int t = 0; t < COUNT; t++)
+                sum[t] = multiply_add(at(values + p * size + e), (vec){0} + weights[t * weight_stride + p], sum[t]);
+#pragma GCC unroll 4
+        for (int t = 0; t < COUNT; t++) *(vec *)(to[t] + e) = sum[t];
+    }
+    for (int t = 0; t < COUNT; t++)
+        for (size_t p = 0; p < slots; p++) {
+            for (size_t rest = e; rest < size; rest++) to[t][rest] += values[p * size + rest] * weights[t * weight_stride + p];
+            totals[t] += weights[t * weight_stride + p];
+        }
+}
+
+/* `count` queries of one row that share keys and values: softmax(q . k * scale + mask) . v */
+static void attend_together(
+    const struct model *m, size_t slots, const float *const *queries, float *const *to, const float *const *masks,
+    size_t count, const float *keys, const float *values, float *scores, size_t stride) {
+    size_t size = m->size;
+    vec most[TOGETHER];
+    float totals[TOGETHER] = {0};
+    for (size_t t = 0; t < count; t++) most[t] = (vec){0} - FLT_MAX;
+    for (size_t p = 0; p < slots; p += LANES) {
+        size_t here = slots - p < LANES ? slots - p : LANES;
+        for (size_t t = 0; t < count; t++) {
+            vec score = scores_of(queries[t], keys + p * size, here, size) * m->scale;
+            if (here < LANES)
+                for (size_t k = 0; k < LANES; k++) score[k] = k < here ? score[k] : -FLT_MAX;
+            if (masks[t] && here == LANES)
+                score += at(masks[t] + p);
+            else if (masks[t])
+                for (size_t k = 0; k < here; k++) score[k] += masks[t][p + k];
+            words more = (words)(score > most[t]);
+            most[t] = (vec)(((words)score & more) | ((words)most[t] & ~more));
+            *(vec *)(scores + t * stride + p) = score;
+        }
+    }
+    for (size_t t = 0; t < count; t++) {
+        float top = most[t][0];
+        for (int lane = 1; lane < LANES; lane++) top = most[t][lane] > top ? most[t][lane] : top;
+        for (size_t p = 0; p < slots; p += LANES) {
+            vec *score = (vec *)(scores + t * stride + p);
+            *score = exponential(*score - top);
+        }
+        memset(to[t], 0, size * sizeof(float));
+    }
+    for (size_t p = 0; p < slots; p += 64) {
+        size_t here = slots - p < 64 ? slots - p : 64;
+        switch (count) {
+            case 1: mix(1, to, totals, scores + p, stride, values + p * size, here, size); break;
+            case 2: mix(2, to, totals, scores + p, stride, values + p * size, here, size); break;
+            case 3: mix(3, to, totals, scores + p, stride, values + p * size, here, size); break;
+            default: mix(4, to, totals, scores + p, stride, values + p * size, here, size); break;
+        }
+    }
+    for (size_t t = 0; t < count; t++)
+        for (size_t e = 0; e < size; e++) to[t][e] /= totals[t];
+}
+
+static void attend(
+    const struct model *m, const struct step *s, const struct mask *mask, const float *qkv, const float *keys,
+    const float *values, float *mixed, float *scores) {
+    size_t slots = s->column + s->queries, size = m->size, ratio = m->heads / m->groups;
+    size_t sharing = ratio * s->queries, units = s->batch * m->groups, parts = 1;
+    size_t threads = (size_t)omp_get_num_threads(), stride = score_slots(s);
+    /* Queries that share keys are split only where the threads would else get unequal shares. */
+    while (units * parts % threads && parts < sharing) parts++;
+    float *mine = scores + (size_t)omp_get_thread_num() * TOGETHER * stride;
+#pragma omp for schedule(static)
+    for (size_t unit = 0; unit < units * parts; unit++) {
+        size_t part = unit % parts, group = unit / parts % m->groups, row = unit / parts / m->groups;
+        size_t end = sharing * (part + 1) / parts, from = row * s->batch_stride + group * s->group_stride;
+        for (size_t begin = sharing * part / parts; begin < end; begin += TOGETHER) {
+            const float *queries[TOGETHER], *masks[TOGETHER];
+            float *to[TOGETHER];
+            size_t count = end - begin < TOGETHER ? end - begin : TOGETHER;
+            for (size_t t = 0; t < count; t++) {
+                /* The heads of one query lie side by side. */
+                size_t query = (begin + t) / ratio, head = group * ratio + (begin + t) % ratio;
+                size_t token = row * s->queries + query;
+                queries[t] = qkv + token * projected(m) + head * size;
+                to[t] = mixed + (token * m->heads + head) * size;
+                masks[t] = mask->values ? mask->values + row * mask->batch_stride + query * mask->query_stride : NULL;
+            }
+            attend_together(m, slots, queries, to, masks, count, keys + from, values + from, mine, stride);
+        }
+    }
+}
+
+/* inner = silu(gate) * up; both lie side by side. */
+static void gated(const float *gate_up, float *inner, size_t rows, size_t width) {
+    size_t pieces = (width + 511) / 512;
+#pragma omp for schedule(static)
+    for (size_t piece = 0; piece < rows * pieces; piece++) {
+        const float *gate = gate_up + piece / pieces * 2 * width, *up = gate + width;
+        float *to = inner + piece / pieces * width;
+        size_t i = piece % pieces * 512, end = i + 512 < width ? i + 512 : width;
+        for (; i + LANES <= end; i += LANES)
+            *(vec *)(to + i) = at(gate + i) / (exponential(-at(gate + i)) + 1.0f) * at(up + i);
+        if (i < end) {
+            /* The same function for what fills no vector. */
+            float last[LANES] = {0};
+            memcpy(last, gate + i, (end - i) * sizeof(float));
+            vec value = at(last) / (exponential(-at(last)) + 1.0f);
+            for (size_t k = i; k < end; k++) to[k] = value[k - i] * up[k];
+        }
+    }
+}
+
+static void embed(const struct model *m, const int64_t *tokens, float *x, size_t count) {
+    size_t row = m->width * sizeof(float);
+    if (m->embedding_packed)
+        draftsmith_rows((int)m->embedding_kind, m->embedding, tokens, x, count, m->width);
+    else
+        for (size_t i = 0; i < count; i++) memcpy(x + i * m->width, m->embedding + (size_t)tokens[i] * row, row);
+}
+
+/* 0, or 1 for a token that the vocabulary does not have. X <= MOST_ROWS. */
+int draftsmith_forward(const struct model *m, const struct step *s) {
+    size_t count = s->batch * s->queries, width = m->width;
+    for (size_t i = 0; i < count; i++)
+        if (s->tokens[i] < 0 || (size_t)s->tokens[i] >= m->vocabulary) return 1;
+    size_t inner = 0;
+    for (size_t i = 0; i < m->count; i++) inner = largest(inner, m->layers[i].gate_up.outputs);
+    float *x = s->scratch, *h = x + count * width, *qkv = h + count * width, *mixed = qkv + count * projected(m);
+    float *gate_up = mixed + count * m->heads * m->size, *gate = gate_up + count * inner;
+    float *scores = gate + count * (inner / 2), *state = s->states;
+    embed(m, s->tokens, x, count);
+#pragma omp parallel firstprivate(state)
+    {
+        for (size_t i = 0; i < m->count; i++) {
+            const struct layer *layer = m->layers + i;
+            float *keys = s->keys + i * s->layer_stride, *values = s->values + i * s->layer_stride;
+            size_t half = layer->gate_up.outputs / 2;
+            if (s->wanted[i]) {
+#pragma omp single
+                memcpy(state, x, count * width * sizeof(float));
+                state += count * width;
+            }
+            norm_rows(x, layer->norm, h, count, width, m->eps);
+            times(&layer->qkv, h, NULL, qkv, count, width);
+            rotate(m, s, layer, qkv, keys, values);
+            attend(m, s, s->masks + layer->mask, qkv, keys, values, mixed, scores);
+            times(&layer->out, mixed, x, x, count, m->heads * m->size);
+            norm_rows(x, layer->ffn_norm, h, count, width, m->eps);
+            times(&layer->gate_up, h, NULL, gate_up, count, width);
+            gated(gate_up, gate, count, half);
+            times(&layer->down, gate, x, x, count, half);
+        }
+        norm_rows(x, m->norm, h, count, width, m->eps);
+#pragma omp single
+        {
+            if (s->wanted[m->count]) memcpy(state, h, count * width * sizeof(float));
+            for (size_t row = 0; row < s->batch; row++)
+                memmove(
+                    h + row * s->kept * width, h + ((row + 1) * s->queries - s->kept) * width,
+                    s->kept * width * sizeof(float));
+        }
+        times(&m->head, h, NULL, s->logits, s->batch * s->kept, width);
+    }
+    return 0;
+}
