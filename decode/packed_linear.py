@@ -254,8 +254,10 @@ class Packs:
         """Pack the linear layers of a model that is going to be run through its own forward."""
         if self.native:
             for name, module in model.named_modules():
-                if type(module) is nn.Linear or type(module) is Conv1D or is_four_bits(module):
-                    self._matrix(name, (module.weight,), type(module) is Conv1D)
+                four_bits = is_four_bits(module)
+                if type(module) is nn.Linear or type(module) is Conv1D or four_bits:
+                    # bitsandbytes writes a matrix out at every call, so that no size is too small.
+                    self._matrix(name, (module.weight,), type(module) is Conv1D, any_size=four_bits)
 
     @contextmanager
     def inside(self, model: nn.Module, rows: int) -> Iterator[None]:

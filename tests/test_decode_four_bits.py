@@ -1,0 +1,138 @@
+"""4-bit weights of bitsandbytes, multiplied by the kernel: their dequantised product, for every kind of model."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from decode import SpeculativeDecoder, native
+from decode.native import PackedMatrix, kernel
+from decode.native.four_bits import four_bit_state, pack_four_bits
+from decode.packed_linear import Packs
+from decode.runner import Runner
+from decode.supported_models import attention_windows
+from draftsmith_core.models import fingerprint, load_model
+from draftsmith_core.sampling import Sampling
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
+    pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"),
+]
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def quantised(weight: torch.Tensor, **options: Any) -> Any:
+    from bitsandbytes.nn import Params4bit  # type: ignore[import-untyped]
+
+    return Params4bit(weight.clone(), requires_grad=False, **options).to("cpu")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("block", [64, 128])
+def test_values_and_products_are_the_dequantised_matrix_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, kind: str, nested: bool, block: int
+) -> None:
+    from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-untyped]
+
+    functions = kernel()
+    assert functions is not None
+    generator = torch.Generator().manual_seed(3)
+    weights = [
+        quantised(torch.randn(rows, 384, generator=generator), quant_type=kind, compress_statistics=nested, blocksize=block)
+        for rows in (70, 130)
+    ]
+    assert all(four_bit_state(weight) is not None for weight in weights)
+    exact = torch.cat([dequantize_4bit(weight.data, weight.quant_state) for weight in weights])
+    matrix = pack_four_bits(functions, weights)
+    assert torch.equal(matrix.rows(torch.arange(200)), exact)
+    monkeypatch.setattr(native, "narrowest", lambda values: values)
+    wide = PackedMatrix(functions, exact)
+    for rows in (1, 3, 9, 40):
+        x = torch.randn(rows, 384, generator=generator)
+        assert torch.equal(matrix.linear(x), wide.linear(x))
+
+
+def test_what_the_kernel_cannot_read_is_left_alone() -> None:
+    weight = torch.randn(8, 64)
+    assert four_bit_state(torch.nn.Parameter(weight)) is None
+    assert four_bit_state(quantised(torch.randn(8, 96), quant_type="nf4")) is None  # blocks reach into the next row
+    assert four_bit_state(quantised(weight.bfloat16(), quant_type="nf4")) is None
+    assert four_bit_state(quantised(weight, quant_type="nf4")) is not None
+
+
+def saved(path: Path, name: str, **changes: Any) -> str:
+    torch.manual_seed(4)
+    if name == "gemma2":
+        Gemma2ForCausalLM(Gemma2Config(**SIZES | changes, sliding_window=32)).save_pretrained(path)
+    else:
+        LlamaForCausalLM(LlamaConfig(**SIZES | changes)).save_pretrained(path)
+    return str(path)
+
+
+# Gemma-2 runs through its own forward, whose layers the kernel takes over.
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    directory = saved(tmp_path, name)
+    target = load_model(directory, device="cpu", quantize="nf4")
+    before = fingerprint(target)
+    attributes = {key: set(vars(module)) for key, module in target.named_modules()}
+    calls: list[str] = []
+    from bitsandbytes import nn as bnb_nn
+
+    forward = bnb_nn.Linear4bit.forward
+    monkeypatch.setattr(bnb_nn.Linear4bit, "forward", lambda self, x: calls.append("own") or forward(self, x))
+    prompts, sampling = [[5, 6, 7, 8], [9, 10]], Sampling(temperature=0.0)
+    packs = Packs(target)
+    made = Runner(target, attention_windows(target), 128, packs)
+    assert (made._lean is None) == (name == "gemma2")
+    # Seven matrices of a layer, of which the lean forward takes those with the same input as one.
+    assert len(packs._four_bits) == (14 if name == "gemma2" else 8)
+    fast = SpeculativeDecoder(target).generate(prompts, sampling, 24, eos_ids=())
+    assert not calls
+    slow = SpeculativeDecoder(target, fast=False).generate(prompts, sampling, 24, eos_ids=())
+    assert calls
+    assert [row.output_ids for row in fast.generations] == [row.output_ids for row in slow.generations]
+    assert fingerprint(target) == before
+    assert {key: set(vars(module)) for key, module in target.named_modules()} == attributes
+
+
+def test_changed_scales_are_noticed(tmp_path: Path) -> None:
+    target = load_model(saved(tmp_path, "llama"), device="cpu", quantize="nf4")
+    packs = Packs(target)
+
+    def values() -> torch.Tensor:
+        layer = packs.layer("x", (target.model.layers[0].mlp.up_proj.weight,), (None,), any_size=True)  # type: ignore[union-attr]
+        assert layer.matrix is not None and layer.outputs == (192,)
+        return layer.matrix.rows(torch.arange(192))
+
+    first = values()
+    assert torch.equal(values(), first)
+    target.model.layers[0].mlp.up_proj.weight.quant_state.absmax[0] += 1  # type: ignore[union-attr]
+    assert not torch.equal(values(), first)
+
+
+def test_odd_widths_decode_through_bitsandbytes(tmp_path: Path) -> None:
+    target = load_model(saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4")
+    packs = Packs(target)
+    assert Runner(target, attention_windows(target), 128, packs)._lean is None
+    fast, slow = (
+        SpeculativeDecoder(target, fast=how).generate([[5, 6]], Sampling(temperature=0.0), 8, eos_ids=())
+        for how in (True, False)
+    )
+    assert fast.generations[0].output_ids == slow.generations[0].output_ids
