@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from benchmarks import peers, sections
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
-from benchmarks.sixteen_bits import sixteen_bits
+from benchmarks.sixteen_bits import four_bits, sixteen_bits
 from benchmarks.widen import widen
 from decode.native import kernel
 from draftsmith.demo import corpus
@@ -58,7 +58,7 @@ class Options:
     """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
     draft: str | None = None
     sections: list[str] = field(default_factory=lambda: list(SECTIONS))
-    """Any of forwards, methods, sixteen_bits, verifiers, batch, context."""
+    """Any of forwards, methods, sixteen_bits, four_bits, verifiers, batch, context."""
     methods: list[str] = field(
         default_factory=lambda: [
             "hf",
@@ -88,7 +88,7 @@ class Options:
     verifier_trees: list[str] = field(default_factory=lambda: ["kary:3,2,1", "kary:2,2,2,2"])
     """Trees of the section `verifiers`: 15 and 30 nodes."""
     sixteen_bit_methods: list[str] = field(
-        default_factory=lambda: ["ar", "chain:4", "chain:8,stop=0.4", "eagle2:depth=4,beam=4,nodes=16"]
+        default_factory=lambda: ["ar", "chain:4", "chain:8,stop=0.1", "eagle2:depth=4,beam=4,nodes=16"]
     )
     """Methods of the section `sixteen_bits`."""
     batch: list[int] = field(default_factory=lambda: [1, 4, 8])
@@ -115,6 +115,7 @@ SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
     "forwards": lambda bench, options: sections.forwards(bench),
     "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
     "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
+    "four_bits": lambda bench, options: four_bits(bench, options.rounds),
     "verifiers": lambda bench, options: sections.verifiers(bench, options.verifier_trees, options.rounds),
     "batch": lambda bench, options: sections.batches(bench, options.batch, options.rounds),
     "context": lambda bench, options: sections.contexts(bench, options.context, options.rounds),

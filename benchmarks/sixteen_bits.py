@@ -1,4 +1,4 @@
-"""What 16-bit weights bring: the same models, prompts and process, with matrices packed in 16 bits and in fp32.
+"""What weights in 16 bits and in 4 bring: the same models, prompts and process, with matrices packed in 16 bits and in fp32.
 
 Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel on fp32 weights.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +22,11 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.methods import Pair, build
+from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
 from decode import SpeculativeDecoder
+from decode.packed_linear import Packs
 from decode.packed_weight import PackedWeight
 from decode.runner import Runner
 from decode.supported_models import attention_windows
@@ -76,6 +78,28 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
     return found
 
 
+def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
+    """The same target rounded to nf4 by bitsandbytes beside 16 bits; another model, so that its outputs differ."""
+    if find_spec("bitsandbytes") is None:
+        return {"skipped": "bitsandbytes is not installed"}
+    with tempfile.TemporaryDirectory() as directory:
+        copy.deepcopy(bench.apart.target).save_pretrained(directory)
+        rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
+    pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
+    packs = {kept: Packs(pair.target) for kept, pair in pairs.items()}
+    read = [bandwidth(bench.pair.target.device)]
+    found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
+    speeds, _ = _speeds(pairs, bench, ["ar"], rounds, read)
+    found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
+    ratios = [a / b for a, b in zip(speeds["ar", "nf4"], speeds["ar", "sixteen"], strict=True)]
+    found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
+    found["bandwidth_GB_per_s"] = max(read) / 1e9
+    for kept, pair in pairs.items():
+        Runner(pair.target, attention_windows(pair.target), None, packs[kept])  # packs
+        found[f"{kept}_MB_per_token"] = packs[kept].nbytes() / 1e6
+    return found
+
+
 def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any]:
     made = {kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()}
     calls = {f"{kept} {rows}": made[kept][rows] for rows in ROWS for kept in made}
@@ -91,6 +115,23 @@ def _methods(
     pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int, read: list[float]
 ) -> dict[str, dict[str, Any]]:
     """Greedy tokens per second; the gain is the median over rounds of the ratio within a round."""
+    speeds, outputs = _speeds(pairs, bench, names, rounds, read)
+    return {
+        name: {kept: statistics.median(speeds[name, kept]) for kept in pairs}
+        | {
+            "gain": statistics.median(
+                a / b for a, b in zip(speeds[name, "sixteen"], speeds[name, "fp32"], strict=True)
+            ),
+            "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
+        }
+        for name in names
+    }
+
+
+def _speeds(
+    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int, read: list[float]
+) -> tuple[dict[tuple[str, str], list[float]], dict[tuple[str, str], list[list[int]]]]:
+    """By method and pair: tokens per second of every round, in turn within it, and the outputs."""
     made = {
         (name, kept): build(name, pair, 0.0, bench.max_new_tokens) for name in names for kept, pair in pairs.items()
     }
@@ -110,16 +151,7 @@ def _methods(
             read.append(bandwidth(bench.pair.target.device))
             for key in made:
                 speeds[key].append(len(share) * bench.max_new_tokens / seconds[key])
-    return {
-        name: {kept: statistics.median(speeds[name, kept]) for kept in pairs}
-        | {
-            "gain": statistics.median(
-                a / b for a, b in zip(speeds[name, "sixteen"], speeds[name, "fp32"], strict=True)
-            ),
-            "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
-        }
-        for name in names
-    }
+    return speeds, outputs
 
 
 def _timed(call: Any) -> tuple[float, list[list[int]]]:

@@ -4,6 +4,7 @@ A small draft model spends most of a forward in Python, and the target pays the 
 computation of `LlamaForCausalLM` and its relatives with the fewest operations: one product for queries, keys and values
 where packed weights allow it, rotary tables read instead of computed, keys and values written straight into the
 `TreeCache`. It equals the model's own forward within rounding, and a model that it might not equal is refused.
+Where every matrix is packed for the kernel, everything but the prefill is one call of it (`decode.native.llama`).
 
 Legend: B rows, q queries per row, X = B * q, D hidden size, E head size, H query heads, G key/value heads, P cells the
 attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
@@ -38,7 +39,7 @@ _FAMILY: dict[type, Any] = {
 }
 # The other kinds choose their frequencies by the length of the input, so that no table holds.
 _ROPES = ("default", "linear", "llama3", "yarn")
-# Matrices of any size are packed in models of at least this many parameters: the kernel takes a whole forward in one call.
+# Matrices of any size are packed in models of at least this many parameters: a forward is then one call of the kernel.
 _SMALLEST_MODEL = 1 << 18
 # Left behind by transformers itself when hidden states were once asked for, and silent otherwise.
 _HARMLESS = "transformers.utils.output_capturing"
@@ -126,7 +127,7 @@ class LeanForward:
         self.embedding_VD: Tensor = body.embed_tokens.weight
         self.norm_D: Tensor = body.norm.weight
         head: Any = model.lm_head
-        self._any_size = self.silu and sum(map(torch.numel, model.parameters())) >= _SMALLEST_MODEL
+        self._any_size = self.silu and sum(weight.numel() for weight in model.parameters()) >= _SMALLEST_MODEL
         # Codes of four bits are no matrix that anything else could multiply with.
         self._any_size = self._any_size or any(four_bit_state(weight) is not None for weight in model.parameters())
         self.head = packs.layer("head", (head.weight,), (head.bias,), any_size=self._any_size)

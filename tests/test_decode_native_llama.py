@@ -15,9 +15,9 @@ from decode import DraftModelProposer, SpeculativeDecoder
 from decode import llama_forward as forward_module
 from decode import packed_linear as packed_module
 from decode.llama_forward import LeanForward
-from decode.native import Kernel, kernel, llama
-from decode.native import SOURCE as source
 from decode.native import _FLAGS as flags
+from decode.native import SOURCE as source
+from decode.native import Kernel, kernel, llama
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.sampling import Sampling

@@ -1,10 +1,11 @@
-"""A product of a few rows with a large matrix at the cost of reading the matrix: `linear.c`, compiled where it runs.
+"""A product of a few rows with a large matrix at the cost of reading the matrix: C, compiled where it runs.
 
 Decoding multiplies 1 to 60 rows with every weight of the model, so the time of a forward is the time of reading the
 weights from memory. Libraries tuned for square products take 1.3 to 2.4 times as long for 5 to 29 rows as for one, and
-read fp32 where a checkpoint has 16 bits. The kernel is 200 lines of C, built within seconds by the machine's own
-compiler for the machine's own processor, and kept in the user's cache directory under a name that says what it was
-built from. Without a compiler there is none, and callers fall back.
+read fp32 where a checkpoint has 16 or 4 bits. `linear.c` is the product, `forward.c` a whole forward (`llama.py`). They
+are built within seconds by the machine's own compiler for the machine's own processor, and kept in the user's cache
+directory under a name that says what they were built from. Without a compiler there is no kernel, and callers fall
+back.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -166,7 +167,14 @@ def kernel() -> Kernel | None:
 def _load(compiler: str) -> ctypes.CDLL:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     key = hashlib.sha256(
-        b"\0".join([*(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))), version, " ".join(_FLAGS).encode(), _processor()])
+        b"\0".join(
+            [
+                *(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))),
+                version,
+                " ".join(_FLAGS).encode(),
+                _processor(),
+            ]
+        )
     ).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
     seal = cached.with_suffix(".sha256")

@@ -1,4 +1,4 @@
-"""4-bit weights of bitsandbytes for the kernel: their codes and scales as they are, in the order in which it reads them.
+"""4-bit weights of bitsandbytes for the kernel: their codes and scales as they are, in the order of its own reading.
 
 A value is an entry of a table of 16 (nf4: QLoRA, arXiv 2305.14314; fp4 alike) times the scale of its block of inputs;
 the scales may be quantised again. The kernel multiplies both in fp32 as bitsandbytes does when it writes the matrix

@@ -168,7 +168,7 @@ class LlamaKernel:
             else:
                 step.masks[place] = _Mask(mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
         step.states, step.logits = states.data_ptr(), logits.data_ptr()
-        step.wanted = ctypes.cast(flags, _POINTER)
+        step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
         needed = self._functions.scratch(ctypes.byref(self._model), ctypes.byref(step))
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(2 * needed)
