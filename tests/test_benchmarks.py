@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,23 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
     assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
     assert found["resident_MB"]["fp32"]["decoding"] > found["resident_MB"]["fp32"]["before"] > 0
     json.dumps(found)
+
+
+@pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+def test_four_bits_stand_beside_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("decode.llama_forward._SMALLEST_MODEL", 0)
+    monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
+    monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
+    bench = tiny_bench()
+    target = widen(bench.pair.target, hidden_size=64, intermediate_size=128)  # type: ignore[arg-type]
+    target.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
+    bench = replace(bench, pair=Pair(endless(target), bench.pair.draft), apart=Pair(target, bench.apart.draft))
+    found = sixteen_bits.four_bits(bench, rounds=2)
+    assert found["ar"]["nf4_over_sixteen"] > 0 and set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
+    assert found["nf4_MB_per_token"] < found["sixteen_MB_per_token"]
+    monkeypatch.setattr(sixteen_bits, "find_spec", lambda name: None)
+    assert sixteen_bits.four_bits(bench, rounds=2) == {"skipped": "bitsandbytes is not installed"}
 
 
 SERVER = """
