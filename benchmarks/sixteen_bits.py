@@ -1,4 +1,4 @@
-"""What weights in 16 bits and in 4 bring: the same models, prompts and process, with matrices packed in 16 bits and in fp32.
+"""What weights in 16 and 4 bits bring: same models, prompts and process, matrices packed in 16 bits and in fp32 or nf4.
 
 Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel on fp32 weights.
 """
