@@ -329,3 +329,38 @@ def test_killed_at_any_moment_every_row_is_there_once(
         assert child.wait()[0] in (-9, 0)
     assert spawn(*words, server.url, cwd=tmp_path).wait()[0] == 0
     check_rows(rows_of(tmp_path / "set"))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_data_work_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door
+) -> None:
+    """From servers to a trained draft, and from this process in one and in two processes; two servers stand for the
+    page's.
+    """
+    from tests.test_docs import ROOT, commands, run_apart
+
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (tmp_path / "out/demo/prompts").mkdir(parents=True)
+    (tmp_path / "out/demo/pair").symlink_to(ROOT / "draftsmith/demo/pair")
+    monkeypatch.chdir(tmp_path)
+    text = "If the file {} is not found, an error is raised and the caller must decide what to do. "
+    rows = [json.dumps({"id": f"row {i}", "text": text.format(i) * 4}) for i in range(24)]
+    Path("out/demo/prompts/prose.train.jsonl").write_text("\n".join(rows) + "\n")
+    tokenizer = load_tokenizer("out/demo/pair/target")
+    with serving("vllm", tokenizer) as one, serving("llama.cpp", tokenizer) as other:
+        for line in commands(page):
+            line = line.replace("http://localhost:8000/v1", one.url).replace("http://localhost:8001/v1", other.url)
+            if line.startswith("draftsmith "):
+                code, said, err = door(*line.split()[1:])
+                assert code == 0, f"{line}\n{err}"
+            else:
+                code, said = run_apart(line)
+                assert code == 0, f"{line}\n{said}"
+        assert len(one.answered) > 20 and len(other.answered) > 20
+    assert (tmp_path / "out/served/ce/model.safetensors").exists()
+    alone, two = tmp_path / "out/local/data", tmp_path / "out/local/two"
+    assert [path.name for path in sorted(alone.glob("*.parquet"))] == [
+        path.name for path in sorted(two.glob("*.parquet"))
+    ]
+    assert all((two / path.name).read_bytes() == path.read_bytes() for path in alone.glob("*.parquet"))

@@ -48,10 +48,13 @@ class HFEngine:
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, `batch_size` requests at a time, in their order."""
+        """Ask everything in `groups`, `batch_size` requests at a time, shortest prompts first: what is computed for
+        padding, and what attention reads of it, goes with the longest prompt of a batch.
+        """
         for group in groups:
             waiting = list(group)
             while waiting:
+                waiting.sort(key=lambda request: len(request.prompt_ids))
                 following = []
                 for start in range(0, len(waiting), self._batch_size):
                     batch = waiting[start : start + self._batch_size]

@@ -1,0 +1,157 @@
+"""Prompts as a stream: read as they come, each row accounted for, and never confused with another file's."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from distill.config import DistillConfig
+from distill.engines import ENGINES, Answer, AnswerRequest, Done
+from distill.engines.hf import HFEngine
+from draftsmith_core.prompt_rows import iterate_records
+from draftsmith_core.tokenization import Tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]
+BAD = [
+    (b"{broken", "not valid JSON"),
+    (b"[1]", "a row must be a JSON object"),
+    (b'{"other": 1}', "needs one of the keys"),
+    (b'{"prompt": ""}', "key 'prompt' is empty"),
+    (b'{"prompt": "caf\xe9"}', "not UTF-8 text"),
+    (b'{"prompt": "\\ud83d"}', "half of a surrogate pair"),
+    (b'{"prompt": 5}', "expected text, found int"),
+    (json.dumps({"prompt": "dog " * 200}).encode(), "more than the 90 that fit"),
+    (b'{"messages": []}', "expected a list of"),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', "has no chat template"),
+]
+
+
+@pytest.fixture
+def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps(row).encode() for row in GOOD]
+    for place, (line, _) in enumerate(BAD):
+        lines.insert(2 * place, line)
+    Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    command = (
+        f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 6 --part_rows 4 --num_samples 2"
+    )
+    return command.split()
+
+
+def rows_of(directory: str) -> list[dict[str, Any]]:
+    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str], door: Door) -> None:
+    code, out, err = door(*words)
+    assert code == 0, err
+    assert "18 rows" in out and "of 19 prompts 9 done, 10 skipped, 0 failed" in out
+    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["outcome"]) for line in errors] == [(2 * place + 1, "skipped") for place in range(10)]
+    for line, (_, reason) in zip(errors, BAD, strict=True):
+        assert reason in line["reason"] and "\n" not in line["reason"]
+    code, _, err = door(*words, "--out", "strict", "--strict")
+    assert code == 2
+    assert err.strip().splitlines()[-1].startswith("draftsmith distill: p.jsonl:1: not valid JSON")
+    assert not Path("strict").exists()
+
+
+def test_a_file_without_any_prompt_leaves_nothing_behind(words: list[str], door: Door) -> None:
+    for content, said in (
+        (b"", "holds no rows"),
+        (b'{"prompt": ""}\n{"a": 1}\n', "none of its 2 rows can be used (row 1"),
+    ):
+        Path("p.jsonl").write_bytes(content)
+        code, _, err = door(*words)
+        assert code == 2 and said in err
+        assert not Path("set").exists()
+
+
+def test_compressed_and_columnar_files_give_the_same_rows(words: list[str], door: Door) -> None:
+    plain = b"".join(json.dumps(row).encode() + b"\n" for row in GOOD)
+    Path("p.jsonl").write_bytes(plain)
+    Path("p.jsonl.gz").write_bytes(gzip.compress(plain))
+    Path("p.jsonl.zst").write_bytes(pa.compress(plain, codec="zstd", asbytes=True))
+    pq.write_table(pa.Table.from_pylist(GOOD), "p.parquet")
+    assert door(*words)[0] == 0
+    expected = rows_of("set")
+    assert len(expected) == 18
+    for name in ("p.jsonl.gz", "p.jsonl.zst", "p.parquet"):
+        words[4] = name
+        code, _, err = door(*words, "--out", f"set-{name}")
+        assert code == 0, err
+        assert rows_of(f"set-{name}") == expected
+    Path("p.jsonl.gz").write_bytes(gzip.compress(plain)[:-20])
+    words[4] = "p.jsonl.gz"
+    code, _, err = door(*words, "--out", "cut")
+    assert code == 2 and "p.jsonl.gz: cannot be read" in err and "Traceback" not in err
+
+
+def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) -> None:
+    assert door(*words)[0] == 0
+    made = {path.name: path.read_bytes() for path in Path("set").iterdir()}
+    lines = Path("p.jsonl").read_bytes().splitlines()
+    lines[11] = b'{"prompt": "another"}'
+    Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    code, _, err = door(*words)
+    assert code == 2
+    assert "p.jsonl: rows 11 to 12 are not those that set/part-00005.parquet was made from" in err
+    assert {path.name: path.read_bytes() for path in Path("set").iterdir() if path.name != ".lock"} == made
+
+
+def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -> None:
+    """Also where the two lie in different parts, which do not know of each other."""
+    Path("p.jsonl").write_text('{"prompt": "The quick"}\n' * 8)
+    assert door(*words)[0] == 0
+    rows = rows_of("set")
+    assert len({row["id"] for row in rows}) == len({row["seed"] for row in rows}) == 16
+    assert len({row["prompt_hash"] for row in rows}) == 1
+    assert len({tuple(row["response_ids"]) for row in rows}) > 8
+
+
+class _Echo:
+    """An engine that answers with one token, and remembers how far the source had been read when it was first asked."""
+
+    keeps_answers = False
+    max_prompt_tokens = None
+
+    def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
+        like = HFEngine(config, tokenizer)
+        self.sampling, self.identity = like.sampling, like.identity
+        self.most = 0
+
+    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        for group in groups:
+            self.most = max(self.most, len(group))
+            for request in group:
+                assert done(request, Answer((7,), "length")) is None
+
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
+        raise NotImplementedError
+
+
+def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answers are written before the third group of rows has been read."""
+    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"The {i}"}) + "\n" for i in range(400)))
+    monkeypatch.setitem(ENGINES, "hf", _Echo)
+    read = iterate_records
+    parts: list[tuple[int, int]] = []
+
+    def watched(source: str) -> Iterator[Any]:
+        for record in read(source):
+            parts.append((record.number, len(list(Path("set").glob("part-*")))))
+            yield record
+
+    monkeypatch.setattr("distill.generate.iterate_records", watched)
+    code, out, err = door(*words)
+    assert code == 0, err
+    assert "of 400 prompts 400 done" in out
+    # Two rows make a part. When row n is read, at most the group before it is not written yet.
+    assert all(written >= (number - 1) // 2 - 1 for number, written in parts[1:])
