@@ -1,11 +1,13 @@
 """A draft of any kind from its directory or hub name: a language model, or a head on the target's features."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from drafts.heads import Head, head_kind, load_head
+from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
@@ -20,6 +22,7 @@ from draftsmith_core.models import (
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 Draft = PreTrainedModel | Head
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,15 @@ def load_pair(
     quantize_draft: Quantize | None = None,
     trust_remote_code: bool = False,
     tokenizer: Tokenizer | None = None,
+    heterogeneous_vocab: bool = False,
 ) -> LoadedPair:
     """Load a target and any number of drafts, and check that they belong together.
 
     target, drafts: local directories or hub names; drafts as `{name: source}`, or sources alone, which are then their
     names (a second one of the same source is `SOURCE#2`). quantize_draft: as `quantize` unless given; heads are never
     quantised. dtype "auto": `load_model` says what the target then has; drafts follow the target. tokenizer: the
-    target's, where it is loaded already.
+    target's, where it is loaded already. heterogeneous_vocab: accept draft language models of another tokenizer, which
+    then draft the tokens that both have.
     Raises InputError, one line, for what cannot be loaded or does not fit: a model smaller than the tokenizer, a
     draft of another vocabulary, a head made for another target.
     """
@@ -72,7 +77,11 @@ def load_pair(
             trust_remote_code=trust_remote_code,
             quantize=quantize_draft or quantize,
         )
-        check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code)
+        words = check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab)
+        if words is not None and isinstance(draft, PreTrainedModel):
+            attach(draft, words)
+            shares = f"{words.shared} of the target's {len(tokenizer)} tokens"
+            log.warning("%s: has another tokenizer; it shares %s, and drafts those only", source, shares)
         loaded[name] = draft
     return LoadedPair(target, model, tokenizer, loaded)
 
@@ -125,15 +134,21 @@ def draft_fingerprint(draft: Draft) -> str:
 
 
 def check_draft_vocabulary(
-    source: str, draft: Draft, target: PreTrainedModel, tokenizer: Tokenizer, trust_remote_code: bool = False
-) -> None:
-    """InputError, in one line, unless token ids mean the same to a draft language model as to the target.
+    source: str,
+    draft: Draft,
+    target: PreTrainedModel,
+    tokenizer: Tokenizer,
+    trust_remote_code: bool = False,
+    heterogeneous: bool = False,
+) -> VocabularyMap | None:
+    """InputError, in one line, unless token ids mean the same to a draft language model as to the target, or with
+    `heterogeneous` are made to by the map that is returned; None where none is needed.
 
     Vocabularies may be padded to different sizes where both tokenizers agree on every id that both models have;
     a draft without a tokenizer of its own must have the target's size. A head has been checked by `load_draft`.
     """
     if not isinstance(draft, PreTrainedModel):
-        return
+        return None
     sizes = f"its vocabulary has {vocabulary_size(draft)} tokens and the target's has {vocabulary_size(target)}"
     padded = vocabulary_size(draft) != vocabulary_size(target)
     try:
@@ -144,14 +159,17 @@ def check_draft_vocabulary(
                 f"{source}: {sizes}, and it has no tokenizer to tell whether only padding differs; "
                 f"use a draft that was trained with the target's tokenizer, or make one (docs/choosing-a-draft.md)"
             ) from None
-        return
+        return None
     differing = first_difference(tokenizer, own, min(vocabulary_size(draft), vocabulary_size(target)))
+    if differing is not None and heterogeneous:
+        return map_vocabulary(tokenizer, own, vocabulary_size(target), vocabulary_size(draft), source=source)
     if differing is not None:
         raise InputError(
             f"{source}: token {differing} is {_token(own, differing)} to it and {_token(tokenizer, differing)} to the "
-            f"target; use a draft that was trained with the target's tokenizer, or move this one to it with "
-            f"draftsmith init --method transplant (docs/choosing-a-draft.md)"
+            f"target; use a draft that was trained with the target's tokenizer, move this one to it with "
+            f"draftsmith init --method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
         )
+    return None
 
 
 def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:

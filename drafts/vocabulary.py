@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer
@@ -80,7 +80,7 @@ class VocabularyMap:
     """A draft's tokens beside a target's. `draft_ids` and `target_ids` are the shared tokens, pair by pair.
 
     `in_draft[t]` are the draft's tokens for target token t: one where it is shared, else pieces of the same text;
-    the draft's end of text for a special token without a partner, and nothing where the draft has not even that.
+    the draft's end of text, or its token 0, where there is neither.
     """
 
     draft_ids: Tensor
@@ -88,10 +88,15 @@ class VocabularyMap:
     in_draft: tuple[tuple[int, ...], ...]
     target_size: int
 
-    @cached_property
+    @property
     def shared(self) -> int:
         """How many tokens both have."""
         return len(self.draft_ids)
+
+    @cached_property
+    def draft_of_V(self) -> Tensor:
+        """The draft's token for every shared target token; 0 for the others."""
+        return torch.zeros(self.target_size, dtype=torch.long).index_copy_(0, self.target_ids, self.draft_ids)
 
     def translate(self, ids: Iterable[int]) -> list[int]:
         """Target tokens as tokens of the draft."""
@@ -129,7 +134,7 @@ def map_vocabulary(
             in_draft.append((pairs[token],))
         else:
             found = pieces(theirs[token], ours, longest) if token in theirs else None
-            in_draft.append(tuple(end[:1] if found is None else found))
+            in_draft.append(tuple(found or end[:1] or (0,)))
     # One draft token stands for one target token only: of two target tokens of one text the first is drafted.
     first: dict[int, int] = {}
     for t in sorted(pairs):
@@ -156,3 +161,18 @@ def special_pairs(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
 
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+_KEY = "draftsmith_vocabulary_map"
+
+
+def attach(draft: nn.Module, words: VocabularyMap) -> None:
+    """Make a draft language model one of another vocabulary: what drafts with it or measures it goes by this map."""
+    draft.__dict__[_KEY] = words
+
+
+def vocabulary_map(draft: nn.Module) -> VocabularyMap | None:
+    """The map of a draft of another vocabulary; None for a draft of the target's own."""
+    words = draft.__dict__.get(_KEY)
+    assert words is None or isinstance(words, VocabularyMap)
+    return words

@@ -167,6 +167,7 @@ def load_pair(
     quantize_draft: Quantize | None = None,
     trust_remote_code: bool = False,
     tokenizer: Tokenizer | None = None,
+    heterogeneous_vocab: bool = False,
     fast: bool = True,
 ) -> "Pair":
     """Load a target and any number of drafts, and check that they belong together.
@@ -174,7 +175,8 @@ def load_pair(
     target, draft: local directories or hub names; a draft is a language model or a head. Several language models
     draft together; `{name: source}` gives them names. device: auto, cpu, cuda or cuda:N. dtype: auto (float32 on a
     CPU, else the checkpoint's own), float32, bfloat16 or float16. quantize: "nf4" for four-bit weights. tokenizer: the
-    target's, where it is loaded already. fast: packed weights and the lean Llama forward on a CPU, which change outputs
+    target's, where it is loaded already. heterogeneous_vocab: accept drafts of another tokenizer, which then draft the
+    tokens that both have (lossless). fast: packed weights and the lean Llama forward on a CPU, which change outputs
     by rounding only.
     Raises InputError, one line, for what cannot be loaded or does not fit the target.
     """
@@ -189,6 +191,7 @@ def load_pair(
             quantize_draft=quantize_draft,
             trust_remote_code=trust_remote_code,
             tokenizer=tokenizer,
+            heterogeneous_vocab=heterogeneous_vocab,
         ),
         fast=fast,
     )

@@ -33,6 +33,7 @@ from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
+from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import draw
 
@@ -122,7 +123,12 @@ def _eagle_logits(
 
 
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, keep: int) -> tuple[Tensor, Any]:
-    """A language model's logits `[B, keep or C, own V]` behind `past` columns in `cache`, and the cache."""
+    """A language model's logits `[B, keep or C, own V]` behind `past` columns in `cache`, and the cache.
+
+    Of a draft of another vocabulary, over the target's: -inf for tokens that it does not share.
+    """
+    if (words := vocabulary_map(draft)) is not None:
+        return _foreign_logits(draft, words, ids_BT, cache, keep)
     # A token that the draft has no embedding for is read as its last, as in decoding.
     ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
     end = past + ids_BT.shape[1]
@@ -136,6 +142,25 @@ def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, 
         logits_to_keep=keep,
     )
     return out.logits, out.past_key_values
+
+
+def _foreign_logits(
+    draft: PreTrainedModel, words: VocabularyMap, ids_BT: Tensor, cache: Tensor | None, keep: int
+) -> tuple[Tensor, Tensor]:
+    """Each target token's logits at the last of its pieces in the draft's own tokens. `cache` is the text so far: rows
+    differ in how many pieces they have, so that every chunk is forwarded with all before it.
+    """
+    so_far_BT = ids_BT if cache is None else torch.cat([cache, ids_BT], dim=1)
+    pieces = [[words.in_draft[token] for token in row] for row in so_far_BT.tolist()]
+    rows = [[each for token in row for each in token] for row in pieces]
+    longest = max(map(len, rows))
+    own_BS = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=draft.device)
+    last_BT = torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(1) - 1
+    wanted_BC = last_BT[:, -(keep or ids_BT.shape[1]) :]
+    # Padding is on the right, where causal attention never sees it.
+    logits_BSV = draft(input_ids=own_BS, use_cache=False).logits
+    index = wanted_BC.unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
+    return words.to_target(logits_BSV.gather(1, index)), so_far_BT
 
 
 def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N: Tensor, u_NK: Tensor, ranks: int) -> Tensor:

@@ -111,6 +111,8 @@ class EvalConfig:
     """none, or nf4: the target in 4 bits through bitsandbytes. Every figure is then about the 4-bit target."""
     quantize_draft: Quantize | None = None
     """The same for drafts that are language models; as `quantize` when not given."""
+    heterogeneous_vocab: bool = False
+    """true: drafts that are language models of another tokenizer draft the tokens that both have (lossless)."""
     chat_template: str | None = None
     """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
     trust_remote_code: bool = False

@@ -104,6 +104,7 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         quantize_draft=config.quantize_draft,
         trust_remote_code=config.trust_remote_code,
         tokenizer=tokenizer,
+        heterogeneous_vocab=config.heterogeneous_vocab,
     )
     for method in request.methods:
         for name, draft in pair.drafts.items():

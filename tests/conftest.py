@@ -156,6 +156,25 @@ def other_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
+    path = tmp_path_factory.mktemp("donor")
+    torch.manual_seed(6)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "th", "e", "dog"]
+    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    own.save_pretrained(path)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokens), hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+        )
+    ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Nine rows: eight prompts of unequal length in two domains, and an empty one that is skipped."""
     rows: list[dict[str, object]] = [

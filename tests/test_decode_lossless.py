@@ -32,6 +32,7 @@ from decode import (
 from decode.suffix_index import SuffixIndex
 from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
+from drafts.vocabulary import VocabularyMap, attach
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
 
 VOCAB = 5
@@ -88,10 +89,21 @@ def blockwise() -> HeadProposer:
     return HeadProposer(made, chains_only=True)
 
 
+def of_another_vocabulary() -> DraftModelProposer:
+    """A draft of seven tokens that shares four with the target; the target's token 2 is two of its own."""
+    draft = llama(7, VOCAB + 2)
+    words = VocabularyMap(
+        torch.tensor([2, 0, 5, 6]), torch.tensor([0, 1, 3, 4]), ((2,), (0,), (1, 4), (5,), (6,)), VOCAB
+    )
+    attach(draft, words)
+    return DraftModelProposer(draft)
+
+
 WAYS: dict[str, Callable[[], Proposer]] = {
     "draft": lambda: DraftModelProposer(llama(7)),
     "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
     "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
+    "draft, of another vocabulary": of_another_vocabulary,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
     "eagle3": lambda: head("eagle3"),
@@ -111,7 +123,7 @@ TREES = [
     "opt:nodes=4,depth=3,gain=0.3",
 ]
 # With these, every pair of tree and verifier takes 5 to 10 s. The rest of what they share is tried with "draft".
-COSTLY = {"draft, padded", "draft, fewer tokens", "eagle", "eagle3", "hydra"}
+COSTLY = {"draft, padded", "draft, fewer tokens", "draft, of another vocabulary", "eagle", "eagle3", "hydra"}
 LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 
 
@@ -163,6 +175,7 @@ def own_greedy(row: int) -> list[int]:
 # How many of TREES x LOSSLESS each way takes.
 VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
+    "draft, of another vocabulary": 44,
     "several drafts": 12,
     "blockwise": 20,
     "prompt_lookup": 10,

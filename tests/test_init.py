@@ -6,30 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from draftsmith_core.models import load_model, parameter_count
 
 Door = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
-    path = tmp_path_factory.mktemp("donor")
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "th", "e", "dog"]
-    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    own.save_pretrained(path)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokens), hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-        )
-    ).save_pretrained(path)
-    return str(path)
 
 
 def made(door: Door, target: str, out: Path, *words: object) -> dict[str, Any]:

@@ -20,8 +20,11 @@ from decode.propose.static_tree import DraftingPlan, Frontier, Network, StaticTr
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
+# Pieces of one target token that a draft of another vocabulary reads, and room is kept for.
+_MOST_PIECES = 4
 # Plans by tree, the device that drafts and the device of the target.
 Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
 
@@ -29,8 +32,10 @@ Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
 class DraftModelProposer(Proposer):
     """Drafts with one language model or several that share the target's tokenizer.
 
-    Their vocabularies may be padded to other sizes than the target's. With several drafts the child of rank k is the
-    choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
+    Their vocabularies may be padded to other sizes than the target's. One draft of another tokenizer
+    (`drafts.vocabulary.attach`) drafts the tokens that both have, by token-level intersection (arXiv 2502.05202): its
+    logits are restricted to them before anything is drawn, so q is exact. With several drafts the child of rank k is
+    the choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
 
     def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
@@ -43,6 +48,7 @@ class DraftModelProposer(Proposer):
         self._packs = [Packs(model) if fast else False for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
+        self._words = [vocabulary_map(model) for model in self.models]
         self._plans: Plans = {}
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
@@ -55,6 +61,8 @@ class DraftModelProposer(Proposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse what cannot be drafted for this target."""
+        if self.drafts > 1 and any(self._words):
+            raise ValueError(f"{self.drafts} drafts of which one has another tokenizer cannot draft together; use one")
         if isinstance(tree, DynamicTree) and self.drafts > 1:
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
@@ -64,18 +72,26 @@ class DraftModelProposer(Proposer):
             raise ValueError(
                 "a draft is in training mode; call eval() on it first, dropout would change what it drafts"
             )
-        for limit in self._limits:
-            check_context("draft", limit, prompts, max_new_tokens)
+        for limit, words in zip(self._limits, self._words, strict=True):
+            read = prompts if words is None else [words.translate(prompt) for prompt in prompts]
+            check_context("draft", limit, read, max_new_tokens)
 
     def start(self, setup: SessionSetup) -> Session:
         """Prefill the drafts' caches with every prompt but its last token."""
         networks: list[DraftModelNetwork] = []
         roots = [prompt[-1] for prompt in setup.prompts]
-        for model, windows, limit, packs in zip(self.models, self._windows, self._limits, self._packs, strict=True):
+        parts = zip(self.models, self._windows, self._limits, self._packs, self._words, strict=True)
+        for model, windows, limit, packs, words in parts:
             runner = Runner(model, windows, limit, fast=packs)
-            known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
-            runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
-            networks.append(DraftModelNetwork(runner, [[root] for root in roots], setup.vocabulary))
+            if words is None:
+                known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
+                runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
+                networks.append(DraftModelNetwork(runner, [[root] for root in roots], setup.vocabulary))
+                continue
+            known = [words.translate(prompt[:-1]) for prompt in setup.prompts]
+            runner.prefill(known, _MOST_PIECES * (setup.max_new_tokens + 2) + slots_per_step(setup.tree))
+            pending = [words.translate([root])[-_MOST_PIECES:] for root in roots]
+            networks.append(DraftModelNetwork(runner, pending, setup.vocabulary, words))
         network = networks[0] if len(networks) == 1 else SeveralNetworks(networks)
         return make_session(network, setup, self._plans, networks[0].runner.device)
 
@@ -103,8 +119,13 @@ class DraftModelNetwork:
     drafts = 1
     reads_paths = False
 
-    def __init__(self, runner: Runner, pending: list[list[int]], vocabulary: int) -> None:
-        self.runner, self._pending, self._vocabulary = runner, pending, vocabulary
+    def __init__(
+        self, runner: Runner, pending: list[list[int]], vocabulary: int, words: VocabularyMap | None = None
+    ) -> None:
+        """pending: tokens of the draft. words: for a draft of another vocabulary."""
+        self.runner, self._pending, self._vocabulary, self._words = runner, pending, vocabulary, words
+        if words is not None:
+            self._draft_of_V = words.draft_of_V.to(runner.device)
         self._own = vocabulary_size(runner.model)
         self.width = 1
 
@@ -116,7 +137,8 @@ class DraftModelNetwork:
 
     def extend(self, frontier: Frontier) -> Tensor:
         """Forward the nodes of a level."""
-        return self._forward(frontier.tokens_Be, frontier.block, 0)
+        tokens_Be = frontier.tokens_Be if self._words is None else self._draft_of_V[frontier.tokens_Be]
+        return self._forward(tokens_Be, frontier.block, 0)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Keep the accepted path in the cache; what was never forwarded becomes pending."""
@@ -127,7 +149,12 @@ class DraftModelNetwork:
                 continue
             cached = [index for index in path if index is not None]
             kept.append([*range(self._lead[row], self.width), *(self.width + index for index in cached)])
-            self._pending[row] = list(emitted[len(cached) :])
+            new = list(emitted[len(cached) :])
+            if self._words is not None:
+                # What was drafted is shared, one token for one. Only the target's own token can be many pieces, of
+                # which the last are read: whatever a draft has read, its guesses are verified.
+                new = [*self._words.translate(new[:-1]), *self._words.translate(new[-1:])[-_MOST_PIECES:]]
+            self._pending[row] = new
         self.runner.keep(kept)
         for row, emitted in enumerate(outcome.tokens):
             if not emitted:
@@ -140,12 +167,12 @@ class DraftModelNetwork:
         self._pending = [self._pending[row] for row in rows]
 
     def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
-        if self._own < self._vocabulary:
+        if self._words is None and self._own < self._vocabulary:
             # The target may emit a token that the draft has no embedding for; whatever the draft then guesses is
             # verified like anything else.
             tokens_Bq = tokens_Bq.clamp(max=self._own - 1)
         logits, _ = self.runner.forward(tokens_Bq, block, keep_logits=keep_logits)
-        return fit_vocabulary(logits, self._vocabulary)
+        return fit_vocabulary(logits, self._vocabulary) if self._words is None else self._words.to_target(logits)
 
 
 class SeveralNetworks:

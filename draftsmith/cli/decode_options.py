@@ -68,6 +68,8 @@ class DecodeConfig:
     """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded model."""
     quantize_draft: Quantize | None = None
     """The same for draft models. Default: as --quantize."""
+    heterogeneous_vocab: bool = False
+    """true: drafts that are language models of another tokenizer draft the tokens that both have (lossless)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"

@@ -113,6 +113,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         quantize_draft=config.quantize_draft,
         trust_remote_code=config.trust_remote_code,
         tokenizer=tokenizer,
+        heterogeneous_vocab=config.heterogeneous_vocab,
         fast=config.fast,
     )
     decoding = pair.decoding(proposer=config.proposer, tree=config.tree, verifier=config.verifier, datastore=index)
