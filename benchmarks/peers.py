@@ -1,31 +1,29 @@
 """Other engines on the same models, prompts and threads, for `decode.py --peers`.
 
-They live in environments of their own, because they need other versions of the same libraries. An engine that is not
-there is left out with the reason.
+`make engines` installs them (`drafts.neighbours`), in environments of their own, because they need other versions of
+the same libraries. An engine that is not there is left out with the reason.
 """
 
 import json
-import os
-import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.methods import Method, Pair
 from benchmarks.sections import Bench
+from drafts.layouts import gguf_file
+from drafts.layouts.source import Source
+from drafts.neighbours import complete, how_to_get, llama_server, program, work
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer
 
-OPENVINO = "OPENVINO_PYTHON"
-LLAMA_SERVER, LLAMA_GGUF = "LLAMA_SERVER", "LLAMA_GGUF"
 ASSISTANT_TOKENS = (3, 4, 6)
-_START_S = 120
+LLAMA_TOKENS = (3, 6)
 
 
 def compare(bench: Bench, tokenizer: Tokenizer, names: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def compare(bench: Bench, tokenizer: Tokenizer, names: Sequence[str], rounds: in
     before = {name: _speed(method, prompts) for name, method in made.items()}
     others = {
         "openvino-genai f32": openvino(bench.apart, tokenizer, request),
-        "llama-server": llama_server(request),
+        "llama-server": llama_cpp(bench.apart, tokenizer, request),
     }
     after = {name: _speed(method, prompts) for name, method in made.items()}
     ours = {name: {"tokens_per_s": [before[name], after[name]]} for name in made}
@@ -65,9 +63,9 @@ def _speed(method: Method, rounds: Sequence[Sequence[Sequence[int]]]) -> float:
 
 def openvino(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
     """OpenVINO GenAI through `peer_openvino.py`, with fp32 weights and arithmetic."""
-    python = os.environ.get(OPENVINO)
+    python = program("openvino")
     if python is None:
-        return {"skipped": f"set {OPENVINO} to a Python that has openvino-genai and optimum-intel"}
+        return {"skipped": f"not here: {how_to_get('openvino')}"}
     with tempfile.TemporaryDirectory() as directory:
         names = {"target": pair.target, "draft": pair.draft}
         for name, model in names.items():
@@ -78,63 +76,56 @@ def openvino(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[
                 file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 0}))
         file = Path(directory) / "request.json"
         file.write_text(json.dumps(request))
-        script = Path(__file__).with_name("peer_openvino.py")
-        # Not this project's path: the other environment has its own libraries.
-        command = [python, "-I", str(script), *(f"{directory}/{name}" for name in names), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        try:
+            script = Path(__file__).resolve().with_name("peer_openvino.py")
+            return work(python, str(script), *(f"{directory}/{name}" for name in names), file)
+        except RunError as error:
+            return {"failed": str(error)}
+
+
+def llama_cpp(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp's server with F32 and with F16 weights, without and with the draft; else as it comes."""
+    server = program("llama-server")
+    if server is None:
+        return {"skipped": f"not here: {how_to_get('llama-server')}"}
+    found: dict[str, Any] = {}
+    for name, dtype in (("F32", torch.float32), ("F16", torch.float16)):
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                target, draft = (
+                    gguf(Path(directory) / kind, tokenizer, model, dtype)
+                    for kind, model in (("target", pair.target), ("draft", pair.draft))
+                )
+            except (InputError, RunError) as error:
+                return found | {"failed": str(error)}
+            words = ["-m", str(target), "-t", str(request["threads"]), "-c", "4096", "-np", "1"]
+            drafting = ["-md", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max"]
+            ways = {name: words} | {
+                f"{name}, draft, {ahead} tokens": [*words, *drafting, str(ahead)] for ahead in LLAMA_TOKENS
+            }
+            found |= {way: _served(server, options, request) for way, options in ways.items()}
     return found
 
 
-def llama_server(request: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp's server on the target as a GGUF file, without a draft."""
-    program = os.environ.get(LLAMA_SERVER) or shutil.which("llama-server")
-    gguf = os.environ.get(LLAMA_GGUF)
-    if program is None or gguf is None:
-        return {"skipped": f"set {LLAMA_SERVER} to llama-server, and {LLAMA_GGUF} to the target as a GGUF file"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["-m", gguf, "--port", str(port), "-t", str(request["threads"]), "-c", "4096", "-np", "1"]
-    server = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def gguf(directory: Path, tokenizer: Tokenizer, model: Any, dtype: torch.dtype) -> Path:
+    """The model as a GGUF file in `directory`; InputError, one line, for one that cannot be written."""
+    directory.mkdir()
+    gguf_file.write(Source(directory.name, model, dtype, tokenizer), directory)
+    return directory / gguf_file.FILE
+
+
+def _served(server: Path, words: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    speeds, outputs = [], []
     try:
-        if not _is_up(server, f"http://127.0.0.1:{port}/health"):
-            return {"failed": f"llama-server did not answer within {_START_S} s"}
-        speeds, outputs = [], []
-        for prompts in [request["prompts"][0][:1], *request["prompts"]]:
-            answers = [_complete(port, prompt, request["max_new_tokens"]) for prompt in prompts]
-            speeds.append(sum(len(tokens) for tokens, _ in answers) / sum(seconds for _, seconds in answers))
-            outputs += [tokens for tokens, _ in answers]
-    finally:
-        server.terminate()
-        server.wait()
-    return {"tokens_per_s": statistics.median(speeds[1:]), "outputs": outputs[1:], "file": Path(gguf).name}
-
-
-def _is_up(server: subprocess.Popen[bytes], url: str) -> bool:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    return False
-
-
-def _complete(port: int, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-    """New tokens of one prompt, and the seconds that they took, prefill included."""
-    wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0, "ignore_eos": True}
-    wanted |= {"return_tokens": True, "cache_prompt": False}
-    call = urllib.request.Request(
-        f"http://127.0.0.1:{port}/completion", json.dumps(wanted).encode(), {"Content-Type": "application/json"}
-    )
-    started = time.perf_counter()
-    with urllib.request.urlopen(call) as answer:
-        tokens = json.load(answer)["tokens"]
-    return tokens, time.perf_counter() - started
+        with llama_server(server, words) as port:
+            for prompts in [request["prompts"][0][:1], *request["prompts"]]:
+                started = time.perf_counter()
+                answers = [complete(port, prompt, request["max_new_tokens"])["tokens"] for prompt in prompts]
+                speeds.append(sum(map(len, answers)) / (time.perf_counter() - started))
+                outputs += answers
+    except RunError as error:
+        return {"failed": str(error)}
+    return {"tokens_per_s": statistics.median(speeds[1:]), "outputs": outputs[1:]}
 
 
 def without_outputs(found: dict[str, Any], ours: list[list[int]]) -> dict[str, Any]:

@@ -282,25 +282,27 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 
 
+DRAFTED = (", draft, 3 tokens", ", draft, 6 tokens")
+
+
 def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(str(TARGET))
-    for name in ("OPENVINO_PYTHON", "LLAMA_SERVER", "LLAMA_GGUF"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(peers, "program", lambda engine: None)
     found = peers.compare(tiny_bench(), tokenizer, ["chain:2"], 2, 1)
     assert set(found) == {"ar", "hf", "chain:2", "openvino-genai f32", "llama-server"}
     assert all(speed > 0 for name in ("ar", "hf", "chain:2") for speed in found[name]["tokens_per_s"])
-    assert "OPENVINO_PYTHON" in found["openvino-genai f32"]["skipped"] and "LLAMA" in found["llama-server"]["skipped"]
+    assert all("make engines" in found[name]["skipped"] for name in ("openvino-genai f32", "llama-server"))
     server = tmp_path / "llama-server"
     server.write_text(f"#!{sys.executable}\n{SERVER}")
     server.chmod(0o755)
-    monkeypatch.setenv("LLAMA_SERVER", str(server))
-    monkeypatch.setenv("LLAMA_GGUF", str(tmp_path / "target.gguf"))
-    monkeypatch.setenv("OPENVINO_PYTHON", "/bin/false")
+    monkeypatch.setattr(peers, "program", lambda engine: server if engine == "llama-server" else Path("/bin/false"))
+    monkeypatch.setattr(peers, "gguf", lambda directory, *_: directory / "model.gguf")
     found = peers.compare(tiny_bench(), tokenizer, [], 2, 1)
-    assert found["llama-server"]["tokens_per_s"] > 0 and found["llama-server"]["equal"] == "0 of 4"
-    assert found["openvino-genai f32"] == {"failed": "no message"}
+    assert set(found["llama-server"]) == {f"F{bits}{way}" for bits in (32, 16) for way in ("", *DRAFTED)}
+    assert all(each["tokens_per_s"] > 0 and each["equal"] == "0 of 4" for each in found["llama-server"].values())
+    assert "no message" in found["openvino-genai f32"]["failed"]
     answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
     assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
 
