@@ -56,7 +56,7 @@ struct step {
     float *scratch;
 };
 
-#define TOGETHER 4 /* queries that share one reading of keys and values */
+#define TOGETHER 8 /* queries that share one reading of keys and values */
 
 static size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -184,13 +184,13 @@ INLINE void mix(
     size_t e = 0;
     for (; e + LANES <= size; e += LANES) {
         vec sum[TOGETHER];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int t = 0; t < COUNT; t++) sum[t] = at(to[t] + e);
         for (size_t p = 0; p < slots; p++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int t = 0; t < COUNT; t++)
                 sum[t] = multiply_add(at(values + p * size + e), (vec){0} + weights[t * weight_stride + p], sum[t]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int t = 0; t < COUNT; t++) *(vec *)(to[t] + e) = sum[t];
     }
     for (int t = 0; t < COUNT; t++)
@@ -234,11 +234,16 @@ static void attend_together(
     }
     for (size_t p = 0; p < slots; p += 64) {
         size_t here = slots - p < 64 ? slots - p : 64;
+        const float *from = values + p * size;
         switch (count) {
-            case 1: mix(1, to, totals, scores + p, stride, values + p * size, here, size); break;
-            case 2: mix(2, to, totals, scores + p, stride, values + p * size, here, size); break;
-            case 3: mix(3, to, totals, scores + p, stride, values + p * size, here, size); break;
-            default: mix(4, to, totals, scores + p, stride, values + p * size, here, size); break;
+            case 1: mix(1, to, totals, scores + p, stride, from, here, size); break;
+            case 2: mix(2, to, totals, scores + p, stride, from, here, size); break;
+            case 3: mix(3, to, totals, scores + p, stride, from, here, size); break;
+            case 4: mix(4, to, totals, scores + p, stride, from, here, size); break;
+            case 5: mix(5, to, totals, scores + p, stride, from, here, size); break;
+            case 6: mix(6, to, totals, scores + p, stride, from, here, size); break;
+            case 7: mix(7, to, totals, scores + p, stride, from, here, size); break;
+            default: mix(8, to, totals, scores + p, stride, from, here, size); break;
         }
     }
     for (size_t t = 0; t < count; t++)
