@@ -1,4 +1,4 @@
-# make demo | make test | make test-all | make check | make docs | make install | make dist.  Needs Python >= 3.11, make and a C compiler.
+# make demo | make test | make test-all | make check | make docs | make install | make dist | make engines.  Needs Python >= 3.11, make and a C compiler.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take the CPU build of torch where the default would be CUDA's.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ JOBS ?= 2
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser demo test test-slow test-all check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser engines demo test test-slow test-all check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -39,6 +39,44 @@ pair: install
 browser:
 	@if [ -n "$$CI" ] && ! command -v chromium >/dev/null 2>&1 && command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ]; then \
 	  echo "installing chromium"; (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 || echo "chromium could not be installed; its tests will skip"; fi
+
+# Other engines that drafts are tried in, each in an environment of its own, because they need other versions of our
+# libraries. Tests of an engine that is not there skip. llama.cpp is built from source: about ten minutes of processor.
+ENGINES := .engines
+OPENVINO := openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
+ONNX := onnxruntime-genai==0.18.0 onnx==1.23.2 onnx-ir==1.1.0
+LLAMA_CPP := 0.3.36
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+engines: $(ENGINES)/openvino/installed $(ENGINES)/speculators/installed $(ENGINES)/llama/llama-server
+
+# What optimum and speculators bring beside torch is not needed, and made for another build of it.
+$(ENGINES)/openvino/installed:
+	@echo "installing OpenVINO GenAI and onnxruntime-genai into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet $(INDEX) torch==2.13.0 $(OPENVINO) $(ONNX)
+	@$(@D)/bin/python -m pip uninstall --quiet -y torchvision torchaudio
+	@touch $@
+
+$(ENGINES)/speculators/installed:
+	@echo "installing speculators into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet $(INDEX) torch==2.13.0 speculators==0.9.0
+	@$(@D)/bin/python -m pip uninstall --quiet -y torchvision torchaudio
+	@touch $@
+
+$(ENGINES)/llama/llama-server:
+	@echo "building llama-server into $(@D)"
+	@$(PYTHON) -m venv $(@D)/build
+	@$(@D)/build/bin/python -m pip install --quiet cmake ninja scikit-build-core
+	@$(@D)/build/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary llama-cpp-python \
+	  -d $(@D)/build llama-cpp-python==$(LLAMA_CPP)
+	@tar -xzf $(@D)/build/llama_cpp_python-$(LLAMA_CPP).tar.gz -C $(@D)/build
+	@PATH="$$PWD/$(@D)/build/bin:$$PATH" && cd $(@D)/build && \
+	  (cmake -S llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B out -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
+	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DBUILD_SHARED_LIBS=OFF && \
+	   nice cmake --build out --target llama-server -j $(JOBS)) > build.log 2>&1 || { tail -5 build.log; exit 1; }
+	@cp $(@D)/build/out/bin/llama-server $@ && rm -rf $(@D)/build
 
 # One thread per test process: tiny models gain nothing from more, and the processes do not compete for the cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q --durations=20

@@ -1,6 +1,6 @@
 """A model as OpenVINO's IR with its tokenizer, and the logits that OpenVINO computes from it; run in its environment.
 
-    python openvino_convert.py SOURCE OUT fp32|fp16 INPUTS.safetensors LOGITS.safetensors
+    python openvino_convert.py SOURCE OUT fp32|fp16 [INPUTS.safetensors LOGITS.safetensors]
 
 INPUTS has `ids` [1, T]; LOGITS gets `logits` [1, T, V], computed in f32.
 """
@@ -49,9 +49,10 @@ def logits(directory: str, ids: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Convert, compute, write."""
-    source, out, weights, inputs, answer = sys.argv[1:]
+    source, out, weights, *files = sys.argv[1:]
     convert(source, out, weights)
-    save_file({"logits": logits(out, load_file(inputs)["ids"]).astype(np.float32)}, answer)
+    if files:
+        save_file({"logits": logits(out, load_file(files[0])["ids"]).astype(np.float32)}, files[1])
     sys.stdout.write("\n" + json.dumps({"engine": f"openvino {openvino.__version__}"}) + "\n")
 
 

@@ -1,0 +1,216 @@
+"""Other engines run our exports: their greedy output is the target's own, and they accept what we accept.
+
+`make engines` installs them; a test whose engine is not there skips. What is compared where is in docs/engines.md.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import draftsmith as ds
+from drafts.heads import save_head
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.neighbours import ask, complete, how_to_get, llama_server, program, work
+from draftsmith_core.models import load_model
+from draftsmith_core.tokenization import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAIR = ROOT / "draftsmith" / "demo" / "pair"
+TEXTS = [
+    "Return the value of the",
+    "def __init__(self, name",
+    "If the file is not found,",
+    "class Error(Exception):\n    ",
+    "import os\nimport 12",
+    "The list of all",
+]
+AHEAD, TOKENS = 4, 40
+
+pytestmark = pytest.mark.slow
+
+
+def engine(name: str) -> Path:
+    found = program(name)
+    if found is None:
+        pytest.skip(f"{name} is not here: {how_to_get(name)}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair() -> ds.Pair:
+    return ds.load_pair(str(PAIR / "target"), draft=str(PAIR / "base"), device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(pair: ds.Pair) -> list[list[int]]:
+    return [pair.encode(text) for text in TEXTS]
+
+
+Outputs = list[ds.Output]
+
+
+@pytest.fixture(scope="module")
+def ours(pair: ds.Pair, prompts: list[list[int]]) -> Outputs:
+    return decoded(pair, prompts, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def after_one(pair: ds.Pair, prompts: list[list[int]], ours: Outputs) -> Outputs:
+    """Ours where the first token is given: some engines take it from the prompt's forward and draft only then."""
+    longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
+    return decoded(pair, longer, TOKENS - 1)
+
+
+def decoded(pair: ds.Pair, prompts: list[list[int]], tokens: int) -> Outputs:
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    # One by one: the statistics of a row are then those of its own calls.
+    return [pair.generate(prompt, tree=f"chain:{AHEAD}", **options) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The pair in a format, made once."""
+    place, made = tmp_path_factory.mktemp("exports"), {}
+
+    def export(form: str) -> dict[str, Path]:
+        for role in ("target", "base"):
+            out = place / f"{role}.{form}"
+            if out not in made:
+                config = ds.ExportConfig(draft=str(PAIR / role), format=form, out=str(out), dtype="float32")  # type: ignore[arg-type]
+                made[out] = ds.export(config)
+                assert made[out]["proof"]["engine"] is not None
+        return {role: place / f"{role}.{form}" for role in ("target", "base")}
+
+    return export
+
+
+def accepted(outputs: Outputs) -> list[int]:
+    return [out.stats.accepted for out in outputs]
+
+
+def equal_but_for_the_last_step(theirs: list[int], ours: list[int]) -> bool:
+    """Engines draft no token that could not be emitted, and count the last one as the target's own instead."""
+    return all(mine - its in (0, 1) for its, mine in zip(theirs, ours, strict=True))
+
+
+def test_transformers_assistant_model(pair: ds.Pair, prompts: list[list[int]], ours: Outputs) -> None:
+    target, draft = (load_model(str(PAIR / role), device="cpu") for role in ("target", "base"))
+    draft.generation_config.num_assistant_tokens = AHEAD
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    calls: list[int] = []
+    target.register_forward_hook(lambda *_: calls.append(1))
+    for prompt, out in zip(prompts, ours, strict=True):
+        calls.clear()
+        ids = target.generate(  # type: ignore[operator]
+            torch.tensor([prompt]), assistant_model=draft, do_sample=False, max_new_tokens=TOKENS, eos_token_id=None
+        )
+        assert ids[0, len(prompt) :].tolist() == out.output_ids
+        assert len(calls) == out.stats.target_calls
+
+
+def test_openvino_genai(
+    exports: Any, prompts: list[list[int]], ours: Outputs, after_one: Outputs, tmp_path: Path
+) -> None:
+    python = engine("openvino")
+    models = exports("openvino")
+    request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [0, AHEAD]}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    words = (models["target"], models["base"], tmp_path / "request.json")
+    answers = work(python, "openvino_generate.py", *words)["answers"]
+    for rows in answers.values():
+        assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
+    # Its first call is the prompt's, without a draft.
+    assert [row["calls"] - 1 for row in answers[str(AHEAD)]] == [out.stats.target_calls for out in after_one]
+    # Its own count of accepted tokens leaves out those of the last step.
+    pairs = zip(answers[str(AHEAD)], accepted(after_one), strict=True)
+    assert all(0 <= mine - row["accepted"] <= AHEAD for row, mine in pairs)
+
+
+def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs, tmp_path: Path) -> None:
+    python = engine("openvino")
+    models = exports("hf")
+    request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [AHEAD]}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    words = (models["target"], models["base"], tmp_path / "built", tmp_path / "request.json")
+    rows = work(python, "onnx_generate.py", *words)["answers"]
+    assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
+    # It drafts from the prompt on, as we do.
+    assert [row["stats"]["rounds"] for row in rows] == [out.stats.target_calls for out in ours]
+    assert equal_but_for_the_last_step([row["stats"]["draft_tokens_accepted"] for row in rows], accepted(ours))
+
+
+def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: Outputs, after_one: Outputs) -> None:
+    server = engine("llama-server")
+    models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
+    plain = ["-c", "512", "-np", "1", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
+    draft = ["-md", models["base"], "--spec-type", "draft-simple", "--spec-draft-n-max", str(AHEAD)]
+    draft += ["-ctkd", "f32", "-ctvd", "f32"]
+    with llama_server(server, ["-m", models["target"], *plain, *draft]) as port:
+        rows = [complete(port, prompt, TOKENS) for prompt in prompts]
+        texts = [*TEXTS, "naïve façade 3.14, 2^10; don't\n\n\n\tx = {'a': [1]}  # ünïcödé"]
+        cut = [ask(port, "tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
+    assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
+    # It takes the first token from the prompt's forward, without a draft.
+    assert equal_but_for_the_last_step([row["timings"]["draft_n_accepted"] for row in rows], accepted(after_one))
+    assert cut == [pair.encode(text) for text in texts]
+
+
+def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path: Path) -> None:
+    """Its own converter gives every token of such a tokenizer the same score, and cuts text wrongly."""
+    model = ROOT.parent / "shared" / "models" / "stories260k"
+    if not model.is_dir():
+        pytest.skip(f"{model} is not here")
+    server = engine("llama-server")
+    ds.export(ds.ExportConfig(draft=str(model), format="gguf", out=str(tmp_path / "out")))
+    tokenizer = load_tokenizer(str(model))
+    texts = ["Once upon a time there was a little girl", "The dog ran; 12 birds sang.", "naïve café"]
+    with llama_server(server, ["-m", str(tmp_path / "out" / "model.gguf"), "-c", "256"]) as port:
+        for text in texts:
+            tokens = ask(port, "tokenize", {"content": text, "add_special": True})["tokens"]
+            assert tokens == tokenizer(text)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Eagle3Head, Path]:
+    """A head on the demo's target with parameters away from where they began, and its directory."""
+    head = Eagle3Head.fresh(load_model(str(PAIR / "target"), device="cpu"), draft_vocab=range(0, 4096, 2))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("eagle3") / "head"
+    save_head(head, path)
+    return head.eval(), path
+
+
+def test_speculators(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
+    engine("speculators")
+    out = tmp_path / "out"
+    summary = ds.export(
+        ds.ExportConfig(draft=str(eagle3[1]), format="speculators", out=str(out), target=str(PAIR / "target"))
+    )
+    assert summary["proof"]["engine"].startswith("speculators") and summary["proof"]["max_difference"] < 1e-4
+
+
+def test_an_engine_that_computes_something_else_stops_the_export(
+    eagle3: tuple[Eagle3Head, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine("speculators")
+
+    def other(*words: Any) -> dict[str, Any]:
+        found = work(*words)
+        save_file({"logits": torch.zeros(1, 23, 2048)}, words[-1])
+        return found
+
+    monkeypatch.setattr("drafts.layouts.speculators_heads.work", other)
+    config = ds.ExportConfig(
+        draft=str(eagle3[1]), format="speculators", out=str(tmp_path / "out"), target=str(PAIR / "target")
+    )
+    with pytest.raises(ds.RunError, match="computes other logits"):
+        ds.export(config)
+    assert not (tmp_path / "out" / "config.json").exists()
