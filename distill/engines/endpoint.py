@@ -7,7 +7,10 @@ a single request.
 
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -57,7 +60,7 @@ class Endpoint:
 
     url: str
     most: int
-    client: httpx.AsyncClient
+    options: dict[str, Any] = field(repr=False)
     dialect: Dialect | None = None
     limit: float = 0.0
     active: int = 0
@@ -66,9 +69,27 @@ class Endpoint:
     answers: int = 0
     last_reason: str = ""
     _rest_s: float = field(default=0.0, repr=False)
+    _idle: list[httpx.AsyncClient] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.limit = float(min(_START, self.most))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """An HTTP client with a single connection, for one request; it is kept for a later one.
+
+        One client with many connections looks at all of them at each request, which at 64 costs more than the request.
+        """
+        client = self._idle.pop() if self._idle else httpx.AsyncClient(**self.options)
+        try:
+            yield client
+        finally:
+            self._idle.append(client)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._idle:
+            await client.aclose()
 
     @property
     def base(self) -> str:
@@ -90,7 +111,8 @@ class Endpoint:
     async def post(self, dialect: Dialect, asked: Asked, body: dict[str, object]) -> tuple[Answer, int]:
         """Post one request, and keep count of how the server does."""
         try:
-            reply = await self.client.post(dialect.url(self.base), json=body)
+            async with self.client() as client:
+                reply = await client.post(dialect.url(self.base), json=body)
             self._check(reply)
             found = dialect.answer(asked, reply.content)
         except httpx.HTTPError as error:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -67,12 +67,8 @@ class OpenAIEngine:
         self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": found.asked.model}
 
     async def _look(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> Found:
-        async with AsyncExitStack() as stack:
-            endpoints = [await stack.enter_async_context(self._open(url)) for url in self._config.endpoint]
+        async with _open(self._config) as endpoints:
             return await look(endpoints, self._config, tokenizer, self.sampling.sampling, eos_ids)
-
-    def _open(self, url: str) -> "_Opened":
-        return _Opened(url, self._config)
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
         """Servers give no whole distributions; the options have been refused before."""
@@ -86,8 +82,7 @@ class OpenAIEngine:
         asyncio.run(self._run(groups, done))
 
     async def _run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        async with AsyncExitStack() as stack:
-            endpoints = [await stack.enter_async_context(self._open(url)) for url in self._config.endpoint]
+        async with _open(self._config) as endpoints:
             for endpoint in endpoints:
                 endpoint.dialect = self._dialects.get(endpoint.url)
             await _Pool(self._config, self._asked, endpoints, groups, done).run()
@@ -112,27 +107,26 @@ class _GenerationSettings:
         return tuple(ids)
 
 
-class _Opened:
-    """An endpoint with its HTTP client, which is closed at the end of the block."""
-
-    def __init__(self, url: str, config: DistillConfig) -> None:
+@asynccontextmanager
+async def _open(config: DistillConfig) -> AsyncIterator[list[Endpoint]]:
+    """The endpoints, whose connections are closed at the end of the block."""
+    key = os.environ.get(config.api_key_env, "")
+    options = {
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        "timeout": httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s)),
+        "verify": httpx.create_ssl_context(),
+    }
+    endpoints = []
+    for url in config.endpoint:
         parts = urlsplit(url)
-        key = os.environ.get(config.api_key_env, "")
-        client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s)),
-            limits=httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
-            # A proxy of this machine leads elsewhere, not to the machine itself.
-            trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),
-        )
-        self.endpoint = Endpoint(url if parts.path.strip("/") else f"{url.rstrip('/')}/v1", config.concurrency, client)
-
-    async def __aenter__(self) -> Endpoint:
-        await self.endpoint.client.__aenter__()
-        return self.endpoint
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self.endpoint.client.__aexit__(*error)
+        # A proxy of this machine leads elsewhere, not to the machine itself.
+        own = options | {"trust_env": parts.hostname not in ("localhost", "127.0.0.1", "::1")}
+        endpoints.append(Endpoint(url if parts.path.strip("/") else f"{url.rstrip('/')}/v1", config.concurrency, own))
+    try:
+        yield endpoints
+    finally:
+        for endpoint in endpoints:
+            await endpoint.close()
 
 
 class _Pool:

@@ -86,7 +86,8 @@ async def wake(endpoint: Endpoint, config: DistillConfig, asked: Asked) -> Diale
 async def _models(endpoint: Endpoint) -> dict[str, dict[str, Any]]:
     """What a server lists, by name; empty where it lists nothing."""
     try:
-        reply = await endpoint.client.get(f"{endpoint.base}models", timeout=30.0)
+        async with endpoint.client() as client:
+            reply = await client.get(f"{endpoint.base}models", timeout=30.0)
         if reply.status_code in (401, 403):
             raise Refusal(f"{endpoint.url}: status {reply.status_code}", reply.status_code)
         if reply.status_code in (404, 405):
