@@ -3,12 +3,16 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
 
@@ -364,3 +368,55 @@ def test_the_commands_of_the_page_on_data_work_in_order(
         path.name for path in sorted(two.glob("*.parquet"))
     ]
     assert all((two / path.name).read_bytes() == path.read_bytes() for path in alone.glob("*.parquet"))
+
+
+# As benchmarks/peers.py has them: the program, and the demo's target as a GGUF file.
+LLAMA_SERVER, LLAMA_GGUF = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_GGUF", "")
+
+
+@contextmanager
+def llama_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [LLAMA_SERVER, "-m", LLAMA_GGUF, "--port", str(port), "-t", "1", "-c", "2048", "-np", "4"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: _healthy(f"http://127.0.0.1:{port}/health"))
+        yield server, f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (LLAMA_SERVER and LLAMA_GGUF), reason="LLAMA_SERVER and LLAMA_GGUF do not name llama-server")
+def test_llama_server_draws_what_this_process_draws(tmp_path: Path, door: Door) -> None:
+    """The demo's target on two real servers, one of which is killed in the middle: its greedy answers are our own."""
+    target = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair" / "target"
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"If the lock {number} is not"}) + "\n" for number in range(60)))
+    words = ["distill", "--target", target, "--prompts", source, "--max_new_tokens", 24, "--temperature", 0]
+    kept = tmp_path / "served" / ".part-00000.answers.jsonl"
+    with llama_server() as (_, one), llama_server() as (dying, other):
+
+        def kill() -> None:
+            wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") > 4)
+            dying.kill()
+
+        thread = threading.Thread(target=kill, daemon=True)
+        thread.start()
+        served = ["--engine", "openai", "--endpoint", one, other, "--concurrency", 4]
+        code, _, err = door(*words, *served, "--out", tmp_path / "served")
+        assert code == 0, err
+        thread.join()
+    assert door(*words, "--out", tmp_path / "local", "--device", "cpu")[0] == 0
+    for theirs, ours in zip(rows_of(tmp_path / "served"), rows_of(tmp_path / "local"), strict=True):
+        assert (theirs["response_ids"], theirs["finish_reason"]) == (ours["response_ids"], ours["finish_reason"])
