@@ -23,7 +23,7 @@ from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_json_atomic, write_text_atomic, writing
-from draftsmith_core.processes import join_processes, on_main, terminable
+from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
@@ -50,7 +50,11 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     out = Path(config.out)
-    with terminable(), keeping(lambda: any(out.glob("part-*.parquet")) or any(out.glob(".part-*.answers.jsonl"))):
+
+    def kept() -> bool:
+        return any(out.glob("part-*.parquet")) or any(out.glob(".part-*.answers.jsonl"))
+
+    with terminable(), without_fsdp_variable(), keeping(kept):
         summary = _distill(config, command or command_line("distill", config))
     return summary | pushed(out, config.push_to_hub, "dataset")
 

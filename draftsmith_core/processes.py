@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(hours=12)
 # The exit code that a shell reports for a program that SIGTERM ended: 128 + 15.
 TERMINATED = 143
+# Whether the launcher asked for FSDP and `without_fsdp_variable` hides it; whether `on_main` is at work.
+_fsdp_asked = False
+_others_wait = False
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,31 @@ def launcher_request() -> LauncherRequest:
         raise RunError(f"the launcher asks for dynamo_backend {dynamo}; leave it out and set `compile` instead")
     if _true("ACCELERATE_USE_DEEPSPEED"):
         return LauncherRequest("zero", launched())
-    if _true("ACCELERATE_USE_FSDP"):
+    if _fsdp_asked or _true("ACCELERATE_USE_FSDP"):
         return LauncherRequest("fsdp", launched())
     return LauncherRequest("ddp" if launched() > 1 else "single", launched())
 
 
 def _true(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+
+
+@contextmanager
+def without_fsdp_variable() -> Iterator[None]:
+    """Hide the launcher's wish for FSDP from transformers and accelerate in the block; `launcher_request` remembers it.
+
+    With the variable set, transformers loads weights on the first process of a machine only, and accelerate applies
+    parts of FSDP by itself. `train.parallel` applies all of it instead.
+    """
+    global _fsdp_asked
+    before, asked = _fsdp_asked, os.environ.pop("ACCELERATE_USE_FSDP", None)
+    _fsdp_asked = before or str(asked).lower() in ("1", "true")
+    try:
+        yield
+    finally:
+        _fsdp_asked = before
+        if asked is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = asked
 
 
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
@@ -121,13 +142,27 @@ def join_processes(device: str) -> "PartialState":
     return state
 
 
+def leave_processes() -> None:
+    """Leave the process group, if there is one: one that outlives the interpreter aborts the process."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def on_main(work: Callable[[], None]) -> None:
     """Run `work` on the main process while the others wait. If it fails, every process raises the same one-line error.
 
     InputError stays InputError; RunError, OSError and SafetensorError (a file that cannot be read) become RunError.
+    Within `work` it just runs what it is given: the other processes wait already.
     """
+    global _others_wait
+    if _others_wait:
+        work()
+        return
     failure: list[tuple[bool, str] | None] = [None]
     if is_main():
+        _others_wait = True
         try:
             work()
         except InputError as error:
@@ -137,6 +172,8 @@ def on_main(work: Callable[[], None]) -> None:
             failure = [(False, f"{place}{error.strerror or error}")]
         except (RunError, SafetensorError) as error:
             failure = [(False, str(error))]
+        finally:
+            _others_wait = False
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 

@@ -15,6 +15,7 @@ from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.sampling_options import Sampling
 
 Door = Callable[..., tuple[int, str, str]]
+CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 10, "--distill.batch_size", 4]
 SMALL += ["--distill.part_rows", 4]
 SMALL += ["--train.steps", 6, "--train.rows_per_step", 4, "--train.batch_size", 2, "--train.save_every", 2]
@@ -72,6 +73,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     for line in chosen:
         section, _, key = line.split()[1].rpartition(".")
         assert (written[section] if section else written)[key] is not None and line.endswith(")"), line
+        assert f"  # {line.partition('   (')[2][:-1]}\n" in (out / "align.yaml").read_text(), line
     named = {line.split()[1] for line in chosen}
     assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps", "eval.tree"} <= named
     assert not named & {"train.steps", "distill.num_samples", "train.lr"}
@@ -170,6 +172,70 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
     code, _, err = spawn(*words, cwd=killed).wait()
     assert code == 0 and "Traceback" not in err, err
     assert timeless(killed / "out") == timeless(whole / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "sharing"), [("cpu2", "ddp"), ("cpu2_fsdp2", "fsdp")])
+def test_all_stages_on_two_processes(
+    config: str,
+    sharing: str,
+    spawn: Callable[..., Any],
+    launch: Callable[..., Any],
+    files: dict[str, str],
+    target_dir: str,
+    draft_dir: str,
+    tmp_path: Path,
+) -> None:
+    """The answers are those of one process, every draft is trained by both, and a second call finds all done."""
+    words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
+    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", "--out"]
+    for _ in range(2):
+        options = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
+        done = launch(options, *words, "two")
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert done.stdout.count("decode with it: ") == 1 and done.stderr.count("3/3 evaluate") == 1
+    two, one = tmp_path / "two", tmp_path / "one"
+    code, _, err = spawn(*words, "one", cwd=tmp_path).wait()
+    assert code == 0, err
+    parts = sorted(path.name for path in (one / "distilled").glob("part-*.parquet"))
+    assert len(parts) > 2
+    for name in parts:
+        assert (two / "distilled" / name).read_bytes() == (one / "distilled" / name).read_bytes()
+    for name in ("ce", "jsd"):
+        record = json.loads((two / name / "draftsmith.json").read_text())
+        assert (record["processes"], record["sharing"], record["steps"]) == (2, sharing, 6)
+    found = ds.Results.load(two / "eval")
+    assert found.drafts == ["base", "ce", "jsd"]
+    # Drafts that were trained on the same rows by two processes are the same but for rounding.
+    assert found.alpha("ce", "id")["value"] == pytest.approx(
+        ds.Results.load(one / "eval").alpha("ce", "id")["value"], abs=1e-3
+    )
+
+
+def test_ctrl_c_says_what_was_kept_and_which_command_continues(
+    spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
+
+    def interrupted(module: str, name: str, at: int) -> str:
+        patch = KILL.format(module=module, name=name, at=at).replace("SIGKILL", "SIGINT")
+        code, _, err = spawn(*words, cwd=tmp_path, patch=patch).wait()
+        assert code == 130 and "Traceback" not in err, err
+        return str(err.splitlines()[-1])
+
+    assert interrupted("draftsmith.alignment.stages", "hold_out", 1) == (
+        "draftsmith align: interrupted; nothing was kept"
+    )
+    said = interrupted("train.checkpoint", "save", 1)
+    assert said.startswith(
+        "draftsmith align: interrupted; kept in out: the options (align.yaml), all answers (distilled), "
+    )
+    assert "the draft jsd up to step " in said and "the same command continues" in said
+    again = said.rpartition("`draftsmith ")[2].removesuffix("`").split()
+    assert again == ["align", "--config", "out/align.yaml", "--out", "out"]
+    assert ", the draft jsd, 1 measurements (eval); " in interrupted("eval.measure", "decoding", 1)
+    code, _, err = spawn(*again, cwd=tmp_path).wait()
+    assert code == 0, err
 
 
 def test_without_a_draft_a_fresh_head_is_trained(

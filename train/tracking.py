@@ -77,4 +77,6 @@ def finish(accelerator: Accelerator, config: TrainConfig, record: dict[str, Any]
         except InputError as error:
             # The draft is written; that W&B could not be told of it is no reason to fail.
             log.warning("%s", error)
-    accelerator.end_training()
+    # Not `end_training`: that also leaves the process group, which the next stage of `align` needs.
+    for tracker in accelerator.trackers:
+        tracker.finish()

@@ -1,5 +1,6 @@
 """A training run from its options to its checkpoint: prepare, fit, publish."""
 
+import atexit
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import is_main, on_main, terminable
+from draftsmith_core.processes import is_main, leave_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
@@ -95,7 +96,8 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     command = command or command_line("train", config)
-    with terminable() as stop, keeping(lambda: any(out.glob("run/checkpoints/step_*"))):
+    atexit.unregister(leave_processes)
+    with terminable() as stop, without_fsdp_variable(), keeping(lambda: any(out.glob("run/checkpoints/step_*"))):
         run, job = _prepare(config, loss)
         with hold(run.out, "out"):
             record = _claim(run)
@@ -103,10 +105,11 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
                 tracking.start(run.world.accelerator, run.config, run.identity, run.run_dir)
                 position = fit(job, stop)
                 # Free the wrappers before the process group: their destructors join its threads while they hold
-                # Python's global lock and can deadlock, and a group that outlives the interpreter aborts the process.
+                # Python's global lock and can deadlock. So a run that fails leaves the group to the interpreter.
                 del job
                 run.world.accelerator.free_memory()
                 record = _publish(run, position, command)
+    atexit.register(leave_processes)
     keys = ("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau", "fingerprint")
     summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
     return summary | pushed(out, config.push_to_hub, "model")

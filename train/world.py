@@ -70,8 +70,6 @@ def make_world(config: TrainConfig) -> World:
             "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
         )
     _check_launcher(wanted, bf16)
-    # accelerate and transformers would apply parts of FSDP by themselves; `train.parallel` applies it instead.
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
     options = process_group_options(on_cpu)
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"

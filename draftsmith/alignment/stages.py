@@ -3,8 +3,10 @@
 import dataclasses
 import gc
 import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,15 @@ from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import make_dir, write_text_atomic
 from draftsmith_core.models import context_length, parameter_count, resolve_device
-from draftsmith_core.processes import is_main, join_processes, launched, on_main
+from draftsmith_core.processes import (
+    Terminated,
+    is_main,
+    join_processes,
+    launched,
+    on_main,
+    terminable,
+    without_fsdp_variable,
+)
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.provenance import difference
@@ -44,7 +54,6 @@ from train.training_run import train
 
 # Where the work is done is no part of what is done.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
-Say = Callable[[str], None]
 
 
 def say(line: str) -> None:
@@ -59,14 +68,15 @@ def align(config: AlignConfig) -> Results:
 
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
     checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate
-    and train, and the main one evaluates. Raises InputError for what cannot be done, RunError for what failed.
+    and train, and the main one evaluates while the others wait. Raises InputError for what cannot be done, RunError for
+    what failed; Ctrl-C and SIGTERM carry a note that says what was kept.
     """
     out = Path(config.out)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     join_processes(config.device)
     on_main(lambda: make_dir(out, "--out"))
-    with hold(out):
+    with terminable(), without_fsdp_variable(), _saying_what_is_kept(out), hold(out):
         config = _settle(_started(config, out), out)
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
         say(f"\n1/3 distil: {config.target} answers {prompts}")
@@ -85,6 +95,40 @@ def align(config: AlignConfig) -> Results:
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
     return results
+
+
+@contextmanager
+def _saying_what_is_kept(out: Path) -> Iterator[None]:
+    """Put a note on Ctrl-C and SIGTERM in the block: what is on disk, and the command that goes on from there."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        launcher = "accelerate launch [...] -m " if launched() > 1 else ""
+        words = shlex.join(["draftsmith", "align", "--config", str(out / "align.yaml"), "--out", str(out)])
+        kept = _kept(out)
+        again = f"the same command continues, as does `{launcher}{words}`"
+        stop.add_note(f"kept in {out}: {', '.join(kept)}; {again}" if kept else "nothing was kept")
+        raise
+
+
+def _kept(out: Path) -> list[str]:
+    """What a run in `out` has finished, stage by stage; empty when it would begin anew."""
+    if not (out / "align.yaml").exists():
+        return []
+    found = ["the options (align.yaml)"]
+    parts = len(list(out.glob("distilled/part-*.parquet")))
+    if (out / "distilled" / "manifest.json").exists():
+        found.append("all answers (distilled)")
+    elif parts:
+        found.append(f"{parts} files of answers (distilled)")
+    for run in sorted(out.glob("*/run"), key=lambda each: each.stat().st_mtime):
+        steps = [int(each.name.removeprefix("step_")) for each in run.glob("checkpoints/step_*")]
+        if (run.parent / "config.json").exists():
+            found.append(f"the draft {run.parent.name}")
+        elif steps:
+            found.append(f"the draft {run.parent.name} up to step {max(steps)}")
+    measured = len(list(out.glob("eval/cells/*.json")))
+    return [*found, f"{measured} measurements (eval)"] if measured else found
 
 
 def _free() -> None:
