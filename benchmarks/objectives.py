@@ -1,20 +1,20 @@
-"""What a draft is trained on and for, set side by side: alpha at home and away for every objective and data mode.
+"""What a draft is trained on and for, set side by side: alpha in and out of distribution by objective and data mode.
 
     python benchmarks/objectives.py --out DIR [--pair nano] [--seeds 3 --steps 160 --only fkl tvd]
     python benchmarks/objectives.py --out DIR --pair stories --target MODEL --texts DIRECTORY
     python benchmarks/objectives.py --out DIR --table
 
-Every cell starts from the same base draft and makes the same number of optimizer steps on the same number of
+Every variant starts from the same base draft and makes the same number of optimizer steps on the same number of
 sequences. The learning rate of an objective is the one of `rates` that gives the highest alpha on held-out prompts of
-the home domain with seed 0 (nothing away from home has a say); data modes are all trained with fkl, at its rate. A
-seed changes the order of the data. AdaSPEC's reference is the fkl draft of the same seed.
+the in-distribution domain with seed 0 (figures out of distribution have no say); data modes are all trained with fkl,
+at its rate. A seed changes the order of the data. AdaSPEC's reference is the fkl draft of the same seed.
 
 alpha is what `draftsmith eval` measures: the mean of sum_x min(p, q) over positions of continuations that the target
 drew itself, once for all drafts. A figure is over the draft's seeds (per prompt, their mean); its interval resamples
 prompts, a difference is of the same prompts, and how far the seeds lie apart is given beside it.
 
 Everything is a file below OUT, and what is there is not made again: a run that was killed, or that asks for more
-cells, continues.
+variants, continues.
 """
 
 # ruff: noqa: E402
@@ -76,7 +76,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) -> dict[str, Any]:
-    """Train one cell; its summary, and the seconds."""
+    """Train one variant; its summary, and the seconds."""
     out = Path(options.out)
     run = out / "drafts" / f"{name}-lr{rate:g}-seed{seed}"
     config = TrainConfig(
@@ -109,14 +109,14 @@ def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) 
 
 
 def chosen_rate(options: Options, pair: Pair, name: str) -> float:
-    """The rate with the highest held-out alpha at home with seed 0; of a data mode, that of fkl."""
+    """The rate with the highest held-out alpha in distribution with seed 0; of a data mode, that of fkl."""
     objective = name if name in OBJECTIVES else ALIKE
     return max(options.rates, key=lambda rate: train_cell(options, pair, objective, rate, 0)["heldout_alpha"])
 
 
-def train_cells(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
-    """Every cell: its rate, what the other rates gave, and a summary a seed."""
-    cells: dict[str, dict[str, Any]] = {}
+def train_variants(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
+    """Every variant: its rate, what the other rates gave, and a summary a seed."""
+    variants: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys([ALIKE, *(options.only or [*OBJECTIVES, *MODES])]):
         if name == "text" and not pair.has_text:
             continue
@@ -125,11 +125,11 @@ def train_cells(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
         if name in OBJECTIVES:
             tried = {f"{each:g}": train_cell(options, pair, name, each, 0) for each in options.rates}
         runs = [train_cell(options, pair, name, rate, seed) for seed in range(options.seeds)]
-        cells[name] = {"rate": rate, "by_rate": tried, "runs": runs}
-        for alike, run in zip(cells[ALIKE]["runs"], runs, strict=True):
+        variants[name] = {"rate": rate, "by_rate": tried, "runs": runs}
+        for alike, run in zip(variants[ALIKE]["runs"], runs, strict=True):
             if name != ALIKE and run["best_step"] and alike["fingerprint"] == run["fingerprint"]:
                 raise RunError(f"{name}: gave the very weights of {ALIKE}; what sets it apart had no effect")
-    return cells
+    return variants
 
 
 def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict[str, Alphas]:
@@ -161,19 +161,19 @@ def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict
         draft = load_model(directory)
         found[name] = {f"{temperature:g}": {} for temperature in TEMPERATURES}
         for (domain, temperature), (asked, continuations) in rows.items():
-            law = Sampling(temperature=temperature)
-            cell = store.get(
+            sampling = Sampling(temperature=temperature)
+            variant = store.get(
                 asked | {"temperature": temperature, "draft": fingerprint(draft)},
-                partial(alpha_sums, target, draft, continuations, law, batch_size=32),
+                partial(alpha_sums, target, draft, continuations, sampling, batch_size=32),
             )
             found[name][f"{temperature:g}"][domain] = PromptSums.of(
-                cell["sum"], [float(count) for count in cell["count"]]
+                variant["sum"], [float(count) for count in variant["count"]]
             )
     return found
 
 
 def claim(options: Options) -> None:
-    """InputError when OUT was begun at another size; more cells, seeds and rates are welcome there."""
+    """InputError when OUT was begun at another size; more variants, seeds and rates are welcome there."""
     path = Path(options.out) / "options.json"
     fixed = ("pair", "steps", "batch_size", "sequences", "response_tokens", "prompts")
     asked = {key: value for key, value in asdict(options).items() if key in fixed}
@@ -192,18 +192,20 @@ def run(options: Options) -> dict[str, Any]:
     claim(options)
     pair = PAIRS[options.pair](options)
     make_data(options, pair)
-    cells = train_cells(options, pair)
+    variants = train_variants(options, pair)
     drafts = {
-        f"{name} {seed}": each["checkpoint"] for name, cell in cells.items() for seed, each in enumerate(cell["runs"])
+        f"{name} {seed}": each["checkpoint"]
+        for name, variant in variants.items()
+        for seed, each in enumerate(variant["runs"])
     }
     tried = {
         f"{name} lr{rate}": each["checkpoint"]
-        for name, cell in cells.items()
-        for rate, each in (cell["by_rate"] or {}).items()
+        for name, variant in variants.items()
+        for rate, each in (variant["by_rate"] or {}).items()
     }
     measured = measure_alphas(options, pair, {"base": pair.draft, **drafts, **tried})
     alphas = {"base": [measured["base"]]}
-    alphas |= {name: [measured[f"{name} {seed}"] for seed in range(options.seeds)] for name in cells}
+    alphas |= {name: [measured[f"{name} {seed}"] for seed in range(options.seeds)] for name in variants}
     names = ("home", "x4", "general", "heldout")
     manifests = {name: read_json(Path(options.out) / "data" / name / "manifest.json", "a manifest") for name in names}
     document = {
@@ -218,11 +220,11 @@ def run(options: Options) -> dict[str, Any]:
             name: {"counts": manifest["counts"], "response_tokens": manifest["response_tokens"]}
             for name, manifest in manifests.items()
         },
-        "cells": cells,
+        "cells": variants,
         "by_rate": {
-            name: {rate: places(pair.domains, measured[f"{name} lr{rate}"]) for rate in cell["by_rate"]}
-            for name, cell in cells.items()
-            if cell["by_rate"]
+            name: {rate: places(pair.domains, measured[f"{name} lr{rate}"]) for rate in variant["by_rate"]}
+            for name, variant in variants.items()
+            if variant["by_rate"]
         },
         "figures": figures(pair.domains, alphas, options.bootstrap),
         "definitions": {

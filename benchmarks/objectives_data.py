@@ -28,7 +28,7 @@ COMMAND = "benchmarks/objectives.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which cells to run, and at what size."""
+    """Which variants to run, and at what size."""
 
     out: str
     """Everything that is made, results.json last."""
@@ -85,18 +85,18 @@ class Pair:
 
 
 def nano(options: Options) -> Pair:
-    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays away."""
+    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so that only unicode is new."""
     out = Path(options.out) / "prompts"
-    home, *away = corpus.DOMAINS
+    own, *others = corpus.DOMAINS
     if not out.is_dir():
         with atomic_dir(out) as made:
             for domain in corpus.DOMAINS:
                 write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).heldout, 400))
             write_train_rows(made, options, corpus.passages(home, corpus.split(home).train, 400))
-            general = corpus.passages(away[0], corpus.split(away[0]).train, 400)
+            general = corpus.passages(others[0], corpus.split(others[0]).train, 400)
             write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
     shipped = ROOT / "draftsmith" / "demo" / "pair"
-    return Pair(str(shipped / "target"), str(shipped / "base"), 32, (home, *away), (away[0],), True)
+    return Pair(str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True)
 
 
 STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")
@@ -104,13 +104,14 @@ ENDS = ("", " who", " and", " was", " saw")
 
 
 def stories(options: Options) -> Pair:
-    """A model of children's stories at home on its own beginnings; away are instructions, web text and the like.
+    """A model of children's stories, in distribution on its own beginnings; instructions, web text and the
+    like are out of distribution.
 
     The base draft is fresh (one layer of 48) and has seen 600 steps of general text, nothing of stories.
     """
     assert options.target is not None and options.texts is not None
     out, texts = Path(options.out), Path(options.texts)
-    away = ("alpaca", "c4", "wiki", "gsm8k", "humaneval")
+    others = ("alpaca", "c4", "wiki", "gsm8k", "humaneval")
     if not (out / "openings").is_dir():
         with atomic_dir(out / "openings") as made:
             write_rows(made / "openings.jsonl", ({"prompt": start + end} for start in STARTS for end in ENDS))
@@ -133,7 +134,7 @@ def stories(options: Options) -> Pair:
             write_rows(made / "stories.jsonl", rows[: 2 * options.prompts])
             write_train_rows(made, options, rows[2 * options.prompts :])
             general: list[dict[str, str]] = []
-            for domain in away:
+            for domain in others:
                 (source,) = (path for path in sorted(texts.glob(f"{domain}*.jsonl")) if "_test" not in path.name)
                 rows = shuffled(pieces(source))
                 write_rows(made / f"{domain}.jsonl", rows[: 2 * options.prompts])
@@ -157,7 +158,7 @@ def stories(options: Options) -> Pair:
     small = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     write_json_atomic(out / "base.config.json", shape | small | {"num_key_value_heads": 4, "head_dim": 12})
     once(out / "base.json", lambda: train(base, COMMAND))
-    return Pair(options.target, str(out / "base"), 24, ("stories", *away), ("c4",), False)
+    return Pair(options.target, str(out / "base"), 24, ("stories", *others), ("c4",), False)
 
 
 PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "stories": stories}

@@ -1,4 +1,4 @@
-"""The picture of docs/objectives.md: what a gain at home cost away from it, by objective and learning rate."""
+"""The picture of docs/objectives.md: what a gain in distribution cost out of it, by objective and learning rate."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def write_pictures(results: dict[str, Any], out: Path) -> None:
 
 
 def picture(results: dict[str, Any], look: Look) -> Figure:
-    """alpha at home (x) and away (y) at T = 1, seed 0: a line an objective, a mark a rate, larger with the rate."""
+    """alpha ID (x) and OOD (y) at T = 1, seed 0: one line per objective, one mark per rate, larger with the rate."""
     home = results["domains"][0]
     rates = sorted(results["options"]["rates"])
     with drawing(look.colours):
@@ -53,8 +53,10 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
             color=look.colours["soft"],
         )
         told = ", ".join(f"{rate:g}" for rate in rates)
-        ax.set_xlabel(f"expected acceptance α at home ({home}), T = 1; marks grow with the learning rate: {told}")
-        ax.set_ylabel("α away from home")
+        ax.set_xlabel(
+            f"expected acceptance α in distribution ({home}), T = 1; marks grow with the learning rate: {told}"
+        )
+        ax.set_ylabel("α out of distribution")
         low, high = ax.get_ylim()
         spread, last = (high - low) * 15 / (HEIGHT * 72 - 62), float("inf")
         for x_end, y_end, name in sorted(ends, key=lambda end: -end[1]):

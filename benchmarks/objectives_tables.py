@@ -1,4 +1,4 @@
-"""What the cells of benchmarks/objectives.py come to: figures with intervals, and their tables in Markdown."""
+"""What the variants of benchmarks/objectives.py come to: figures with intervals, and their tables in Markdown."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,19 +19,19 @@ def mean_of(seeds: Sequence[PromptSums]) -> PromptSums:
 
 
 def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int) -> dict[str, Any]:
-    """By temperature, cell and place (a domain, or `ood`: all but home pooled): alpha, and what it is above fkl and
+    """By temperature, variant and place (a domain; `ood`: all but the first): alpha, and what it is above fkl and
     above the base draft; with seeds apart, where they are several.
     """
     picks = {
         domain: resamples(len(alphas["base"][0]["1"][domain].numerator_P), count, row_seed(0, domain) % 2**32)
         for domain in domains
     }
-    away = domains[1:]
-    picks["ood"] = pool_resamples([picks[domain] for domain in away])
+    others = domains[1:]
+    picks["ood"] = pool_resamples([picks[domain] for domain in others])
 
     def sums(alpha: Alphas, temperature: str, place: str) -> PromptSums:
         there = alpha[temperature]
-        return pool_sums([there[domain] for domain in away]) if place == "ood" else there[place]
+        return pool_sums([there[domain] for domain in others]) if place == "ood" else there[place]
 
     found: dict[str, Any] = {}
     for temperature in alphas["base"][0]:
@@ -72,14 +72,14 @@ def above(new: Sequence[PromptSums], old: Sequence[PromptSums], picks: Resamples
 
 def tables(results: dict[str, Any]) -> str:
     """The tables of docs/objectives.md, in Markdown."""
-    home, *away = results["domains"]
+    own, *others = results["domains"]
     parts = []
     objectives = list(results["by_rate"])
     modes = [name for name in results["cells"] if name not in objectives]
     for temperature, at in results["figures"].items():
         kinds = {"objectives": ["base", *objectives]} | ({"data modes": [ALIKE, *modes]} if modes else {})
         for title, names in kinds.items():
-            heading = ["draft", f"{home} (ID)", f"over {ALIKE}", "OOD", f"over {ALIKE}", "over base", *away]
+            heading = ["draft", f"{own} (ID)", f"over {ALIKE}", "OOD", f"over {ALIKE}", "over base", *others]
             lines = [f"**T = {temperature}: {title}**", "", row_of(heading), row_of(["---"] * len(heading))]
             for name in names:
                 words = [name]
@@ -87,7 +87,7 @@ def tables(results: dict[str, Any]) -> str:
                     apart = None if name == "base" else at[name][place].get(f"above_{ALIKE}")
                     words += [told(at[name][place]["alpha"]), gap(apart)]
                 words.append(gap(at[name]["ood"].get("above_base")))
-                lines.append(row_of([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in away)]))
+                lines.append(row_of([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in others)]))
             parts.append("\n".join(lines))
     rates = [f"{rate:g}" for rate in results["options"]["rates"]]
     heading = ["objective", *(f"{rate}: {home}" for rate in rates), *(f"{rate}: OOD" for rate in rates), "chosen"]
@@ -98,11 +98,11 @@ def tables(results: dict[str, Any]) -> str:
     parts.append("\n".join(lines))
     heading = ["draft", f"{home}, seed by seed", "OOD, seed by seed", "step of the kept weights", "processor s a step"]
     lines = ["**T = 1: seeds**", "", row_of(heading), row_of(["---"] * len(heading))]
-    for name, cell in results["cells"].items():
+    for name, variant in results["cells"].items():
         at = results["figures"]["1"][name]
         each = [" ".join(f"{value:.3f}" for value in at[place]["seeds"]) for place in (home, "ood")]
-        steps = " ".join(str(run["best_step"]) for run in cell["runs"])
-        seconds = min(run["processor_seconds"] for run in cell["runs"]) / results["options"]["steps"]
+        steps = " ".join(str(run["best_step"]) for run in variant["runs"])
+        seconds = min(run["processor_seconds"] for run in variant["runs"]) / results["options"]["steps"]
         lines.append(row_of([name, *each, steps, f"{seconds:.2f}"]))
     return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
 

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _failed(name: str, error: Exception | KeyboardInterrupt) -> int:
-    """Say in one line why a command ended, and return its exit code; raises again what nobody foresaw."""
+    """Say in one line why a command ended, and return its exit code; raises again what is a bug."""
     if (interrupt := _interrupt(error)) is not None:
         _say(f"\ndraftsmith {name}: interrupted{_notes(interrupt)}", interrupt)
         return 130

@@ -161,12 +161,12 @@ def check(config: EvalConfig) -> EvalRequest:
             raise InputError(f"--require {text!r}: nothing is timed with --speed_prompts 0; time some, or drop it")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: is about sets out of distribution, and there are none; add --ood")
-        away = requirement.figure == "transfer"
+        only_ood = requirement.figure == "transfer"
         for _ in requirement.cells(
             drafts=list(drafts),
             base=base,
-            domains=[*([] if away else id_sets), *ood_sets],
-            kinds=[*([] if away else ["id"]), *(["ood"] if ood_sets else [])],
+            domains=[*([] if only_ood else id_sets), *ood_sets],
+            kinds=[*([] if only_ood else ["id"]), *(["ood"] if ood_sets else [])],
             temperatures=config.temperature,
             methods=[(method.tree, method.verifier) for method in methods],
         ):

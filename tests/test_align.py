@@ -233,7 +233,7 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     assert "the draft jsd up to step " in said and "the same command continues" in said
     again = said.rpartition("`draftsmith ")[2].removesuffix("`").split()
     assert again == ["align", "--config", "out/align.yaml", "--out", "out"]
-    assert ", the draft jsd, 1 measurements (eval); " in interrupted("eval.measure", "decoding", 1)
+    assert ", the draft jsd, 2 measurements (eval); " in interrupted("eval.measure", "decoding", 1)
     code, _, err = spawn(*again, cwd=tmp_path).wait()
     assert code == 0, err
 

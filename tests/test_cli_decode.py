@@ -242,7 +242,7 @@ def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory, target_dir: str) -> dict[str, str]:
-    """An untrained head of every kind, three heads of those that come in numbers, and one nobody here can load."""
+    """An untrained head of every kind, three heads of those that come in numbers, and one of an unknown kind."""
     target = load_model(target_dir, device="cpu")
     root = tmp_path_factory.mktemp("heads")
     for kind, cls in HEADS.items():

@@ -106,7 +106,7 @@ def walk(run: Runner, lengths: list[int], rows_of_block: int, keep_logits: int =
     torch.manual_seed(5)
     prompts = [torch.randint(VOCABULARY, (length,)).tolist() for length in lengths]
     seen: list[Tensor] = list(run.prefill(prompts, 40, HIDDEN))
-    # What a model makes of the padding behind a row is nobody's.
+    # What a model makes of the padding behind a row is not used.
     seen = [torch.cat([state[row, :length] for row, length in enumerate(lengths)]) for state in seen]
     root = tree_block(Tree(()), rows_of_block)
     for block, cells in ((tree_block(TREE, rows_of_block), [0, 2, 5]), (tree_block(TREE), [0]), (root, [0])):

@@ -40,7 +40,7 @@ PAIRS = [(name, drawing) for name in LOSSLESS for drawing in VERIFIERS[name].dra
 
 @dataclass(frozen=True)
 class World:
-    """Laws after every prefix: `p[d]` is `[V ** d, V]`, `q[d]` `[drafts, V ** d, V]`."""
+    """Distributions after every prefix: `p[d]` is `[V ** d, V]`, `q[d]` `[drafts, V ** d, V]`."""
 
     p: list[Tensor]
     q: list[Tensor]

@@ -39,10 +39,10 @@ def test_rows_are_the_targets_own_distributions(made: Path, target_dir: str) -> 
             logits_TV = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         p_RV = logits_TV.double().softmax(-1)
         assert len(row["top_ids"]) == len(row["top_logprobs"]) == len(row["tail_mass"]) == len(response)
-        for law_V, ids, logprobs, tail in zip(p_RV, row["top_ids"], row["top_logprobs"], row["tail_mass"], strict=True):
-            assert ids == law_V.topk(K).indices.tolist()
-            torch.testing.assert_close(torch.tensor(logprobs).exp().double(), law_V[ids], atol=1e-6, rtol=1e-4)
-            assert tail == pytest.approx(1 - float(law_V[ids].sum()), abs=1e-6)
+        for p_V, ids, logprobs, tail in zip(p_RV, row["top_ids"], row["top_logprobs"], row["tail_mass"], strict=True):
+            assert ids == p_V.topk(K).indices.tolist()
+            torch.testing.assert_close(torch.tensor(logprobs).exp().double(), p_V[ids], atol=1e-6, rtol=1e-4)
+            assert tail == pytest.approx(1 - float(p_V[ids].sum()), abs=1e-6)
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir: str) -> None:

@@ -14,7 +14,7 @@ from eval.headroom import RootStep, positions_per_prompt, root_acceptance, sprea
 from eval.request import Method
 
 VOCAB = 17
-LAWS = [
+SAMPLINGS = [
     Sampling(temperature=0.0),
     Sampling(temperature=1.0),
     Sampling(temperature=0.7, top_k=5, top_p=0.9),
@@ -74,7 +74,7 @@ def _by_hand(target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuatio
     return total
 
 
-@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_equals_a_computation_by_hand(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling) -> None:
     rows = _rows(5, 1)
     cell = alpha_sums(*pair, rows, sampling, batch_size=3)
@@ -91,7 +91,7 @@ def test_at_temperature_zero_it_is_argmax_agreement(pair: tuple[LlamaForCausalLM
     assert alpha_sums(*pair, [row], Sampling(temperature=0.0), batch_size=1)["sum"] == [agree]
 
 
-@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_draft_equal_to_its_target_is_always_accepted(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling
 ) -> None:
@@ -101,9 +101,9 @@ def test_a_draft_equal_to_its_target_is_always_accepted(
 
 @pytest.mark.parametrize("max_logits", [1, 3 * VOCAB * 2, 10**9])
 def test_chunks_of_positions_change_nothing(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], max_logits: int) -> None:
-    rows, law = _rows(6, 4), Sampling(temperature=1.0)
-    whole = alpha_sums(*pair, rows, law, batch_size=6)
-    parts = alpha_sums(*pair, rows, law, batch_size=3, max_logits=max_logits)
+    rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
+    whole = alpha_sums(*pair, rows, sampling, batch_size=6)
+    parts = alpha_sums(*pair, rows, sampling, batch_size=3, max_logits=max_logits)
     assert parts["sum"] == pytest.approx(whole["sum"], abs=1e-4) and parts["count"] == whole["count"]
 
 

@@ -1,4 +1,4 @@
-"""Heads and padded drafts in an evaluation: their laws are those that decoding drafts from, and a run with them."""
+"""Heads and padded drafts in an evaluation: measured on what decoding drafts from; a run with them."""
 
 import importlib.util
 import json
@@ -29,8 +29,8 @@ from eval.evaluate import evaluate
 from eval.summary import summary as summarise
 
 V = 23
-LAW = Sampling(temperature=1.0)
-LAWS = [Sampling(temperature=0.0), LAW, Sampling(temperature=0.7, top_k=5, top_p=0.9)]
+SAMPLING = Sampling(temperature=1.0)
+SAMPLINGS = [Sampling(temperature=0.0), SAMPLING, Sampling(temperature=0.7, top_k=5, top_p=0.9)]
 HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target, seed=3),
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
@@ -83,19 +83,19 @@ def texts(vocabulary: int = V) -> list[Continuation]:
 
 
 def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The target's and the draft's laws `[T, V]` along a whole text, and the target's forward."""
+    """The target's and the draft's distributions `[T, V]` along a whole text, and the target's forward."""
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
         alone_B = torch.tensor([len(row.prompt_ids) == 1])
         logits = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1))
-        return probs(out.logits[0], LAW), probs(logits[0], LAW), out
+        return probs(out.logits[0], SAMPLING), probs(logits[0], SAMPLING), out
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("index", range(4))
 def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: int, target: LlamaForCausalLM) -> None:
-    """Step by step along a text, the law at the root of each proposal is the teacher-forced one."""
+    """Step by step along a text, the distribution at the root of each proposal is the teacher-forced one."""
     head, row = made(name, target), texts()[index]
     _, expected_TV, out = read(target, head, row)
     states = [out.hidden_states[layer] for layer in head.hidden_layers]
@@ -107,7 +107,7 @@ def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: i
                 prompts=[row.prompt_ids],
                 tree=parse_tree("chain:1"),
                 drawing="without_replacement",
-                sampling=LAW,
+                sampling=SAMPLING,
                 max_new_tokens=10,
                 hidden_BTH=[state[:, :first] for state in states],
                 device=torch.device("cpu"),
@@ -133,15 +133,15 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(
         p_TV, q_TV, _ = read(target, head, row)
         where = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) - 1 + len(row.output_ids))
         expected.append(float(acceptance(p_TV[where], q_TV[where]).sum()))
-    cell = alpha_sums(target, head, rows, LAW, batch_size=4, max_logits=max_logits)
+    cell = alpha_sums(target, head, rows, SAMPLING, batch_size=4, max_logits=max_logits)
     assert cell["sum"] == pytest.approx(expected, abs=1e-4)
     assert cell["count"] == [6, 3, 5, 1]
 
 
 @pytest.mark.parametrize("own", [V - 6, V + 9])
-@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, target: LlamaForCausalLM) -> None:
-    """Tokens that the draft lacks have q = 0; its padding is no part of its law; unknown ones are read as its last."""
+    """Tokens that the draft lacks have q = 0; its padding does not count; unknown ones are read as its last."""
     draft, rows = tiny(own, 4, layers=1), texts()
     expected = []
     for row in rows:

@@ -171,32 +171,32 @@ def test_stored_rows_of_everything_are_the_live_teacher() -> None:
     torch.manual_seed(0)
     draft, target = torch.randn(2, 5, V, dtype=torch.float64).unbind()
     stored = full_rows(target, V)
-    law = stored.logits(slice(1, 4), draft[1:4]).exp()
-    torch.testing.assert_close(law, target[1:4].softmax(-1).float())
+    target_p = stored.logits(slice(1, 4), draft[1:4]).exp()
+    torch.testing.assert_close(target_p, target[1:4].softmax(-1).float())
 
 
 def test_stored_rows_are_laws_over_the_top_and_one_more() -> None:
     torch.manual_seed(1)
     draft, target = torch.randn(2, 5, V, dtype=torch.float64).unbind()
     stored = full_rows(target, 3)
-    law = stored.logits(slice(None), draft).double().exp()
-    torch.testing.assert_close(law.sum(-1), torch.ones(5, dtype=torch.float64))
+    target_p = stored.logits(slice(None), draft).double().exp()
+    torch.testing.assert_close(target_p.sum(-1), torch.ones(5, dtype=torch.float64))
     p, q = target.softmax(-1), draft.softmax(-1)
     top = stored.top_ids_NK
 
-    def cells(law: Tensor) -> Tensor:
-        named = law.gather(1, top)
+    def parts(target_p: Tensor) -> Tensor:
+        named = target_p.gather(1, top)
         return torch.cat([named, 1 - named.sum(-1, keepdim=True)], -1)
 
-    torch.testing.assert_close(law.gather(1, top), p.gather(1, top))
+    torch.testing.assert_close(target_p.gather(1, top), p.gather(1, top))
     tokens = torch.zeros(5, dtype=torch.long)
     for name in ("fkl", "rkl", "tvd", "jsd", "lk_alpha", "lk_hybrid"):
-        found = LOSSES[name](draft, law.log(), tokens)
-        torch.testing.assert_close(found, LOSSES[name](cells(q).log(), cells(p).log(), tokens), atol=1e-6, rtol=1e-5)
-    assert (LOSSES["fkl"](draft, law.log(), tokens) <= LOSSES["fkl"](draft, target, tokens) + 1e-6).all()
-    # Nothing pulls inside the tail: its gradient is in proportion to the draft's own law.
+        found = LOSSES[name](draft, target_p.log(), tokens)
+        torch.testing.assert_close(found, LOSSES[name](parts(q).log(), parts(p).log(), tokens), atol=1e-6, rtol=1e-5)
+    assert (LOSSES["fkl"](draft, target_p.log(), tokens) <= LOSSES["fkl"](draft, target, tokens) + 1e-6).all()
+    # Nothing pulls inside the tail: its gradient is in proportion to the draft's own distribution.
     leaf = draft.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(LOSSES["fkl"](leaf, law.log(), tokens).sum(), leaf)
+    (slope,) = torch.autograd.grad(LOSSES["fkl"](leaf, target_p.log(), tokens).sum(), leaf)
     ratio = (slope / q).scatter(1, top, math.nan)
     assert (ratio - ratio.nanmean(-1, keepdim=True)).nan_to_num().abs().max() < 1e-5
 
@@ -207,9 +207,9 @@ def test_stored_rows_may_be_short_and_have_no_tail() -> None:
         torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]).log(),
         torch.tensor([0.0, 0.0]),
     )
-    law = stored.logits(slice(None), torch.zeros(2, 5)).exp()
-    torch.testing.assert_close(law, torch.tensor([[0.2, 0.3, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0]]))
-    assert LOSSES["fkl"](torch.zeros(2, 5), law.log(), torch.zeros(2, dtype=torch.long)).isfinite().all()
+    target_p = stored.logits(slice(None), torch.zeros(2, 5)).exp()
+    torch.testing.assert_close(target_p, torch.tensor([[0.2, 0.3, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0]]))
+    assert LOSSES["fkl"](torch.zeros(2, 5), target_p.log(), torch.zeros(2, dtype=torch.long)).isfinite().all()
 
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

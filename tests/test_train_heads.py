@@ -222,8 +222,8 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
         for depth in range(3):
             for t in starts(prompt, response, depth + 1):
                 logits, own = decoded(head, target, ids, t, depth + 1)
-                law, token = t + depth + 1, ids[t + depth + 2]
-                p_V, q_D = p_TV[law], logits[-1].softmax(-1)
+                row, token = t + depth + 1, ids[t + depth + 2]
+                p_V, q_D = p_TV[row], logits[-1].softmax(-1)
                 kept = p_V[DRAFT_VOCAB] if kind == "eagle3" else p_V
                 counts[depth] += 1
                 alpha[depth] += float(torch.minimum(kept, q_D).sum().detach())
@@ -236,7 +236,7 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
                 else:
                     loss = -q_D[DRAFT_VOCAB.index(token) if kind == "eagle3" else token].log()
                 if kind == "eagle":
-                    total = total + (0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[law]) if depth == 0 else 0.0)
+                    total = total + (0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row]) if depth == 0 else 0.0)
                 else:
                     total = total + 0.8**depth * loss
     return total, alpha, counts, missing

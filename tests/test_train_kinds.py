@@ -98,7 +98,7 @@ def test_training_raises_acceptance(kind: str, trained: Path) -> None:
 
 
 class Listening:
-    """A proposer that keeps, for every draft of a row, the text it began from, its tokens and their laws."""
+    """A proposer that keeps, for every draft of a row, the text it began from, its tokens and their distributions."""
 
     def __init__(self, proposer: Any) -> None:
         self._proposer = proposer
@@ -130,8 +130,8 @@ class Listening:
 
 
 @torch.no_grad()
-def training_laws(trainee: Any, text: list[int], drafted: list[int]) -> list[Tensor]:
-    """Laws `[V]` that training gives the drafted tokens behind `text`, all in one forward."""
+def training_distributions(trainee: Any, text: list[int], drafted: list[int]) -> list[Tensor]:
+    """Distributions `[V]` that training gives the drafted tokens behind `text`, all in one forward."""
     ids_T = torch.tensor(text + drafted)
     labels_T = torch.full_like(ids_T, IGNORE)
     labels_T[len(text) - 1 : -1] = ids_T[len(text) :]
@@ -141,7 +141,7 @@ def training_laws(trainee: Any, text: list[int], drafted: list[int]) -> list[Ten
         logits_TV = draft(batch.ids_BT).logits[0, len(text) - 1 : -1]
         return list(logits_TV.float().softmax(-1))
     states, _ = trainee.target.read(batch)
-    laws = []
+    found = []
     for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, states), strict=False):
         (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
         hidden_H = hidden_NH[place]
@@ -152,8 +152,8 @@ def training_laws(trainee: Any, text: list[int], drafted: list[int]) -> list[Ten
             logits_V = draft.borrowed.finish(projection(hidden_H))
         else:
             logits_V = draft.borrowed.project(hidden_H)
-        laws.append(logits_V.float().softmax(-1))
-    return laws
+        found.append(logits_V.float().softmax(-1))
+    return found
 
 
 @every_kind
@@ -173,7 +173,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, targe
     assert len(proposer.heard) >= 10
     compared = 0
     for text, drafted, q_EV in proposer.heard:
-        for law_V, q_V in zip(training_laws(trainee, text, drafted), q_EV, strict=True):
+        for law_V, q_V in zip(training_distributions(trainee, text, drafted), q_EV, strict=True):
             torch.testing.assert_close(law_V, q_V, atol=1e-4, rtol=0)
             compared += 1
     assert compared == DEPTH * len(proposer.heard)

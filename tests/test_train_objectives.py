@@ -1,4 +1,4 @@
-"""The laws of the objectives: what they are, what they tend to, and what their gradients are."""
+"""The objectives: what they are, what they tend to, and what their gradients are."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def test_values_against_their_definitions() -> None:
 @pytest.mark.parametrize("name", TARGETED)
 def test_equal_laws_cost_nothing_and_others_something(name: str) -> None:
     draft, target, tokens = pair(1)
-    # A shift of all logits is the same law.
+    # A shift of all logits is the same distribution.
     assert LOSSES[name](draft + 3, draft, tokens).abs().max() < 1e-12
     assert (LOSSES[name](draft, target, tokens) > 0).all()
 
@@ -164,7 +164,7 @@ def test_tokens_without_mass_make_no_nan(name: str, dtype: torch.dtype) -> None:
     tokens[:3], tokens[3:] = 4, 7
     draft[:, 5:] = -math.inf
     target[:, :2] = -math.inf
-    # The last row: laws that share no token at all.
+    # The last row: distributions that share no token at all.
     target[-1, :5] = -math.inf
     value, gradient = LOSSES[name](draft, target, tokens), slope(LOSSES[name], draft, target, tokens)
     assert value.isfinite().all()

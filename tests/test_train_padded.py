@@ -30,8 +30,8 @@ def problem(size: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor]:
     return hidden, draft, teaching, target, torch.randint(min(size, TARGET), (N,))
 
 
-def plain_laws(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Whole laws of plain models: the target's on the draft's tokens as losses see it, alpha and missing a token."""
+def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of plain models: the target's distribution on the draft's tokens as losses see it, the draft's, alpha and missing."""
     size, other = draft_NV.shape[-1], target_NW.shape[-1]
     shared = min(size, other)
     p_NW = target_NW.softmax(-1)
@@ -68,7 +68,7 @@ def test_losses_and_gradients_are_the_plain_ones(name: str, temperature: float, 
     objective, weights = parse_objective(name, temperature), torch.rand(N, dtype=torch.float64)
     leaf = hidden.clone().requires_grad_()
     draft_NV, target_NW = draft(leaf), target(teaching).detach()
-    seen_NV, _, alpha_N, missing_N = plain_laws(draft_NV.detach(), target_NW)
+    seen_NV, _, alpha_N, missing_N = plain_distributions(draft_NV.detach(), target_NW)
     plain = (objective.loss(draft_NV, seen_NV.log(), tokens) * weights).sum()
     wanted = torch.autograd.grad(plain, [leaf, draft.weight, draft.bias])
 
@@ -89,10 +89,10 @@ def test_losses_and_gradients_are_the_plain_ones(name: str, temperature: float, 
 
 
 def test_the_forward_kl_by_hand() -> None:
-    """Written out, for both directions: KL of the target's law on the shared tokens from the draft's own."""
+    """Written out, for both directions: KL of the target's distribution on the shared tokens from the draft's own."""
     for size in SIZES:
         hidden, draft, teaching, target, tokens = problem(size)
-        seen_NV, _, _, _ = plain_laws(draft(hidden).detach(), target(teaching).detach())
+        seen_NV, _, _, _ = plain_distributions(draft(hidden).detach(), target(teaching).detach())
         shared = min(size, TARGET)
         log_q = draft(hidden).log_softmax(-1)[:, :shared]
         wanted = (seen_NV[:, :shared] * (seen_NV[:, :shared].log() - log_q)).sum()
@@ -141,7 +141,7 @@ def test_stored_rows(size: int, k: int) -> None:
         sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4)
         sums.loss.backward()
         assert sums.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
-        # What is known of alpha for certain: the stored tokens alone. The whole law can only have more.
+        # What is known of alpha for certain: the stored tokens alone. The whole distribution can only have more.
         least = torch.minimum(law_NV, q_NV).masked_fill(~stored_NV, 0).sum()
         torch.testing.assert_close(sums.alpha, least, atol=1e-5, rtol=1e-5)
         shared = min(size, TARGET)
@@ -211,7 +211,7 @@ def test_a_trainee_across_padding(make: Any, sizes: tuple[int, int]) -> None:
     valid = batch.labels_BT != IGNORE
     draft_NV = draft(input_ids=batch.ids_BT).logits[valid].double()
     target_NW = target(input_ids=batch.ids_BT).logits[valid].detach().double()
-    seen_NV, _, alpha_N, missing_N = plain_laws(draft_NV.detach(), target_NW)
+    seen_NV, _, alpha_N, missing_N = plain_distributions(draft_NV.detach(), target_NW)
     plain = LOSSES["fkl"](draft_NV, seen_NV.log(), batch.labels_BT[valid]).sum()
     plain.backward()
     wanted = {name: p.grad for name, p in draft.named_parameters()}

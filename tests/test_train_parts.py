@@ -288,12 +288,12 @@ def test_training_sees_what_decoding_does(
     tmp_path: Path, draft_dir: str, target_dir: str, monkeypatch: pytest.MonkeyPatch, drafted: bool
 ) -> None:
     """Law 5: the training forward of a row and the decoder's cached, step by step forward give the same logits."""
-    model, law = load_model(draft_dir, device="cpu"), probs
+    model, true_probs = load_model(draft_dir, device="cpu"), probs
     seen: list[Tensor] = []
 
     def recording(logits: Tensor, sampling: Sampling) -> Tensor:
         seen.append(logits.clone())
-        return law(logits, sampling)
+        return true_probs(logits, sampling)
 
     prompt = [0, 30, 7, 91, 12]
     if not drafted:
