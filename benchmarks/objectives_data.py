@@ -71,8 +71,8 @@ class Options:
 class Pair:
     """A target, the base draft, and where its prompts are: rows of `text`, cut to `prompt_tokens`.
 
-    `domains[0]` is home; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows home.train.jsonl,
-    home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts of.
+    `domains[0]` is the one in distribution; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows
+    home.train.jsonl, home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts of.
     `has_text`: whether home.train.jsonl is text that somebody wrote, long enough to train on.
     """
 
@@ -85,14 +85,14 @@ class Pair:
 
 
 def nano(options: Options) -> Pair:
-    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so that only unicode is new."""
+    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays new."""
     out = Path(options.out) / "prompts"
     own, *others = corpus.DOMAINS
     if not out.is_dir():
         with atomic_dir(out) as made:
             for domain in corpus.DOMAINS:
                 write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).heldout, 400))
-            write_train_rows(made, options, corpus.passages(home, corpus.split(home).train, 400))
+            write_train_rows(made, options, corpus.passages(own, corpus.split(own).train, 400))
             general = corpus.passages(others[0], corpus.split(others[0]).train, 400)
             write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
     shipped = ROOT / "draftsmith" / "demo" / "pair"

@@ -23,7 +23,7 @@ def write_pictures(results: dict[str, Any], out: Path) -> None:
 
 def picture(results: dict[str, Any], look: Look) -> Figure:
     """alpha ID (x) and OOD (y) at T = 1, seed 0: one line per objective, one mark per rate, larger with the rate."""
-    home = results["domains"][0]
+    own = results["domains"][0]
     rates = sorted(results["options"]["rates"])
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, HEIGHT))
@@ -32,7 +32,7 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
         names = [name for name in results["by_rate"] if name not in COLOURED]
         for name in [*names, *(name for name in COLOURED if name in results["by_rate"])]:
             tried = [results["by_rate"][name][f"{rate:g}"] for rate in rates]
-            x, y = [at[home] for at in tried], [at["ood"] for at in tried]
+            x, y = [at[own] for at in tried], [at["ood"] for at in tried]
             known = name in COLOURED
             colour = look.colour(name) if known else look.colours["line"]
             ax.plot(x, y, color=colour, lw=1.8 if known else 1.2, zorder=3 if known else 2)
@@ -42,19 +42,19 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
             )
             if known:
                 ends.append((x[-1], y[-1], name))
-        base = {where: results["figures"]["1"]["base"][where]["alpha"]["value"] for where in (home, "ood")}
+        base = {where: results["figures"]["1"]["base"][where]["alpha"]["value"] for where in (own, "ood")}
         ax.axhline(base["ood"], color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
-        ax.scatter([base[home]], [base["ood"]], s=60, color=look.colours["base"], zorder=4)
+        ax.scatter([base[own]], [base["ood"]], s=60, color=look.colours["base"], zorder=4)
         ax.annotate(
             "base draft",
-            (base[home], base["ood"]),
+            (base[own], base["ood"]),
             xytext=(8, 5),
             textcoords="offset points",
             color=look.colours["soft"],
         )
         told = ", ".join(f"{rate:g}" for rate in rates)
         ax.set_xlabel(
-            f"expected acceptance α in distribution ({home}), T = 1; marks grow with the learning rate: {told}"
+            f"expected acceptance α in distribution ({own}), T = 1; marks grow with the learning rate: {told}"
         )
         ax.set_ylabel("α out of distribution")
         low, high = ax.get_ylim()

@@ -50,7 +50,7 @@ def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int)
 
 
 def places(domains: Sequence[str], alpha: Alphas) -> dict[str, float | None]:
-    """alpha of one draft at temperature 1, by domain and, all but home pooled, `ood`."""
+    """alpha of one draft at temperature 1, by domain and, all but the first pooled, `ood`."""
     there = alpha["1"]
     pooled = {domain: there[domain].pooled for domain in domains}
     return pooled | {"ood": pool_sums([there[domain] for domain in domains[1:]]).pooled}
@@ -83,24 +83,24 @@ def tables(results: dict[str, Any]) -> str:
             lines = [f"**T = {temperature}: {title}**", "", row_of(heading), row_of(["---"] * len(heading))]
             for name in names:
                 words = [name]
-                for place in (home, "ood"):
+                for place in (own, "ood"):
                     apart = None if name == "base" else at[name][place].get(f"above_{ALIKE}")
                     words += [told(at[name][place]["alpha"]), gap(apart)]
                 words.append(gap(at[name]["ood"].get("above_base")))
                 lines.append(row_of([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in others)]))
             parts.append("\n".join(lines))
     rates = [f"{rate:g}" for rate in results["options"]["rates"]]
-    heading = ["objective", *(f"{rate}: {home}" for rate in rates), *(f"{rate}: OOD" for rate in rates), "chosen"]
+    heading = ["objective", *(f"{rate}: {own}" for rate in rates), *(f"{rate}: OOD" for rate in rates), "chosen"]
     lines = ["**T = 1: by learning rate, one seed**", "", row_of(heading), row_of(["---"] * len(heading))]
     for name, tried in results["by_rate"].items():
-        values = [f"{tried[rate][place]:.3f}" for place in (home, "ood") for rate in rates]
+        values = [f"{tried[rate][place]:.3f}" for place in (own, "ood") for rate in rates]
         lines.append(row_of([name, *values, f"{results['cells'][name]['rate']:g}"]))
     parts.append("\n".join(lines))
-    heading = ["draft", f"{home}, seed by seed", "OOD, seed by seed", "step of the kept weights", "processor s a step"]
+    heading = ["draft", f"{own}, seed by seed", "OOD, seed by seed", "step of the kept weights", "processor s a step"]
     lines = ["**T = 1: seeds**", "", row_of(heading), row_of(["---"] * len(heading))]
     for name, variant in results["cells"].items():
         at = results["figures"]["1"][name]
-        each = [" ".join(f"{value:.3f}" for value in at[place]["seeds"]) for place in (home, "ood")]
+        each = [" ".join(f"{value:.3f}" for value in at[place]["seeds"]) for place in (own, "ood")]
         steps = " ".join(str(run["best_step"]) for run in variant["runs"])
         seconds = min(run["processor_seconds"] for run in variant["runs"]) / results["options"]["steps"]
         lines.append(row_of([name, *each, steps, f"{seconds:.2f}"]))

@@ -31,7 +31,7 @@ def problem(size: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor]:
 
 
 def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of plain models: the target's distribution on the draft's tokens as losses see it, the draft's, alpha and missing."""
+    """Of plain models: the target's distribution on the draft's tokens, the draft's, alpha and what is missing."""
     size, other = draft_NV.shape[-1], target_NW.shape[-1]
     shared = min(size, other)
     p_NW = target_NW.softmax(-1)
