@@ -72,8 +72,8 @@ class Pair:
     """A target, the base draft, and where its prompts are: rows of `text`, cut to `prompt_tokens`.
 
     `domains[0]` is the one in distribution; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows
-    home.train.jsonl, home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts of.
-    `has_text`: whether home.train.jsonl is text that somebody wrote, long enough to train on.
+    home.train.jsonl, home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts
+    of. `has_text`: whether home.train.jsonl is text that somebody wrote, long enough to train on.
     """
 
     target: str
