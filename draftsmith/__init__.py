@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
-    from draftsmith.pair import Output as Output
+    from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
     from draftsmith.starting.config import InitConfig as InitConfig
@@ -54,7 +54,7 @@ _PUBLIC = {
     "InitConfig": ("draftsmith.starting.config", "InitConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
     "MergeConfig": ("drafts.merge_config", "MergeConfig"),
-    "Output": ("draftsmith.pair", "Output"),
+    "Output": ("draftsmith.outputs", "Output"),
     "Pair": ("draftsmith.pair", "Pair"),
     "RequirementError": ("draftsmith_core.errors", "RequirementError"),
     "Results": ("eval.results", "Results"),

@@ -11,13 +11,9 @@ from transformers import PreTrainedModel
 
 from decode import (
     PROPOSERS,
-    BatchOutput,
-    DecodeStats,
     DraftModelProposer,
-    Generation,
     Proposer,
     SpeculativeDecoder,
-    StopCondition,
     StopStrings,
     TreeShape,
     Verifier,
@@ -30,6 +26,7 @@ from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
+from draftsmith.outputs import Output, OutputRequest, Settings, make_output
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
@@ -37,7 +34,7 @@ from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerpr
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.sampling_options import Sampling, check_seed
-from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
+from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -64,63 +61,6 @@ class GenerateOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Output:
-    """One continuation of one prompt.
-
-    output_ids: new tokens only, EOS included where the model ended. finish_reason: "stop" (EOS or a stop text) or
-    "length". from_draft[i]: whether token i was drafted and accepted, rather than added by the target. stats: counts
-    of this output alone; `stats.tau` is tokens per target call. prefill_s and decode_s: this output's share of its
-    batch's wall clock; waited_s: from the end of prefill to its own last token.
-    """
-
-    id: str
-    sample_index: int
-    prompt_ids: list[int]
-    output_ids: list[int]
-    text: str
-    finish_reason: str
-    from_draft: list[bool]
-    stats: DecodeStats
-    prefill_s: float
-    decode_s: float
-    waited_s: float
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Output":
-        """What `dataclasses.asdict` gave, after a round trip through JSON."""
-        counts: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values["stats"].items()
-        }
-        return Output(**{**values, "stats": DecodeStats(**counts)})
-
-    def row(self) -> dict[str, Any]:
-        """The row of `draftsmith decode --out`."""
-        return {
-            "id": self.id,
-            "sample_index": self.sample_index,
-            "prompt_ids": self.prompt_ids,
-            "output_ids": self.output_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "stats": {
-                "target_calls": self.stats.target_calls,
-                "proposed": self.stats.proposed,
-                "accepted": self.stats.accepted,
-                "accepted_by_depth": list(self.stats.accepted_by_depth),
-                "seconds": self.prefill_s + self.decode_s,
-            },
-        }
-
-
-@dataclass(frozen=True)
-class OutputRequest:
-    """One output to make. Its randomness follows from the seed, the prompt's id and `sample_index`."""
-
-    prompt: Prompt
-    sample_index: int = 0
-
-
-@dataclass(frozen=True)
 class Decoding:
     """A decoder, and how it drafts: `method` is None for the target alone; `index` is what retrieval drafts from."""
 
@@ -144,17 +84,6 @@ class Decoding:
             [draft_fingerprint(draft) for draft in self.drafts.values()],
             None if self.index is None else self.index.digest,
         ]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How outputs are drawn and where they end."""
-
-    sampling: Sampling
-    max_new_tokens: int
-    seed: int
-    eos: tuple[int, ...]
-    stop: StopCondition | None
 
 
 def load_pair(
@@ -407,26 +336,7 @@ class Pair:
             settings.stop,
         )
         for request, generation, end in zip(requests, batch.generations, ends, strict=True):
-            yield _output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
-
-
-def _output(
-    request: OutputRequest, generation: Generation, batch: BatchOutput, waited_s: float, tokenizer: Tokenizer
-) -> Output:
-    rows = len(batch.generations)
-    return Output(
-        request.prompt.id,
-        request.sample_index,
-        list(request.prompt.ids),
-        generation.output_ids,
-        decode_text(tokenizer, generation.output_ids),
-        generation.finish_reason,
-        generation.from_draft,
-        generation.stats,
-        batch.prefill_s / rows,
-        batch.decode_s / rows,
-        waited_s,
-    )
+            yield make_output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
 
 
 def _is_one(prompts: object) -> bool:

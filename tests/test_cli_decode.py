@@ -18,7 +18,7 @@ from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_run import _load
 from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
-from draftsmith.pair import Output
+from draftsmith.outputs import Output
 from draftsmith_core.io import canonical_json
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.options import parse

@@ -16,7 +16,8 @@ from draftsmith.cli.token_stream import Stream
 from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method
 from draftsmith.jsonl import jsonl
-from draftsmith.pair import Decoding, Output, OutputRequest, Pair, Settings, load_pair
+from draftsmith.outputs import Output, OutputRequest, Settings
+from draftsmith.pair import Decoding, Pair, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json, hash_json, write_text_atomic, writing
 from draftsmith_core.processes import require_single_process

@@ -5,7 +5,8 @@ from typing import Any
 
 from decode import DecodeStats
 from draftsmith.cli.decode_options import DecodeConfig
-from draftsmith.pair import Decoding, Output
+from draftsmith.outputs import Output
+from draftsmith.pair import Decoding
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.memory import peak_memory
 from draftsmith_core.prompts import PromptSet
