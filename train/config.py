@@ -133,6 +133,11 @@ class TrainConfig:
     """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other domains."""
     replay_fraction: float = 0.0
     """Share of the sequences that come from `replay`."""
+    anchor_kl: float = 0.0
+    """Weight of KL(draft before training || draft) per token, beside the objective, so that the draft keeps what it
+    knew; it holds on the tokens of `data` and `replay`. 0: none. For language models."""
+    anchor_l2: float = 0.0
+    """Weight of half the squared distance between the weights and those before training (L2-SP). 0: none."""
     on_policy: OnPolicy = field(default_factory=OnPolicy)
     head: HeadOptions = field(default_factory=HeadOptions)
     batch_size: int = 8
@@ -204,6 +209,9 @@ class TrainConfig:
             raise InputError("replay_fraction: is 0, so `replay` would not be used; set it, such as to 0.3")
         if self.replay_fraction > 0 and not self.replay:
             raise InputError("replay: is empty and replay_fraction is not; name the data to mix in")
+        for key in ("anchor_kl", "anchor_l2"):
+            if getattr(self, key) and self.draft is None:
+                raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
         if not 0 < self.epochs < math.inf:
@@ -222,6 +230,8 @@ class TrainConfig:
             ("optim.final_lr_fraction", optim.final_lr_fraction),
             ("optim.clip_norm", optim.clip_norm),
             ("patience", self.patience),
+            ("anchor_kl", self.anchor_kl),
+            ("anchor_l2", self.anchor_l2),
         ):
             if not 0 <= value < math.inf:
                 raise InputError(f"{key}: {value} must not be negative")
@@ -261,6 +271,7 @@ class TrainConfig:
         for key, why in (
             ("draft_config", "a head has the shape that its target gives it"),
             ("reference", "heads are not trained with @adaspec"),
+            ("anchor_kl", "is for draft language models; use anchor_l2"),
             ("gradient_checkpointing", "is for draft language models; a head has one layer"),
             ("compile", "is for draft language models; a head costs little beside its target"),
         ):

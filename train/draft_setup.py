@@ -158,8 +158,14 @@ def make_trainee(
     draft: Draft,
     target: PreTrainedModel | None,
     reference: PreTrainedModel | None,
+    anchor: PreTrainedModel | None = None,
 ) -> nn.Module:
     """The trainee of this kind of draft, on this process's device, set up as the options say."""
+    if config.anchor_l2 and world.sharing.startswith("zero"):
+        raise InputError(
+            "anchor_l2: adds to gradients, which DeepSpeed keeps to itself; launch with configs/accelerate/ddp.yaml or "
+            "fsdp2.yaml, or use anchor_kl"
+        )
     draft.to(world.device)  # type: ignore[arg-type]
     if not isinstance(draft, PreTrainedModel):
         assert target is not None
@@ -167,7 +173,8 @@ def make_trainee(
         given = {key: value for key, value in options.items() if value is not None}
         cache = _feature_cache(config, world, draft, target)
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **given)
-    trainee = TRAINEES["lm"](draft, objective, target, reference, config.packing)
+    near = None if anchor is None else (anchor, config.anchor_kl)
+    trainee = TRAINEES["lm"](draft, objective, target, reference, config.packing, anchor=near)
     if config.gradient_checkpointing:
         if not draft.supports_gradient_checkpointing:
             raise InputError(f"gradient_checkpointing: {type(draft).__name__} cannot do it; leave it out")

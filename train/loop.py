@@ -37,7 +37,7 @@ from train.world import World
 @dataclass(frozen=True)
 class TrainingJob:
     """What the loop needs. trainee: not wrapped yet. answerer: generates with the draft where training is on-policy.
-    frozen: target and reference draft, as far as there are any.
+    frozen: target, reference draft and the draft before training, as far as there are any.
     """
 
     config: TrainConfig
@@ -256,10 +256,12 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position]:
     """The wrapped trainee with the state of the newest checkpoint, and that checkpoint's position."""
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
+    start = parallel.copy_trained(job.trainee) if config.anchor_l2 else {}
     found = checkpoint.newest(job.run_dir, job.world)
     if found is not None:
         checkpoint.restore_weights(found, draft)
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
+    wrapped = parallel.anchored(wrapped, start, config.anchor_l2)
     if found is None:
         return wrapped, Position()
     position = checkpoint.restore_rest(found, wrapped, batch_layout(job), config.seed)

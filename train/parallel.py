@@ -9,7 +9,7 @@ on how many processes wrote it, nor on how they shared the weights.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class WrappedTrainee:
-    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the weights."""
+    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the weights.
+
+    anchor: what the trained weights are pulled towards, by name, divided among processes as they are; `anchor_weight`
+    how strongly.
+    """
 
     world: World
     trainee: nn.Module
     module: Any
     optimizer: Any
+    anchor: dict[str, Tensor] = field(default_factory=dict)
+    anchor_weight: float = 0.0
 
 
 class _Forward(nn.Module):
@@ -142,13 +148,36 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
     if wrapped.world.sharing.startswith("zero"):
         wrapped.module.step()
         return float(wrapped.module.get_global_grad_norm())
-    parameters = [parameter for parameter in wrapped.trainee.parameters() if parameter.requires_grad]
+    parameters = [parameter for _, parameter in _trained(wrapped)]
+    if wrapped.anchor:
+        # After the average over processes, and so once per step however it was divided (law 6).
+        for name, parameter in _trained(wrapped):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - wrapped.anchor[name], alpha=wrapped.anchor_weight)
     found: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
     norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
     if math.isfinite(norm):
         wrapped.optimizer.step()
     wrapped.optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def copy_trained(trainee: nn.Module) -> dict[str, Tensor]:
+    """A copy of the weights that are trained, by name, of a trainee that is not wrapped yet."""
+    return {name: p.detach().clone() for name, p in trainee.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def anchored(wrapped: WrappedTrainee, weights: dict[str, Tensor], strength: float) -> WrappedTrainee:
+    """The same, its weights pulled towards `weights` of `copy_trained` at every step: L2-SP (Li et al. 2018, arXiv
+    1802.01483), the gradient of strength / 2 x the squared distance. No weights: no pull. Every process calls it.
+    """
+    if wrapped.world.sharing == "fsdp":
+        from torch.distributed.tensor import distribute_tensor
+
+        places = {name: (p.device_mesh, p.placements) for name, p in _trained(wrapped)}
+        weights = {name: distribute_tensor(value, *places[name]) for name, value in weights.items()}
+    return replace(wrapped, anchor=weights, anchor_weight=strength)
 
 
 def set_rate(wrapped: WrappedTrainee, rate: float) -> None:

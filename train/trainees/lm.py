@@ -3,6 +3,8 @@
 Legend: B rows, T tokens, N valid response tokens, M selected ones of them, H hidden size, V vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from train.data import IGNORE, Batch
 from train.features import FrozenTarget, freeze
 from train.loss_sums import LossSums
 from train.losses import adaspec_weights
-from train.objective import Objective
+from train.objective import Objective, parse_objective
 from train.packing import last_states, packing_method
 from train.teacher import LiveTeacher, StoredTeacher, Teacher, find_projection, is_partial, teacher_for_draft
 
@@ -24,9 +26,10 @@ class LMTrainee(nn.Module):
 
     target: the live teacher; None with an objective that needs none, or when the batches bring stored rows.
     reference: the distilled draft that AdaSPEC's selection compares with. packing: whether batches will be packed.
-    chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be padded
-    to another size than the draft's; what the target gives to tokens that the draft lacks is then in `missing`. Raises
-    InputError, one line, when a model cannot be trained this way.
+    anchor: the draft before training and a weight: the loss gets that weight times KL(anchor || draft) of every valid
+    token. chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be
+    padded to another size than the draft's; what the target gives to tokens that the draft lacks is then in `missing`.
+    Raises InputError, one line, when a model cannot be trained this way.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class LMTrainee(nn.Module):
         reference: PreTrainedModel | None = None,
         packing: bool = False,
         chunk: int | None = None,
+        anchor: tuple[PreTrainedModel, float] | None = None,
     ) -> None:
         super().__init__()
         self.draft = draft
@@ -46,6 +50,8 @@ class LMTrainee(nn.Module):
         self.packing = packing_method(draft, "draft") if packing else None
         self.target = None if target is None else freeze(target, (-1,), packing)
         self.reference = None if reference is None else freeze(reference, (-1,), packing, name="reference")
+        self.anchor = None if anchor is None else freeze(anchor[0], (-1,), packing, name="anchor")
+        self.anchor_objective = None if anchor is None else parse_objective(f"{anchor[1]}*fkl")
         self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
         if reference is not None and vocabulary_size(reference) != self.size:
@@ -67,10 +73,21 @@ class LMTrainee(nn.Module):
         assert teacher is not None or not self.objective.needs_target, "this objective needs a target or stored rows"
         hidden_NH = _at(last_states(self.draft, batch, self.packing), rows_N)
         if self.reference is not None:
-            return self._selected(self.reference, batch, hidden_NH, teacher, rows_N, tokens_N)
+            sums = self._selected(self.reference, batch, hidden_NH, teacher, rows_N, tokens_N)
+        else:
+            sums = self._projected(hidden_NH, teacher, tokens_N, self.objective)
+        if self.anchor is None or self.anchor_objective is None:
+            return sums
+        base = LiveTeacher(_at(self.anchor.read(batch)[1], rows_N), self.anchor.projection)
+        kept = self._projected(hidden_NH, base, tokens_N, self.anchor_objective, alpha=False)
+        return replace(sums, loss=sums.loss + kept.loss)
+
+    def _projected(
+        self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, objective: Objective, alpha: bool = True
+    ) -> LossSums:
         weight_VH, bias_V = self.projection.weight_VH, self.projection.bias_V
         return projected(
-            hidden_NH, weight_VH, bias_V, teacher, tokens_N, None, self.objective, self.chunk, self.projection
+            hidden_NH, weight_VH, bias_V, teacher, tokens_N, None, objective, self.chunk, self.projection, alpha
         )
 
     def _selected(

@@ -1,0 +1,156 @@
+"""Anchors: a draft that is held near what it was before training, by its distributions or by its weights."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith_core.models import load_model
+from train.data import IGNORE, collate, load_examples
+from train.objective import parse_objective
+from train.trainees.lm import LMTrainee
+
+Door = Callable[..., tuple[int, str, str]]
+CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
+SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--optim.final_lr_fraction", "1"]
+BOTH = ["--anchor_kl", "0.5", "--anchor_l2", "0.3"]
+
+
+@pytest.fixture(scope="module")
+def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    there = tmp_path_factory.mktemp("anchors")
+    texts = ["A draft model proposes tokens and the target"[: 3 + 3 * i] for i in range(12)]
+    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 16, "device": "cpu"}
+    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
+    return str(there / "set")
+
+
+@pytest.fixture
+def words(distilled: str, draft_dir: str) -> Callable[..., list[str]]:
+    """The words of a run: where it writes, its steps, and how eight rows per step are divided."""
+
+    def run(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
+        return (
+            f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --max_length 40 "
+            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu --batch_size {size} "
+            f"--accumulation {accumulation}"
+        ).split()
+
+    return run
+
+
+def weights(out: Path, step: int) -> dict[str, Tensor]:
+    return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def test_the_pull_of_the_weights_is_the_gradient_of_half_the_squared_distance(
+    words: Callable[..., list[str]], draft_dir: str, tmp_path: Path, door: Door
+) -> None:
+    """The first step begins at the anchor and feels nothing; the second is longer by rate x strength x distance."""
+    for name, more in (("plain", []), ("near", ["--anchor_l2", "0.3"])):
+        code, _, err = door(*words(tmp_path / name, 2), *SGD, *more)
+        assert code == 0, err
+    start = load_file(Path(draft_dir) / "model.safetensors")
+    one, two = weights(tmp_path / "plain", 1), weights(tmp_path / "plain", 2)
+    near_one, near_two = weights(tmp_path / "near", 1), weights(tmp_path / "near", 2)
+    assert max(float((one[name] - start[name]).abs().max()) for name in one) > 1e-2
+    for name in one:
+        assert torch.equal(near_one[name], one[name])
+        torch.testing.assert_close(near_two[name], two[name] - 0.5 * 0.3 * (one[name] - start[name]))
+
+
+def kl_of_rows(base: Any, draft: Any, batch: Any) -> Tensor:
+    """Sum over valid tokens of KL(base || draft), written out."""
+    valid = batch.labels_BT != IGNORE
+    p, q = (model(batch.ids_BT).logits[valid].log_softmax(-1) for model in (base, draft))
+    return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize("objective", ["ce", "jsd:beta=0.5"])
+def test_the_pull_of_the_distributions_is_their_divergence_per_token(
+    objective: str, distilled: str, draft_dir: str, dropout_dir: str, target_dir: str
+) -> None:
+    draft, base = load_model(draft_dir, device="cpu"), load_model(dropout_dir, device="cpu")
+    target = None if objective == "ce" else load_model(target_dir, device="cpu")
+    batch = collate(load_examples([distilled], None, 40), range(6))
+    parsed = parse_objective(objective)
+    plain = LMTrainee(copy.deepcopy(draft), parsed, target)(batch)
+    same = LMTrainee(copy.deepcopy(draft), parsed, target, anchor=(draft, 0.7))(batch)
+    torch.testing.assert_close(same.loss, plain.loss)
+    pulled = LMTrainee(draft, parsed, target, anchor=(base, 0.7))
+    found = pulled(batch)
+    expected = 0.7 * kl_of_rows(base, draft, batch)
+    torch.testing.assert_close(found.loss - plain.loss, expected, atol=1e-3, rtol=1e-4)
+    assert float(expected) > 1
+    assert torch.equal(found.tokens, plain.tokens) and torch.equal(found.alpha, plain.alpha)
+    inner = list(draft.parameters())
+    slopes = torch.autograd.grad(found.loss - 0, inner)
+    again = LMTrainee(draft, parsed, target)(batch).loss
+    for slope, other, extra in zip(
+        slopes, torch.autograd.grad(again, inner), torch.autograd.grad(expected, inner), strict=True
+    ):
+        torch.testing.assert_close(slope, other + extra, atol=1e-4, rtol=1e-3)
+
+
+def test_a_step_is_its_rows_however_they_are_divided(
+    words: Callable[..., list[str]], tmp_path: Path, door: Door
+) -> None:
+    """Law 6, with SGD."""
+    for size, accumulation in ((8, 1), (1, 8)):
+        assert door(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *BOTH)[0] == 0
+    for name, value in weights(tmp_path / "8", 3).items():
+        torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_a_killed_run_goes_on_from_the_same_anchor(
+    words: Callable[..., list[str]], tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    """Law 7: the weights before training are the anchor, and not those of the checkpoint."""
+    die = (
+        "import os, signal, train.loop\nreal = train.loop.learning_rate\n"
+        "def dying(optim, step, steps):\n    step == 2 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return real(optim, step, steps)\ntrain.loop.learning_rate = dying\n"
+    )
+    for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
+        code, _, err = spawn(*words("out" + name, 4), *BOTH, cwd=tmp_path, patch=patch).wait()
+        assert code == expected, err
+    whole, killed = weights(tmp_path / "outwhole", 4), weights(tmp_path / "outkilled", 4)
+    assert all(torch.equal(killed[name], value) for name, value in whole.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu2", "cpu2_fsdp2"])
+def test_two_processes_are_one(
+    config: str, words: Callable[..., list[str]], tmp_path: Path, door: Door, launch: Callable[..., Any]
+) -> None:
+    assert door(*words(tmp_path / "one", 3), *SGD, *BOTH)[0] == 0
+    options = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
+    done = launch(options, *words(tmp_path / "two", 3, 4), *SGD, *BOTH)
+    assert done.returncode == 0, done.stderr
+    for name, value in weights(tmp_path / "one", 3).items():
+        torch.testing.assert_close(weights(tmp_path / "two", 3)[name], value, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--draft d --anchor_l2 -1", "anchor_l2: -1.0 must not be negative"),
+        ("--draft d --anchor_kl nan", "anchor_kl"),
+        ("--draft_config c.json --anchor_kl 1", "anchor_kl: fresh weights have nothing to keep; name the `draft`"),
+        ("--draft_config c.json --anchor_l2 1", "anchor_l2: fresh weights have nothing to keep; name the `draft`"),
+        ("--kind medusa --target t --draft d --anchor_kl 1", "anchor_kl: is for draft language models; use anchor_l2"),
+    ],
+)
+def test_anchors_that_mean_nothing_are_refused(more: str, message: str, tmp_path: Path, door: Door) -> None:
+    code, _, err = door("train", "--out", tmp_path / "out", "--data", "x", *more.split())
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
