@@ -106,16 +106,19 @@ def _saying_what_is_kept(out: Path) -> Iterator[None]:
         launcher = "accelerate launch [...] -m " if launched() > 1 else ""
         words = shlex.join(["draftsmith", "align", "--config", str(out / "align.yaml"), "--out", str(out)])
         kept = _kept(out)
-        again = f"the same command continues, as does `{launcher}{words}`"
-        stop.add_note(f"kept in {out}: {', '.join(kept)}; {again}" if kept else "nothing was kept")
+        also = f", as does `{launcher}{words}`" if (out / "align.yaml").exists() else ""
+        stop.add_note(
+            f"kept in {out}: {', '.join(kept)}; the same command continues{also}" if kept else "nothing was kept"
+        )
         raise
 
 
 def _kept(out: Path) -> list[str]:
     """What a run in `out` has finished, stage by stage; empty when it would begin anew."""
+    found = ["the draft to start from (start)"] if (out / "start" / "config.json").exists() else []
     if not (out / "align.yaml").exists():
-        return []
-    found = ["the options (align.yaml)"]
+        return found
+    found.insert(0, "the options (align.yaml)")
     parts = len(list(out.glob("distilled/part-*.parquet")))
     if (out / "distilled" / "manifest.json").exists():
         found.append("all answers (distilled)")
