@@ -1,6 +1,7 @@
 """`draftsmith align`: from prompts and a target to an aligned draft and what it bought, killed on the way or not."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,8 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     assert "the draft jsd up to step " in said and "the same command continues" in said
     again = said.rpartition("`draftsmith ")[2].removesuffix("`").split()
     assert again == ["align", "--config", "out/align.yaml", "--out", "out"]
-    assert ", the draft jsd, 2 measurements (eval); " in interrupted("eval.measure", "decoding", 1)
+    said = interrupted("eval.measure", "decoding", 1)
+    assert re.search(r", the draft jsd, [1-9]\d* measurements \(eval\); ", said), said
     code, _, err = spawn(*again, cwd=tmp_path).wait()
     assert code == 0, err
 
