@@ -72,7 +72,8 @@ class SpeculativeDecoder:
     `VERIFIERS` or a `Verifier` of your own; None for the one that suits proposer and tree (`default_verifier`).
     Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
     follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
-    forward only, without packed weights or the lean LLaMA forward. Raises ValueError, one line with the fix, when the
+    forward only, without packed weights or the lean LLaMA forward; decoders of one target may share one `Packs`.
+    Raises ValueError, one line with the fix, when the
     parts do not go together.
     """
 
@@ -83,7 +84,7 @@ class SpeculativeDecoder:
         tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         *,
-        fast: bool = True,
+        fast: bool | Packs = True,
     ) -> None:
         self.target, self.proposer = target, proposer
         if isinstance(proposer, PreTrainedModel):
@@ -107,7 +108,7 @@ class SpeculativeDecoder:
             proposer.check(target, self.tree)
         self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
-        self._packs = Packs(target) if fast else None
+        self._packs = fast if isinstance(fast, Packs) else Packs(target) if fast else None
 
     @torch.inference_mode()
     def generate(

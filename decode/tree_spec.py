@@ -46,6 +46,9 @@ TREES: dict[str, TreeKind] = {
         "arXiv 2406.17276",
         "opt:nodes=50,depth=10,gain=0.1",
     ),
+    "auto": TreeKind(
+        "auto[:FILE]", "what `draftsmith plan` chose; without FILE, planned now", "arXiv 2402.12374", "auto:plan.json"
+    ),
 }
 
 # The keys of the two files, each with a value that works.
@@ -92,7 +95,7 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
         fix = f"write {TREES[near[0]].example}" if near else f"write chain:4 or kary:4,2,2, or one of {others}"
         raise ValueError(f"{where}: unknown kind '{_shown(kind)}'; {fix}")
     content: object = None
-    if kind in ("static", "sequoia"):
+    if kind in ("static", "sequoia", "auto"):
         if not body:
             raise ValueError(f"{where}: names no file; write for example {TREES[kind].example}")
         if read is None:
@@ -104,6 +107,8 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
                 return _static(content)
             case "sequoia":
                 return _sequoia(content)
+            case "auto":
+                return _planned(content)
             case "eagle2" | "opt":
                 return _growth(kind, body.split(",") if colon else [])
             case _:
@@ -210,6 +215,16 @@ def _static(content: object) -> Tree:
     if not all(_is_whole(parent) for parent in entries):
         raise ValueError(f"parents: expected whole numbers, such as {_STATIC['parents']}")
     return Tree(tuple(entries), _number(fields.get("stop", 0.0), "stop", _STATIC))
+
+
+def _planned(content: object) -> TreeShape:
+    """The best tree of a plan: by its spec where it has one, else by its parents."""
+    chosen = content.get("tree") if isinstance(content, dict) else None
+    if not isinstance(chosen, dict) or not ({"spec", "parents"} & chosen.keys()):
+        raise ValueError("the file is not a plan; write one with `draftsmith plan --out FILE`")
+    if isinstance(chosen.get("spec"), str):
+        return parse_tree(chosen["spec"])
+    return _static({"parents": chosen.get("parents")})
 
 
 def _parents(paths: Sequence[object]) -> tuple[int, ...]:

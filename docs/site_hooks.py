@@ -26,6 +26,7 @@ OPTIONS = {
     "decode": "draftsmith.cli.decode_options:DecodeConfig",
     "eval": "eval.config:EvalConfig",
     "export": "drafts.layouts.config:ExportConfig",
+    "plan": "eval.config:PlanConfig",
 }
 
 

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from draftsmith_core.errors import RunError as RunError
     from eval.compare import compare as compare
     from eval.config import EvalConfig as EvalConfig
+    from eval.config import PlanConfig as PlanConfig
     from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
+    from eval.plan_run import plan as plan
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
     from train.losses import LOSSES as losses  # noqa: N811
@@ -56,6 +58,7 @@ _PUBLIC = {
     "MergeConfig": ("drafts.merge_config", "MergeConfig"),
     "Output": ("draftsmith.outputs", "Output"),
     "Pair": ("draftsmith.pair", "Pair"),
+    "PlanConfig": ("eval.config", "PlanConfig"),
     "RequirementError": ("draftsmith_core.errors", "RequirementError"),
     "Results": ("eval.results", "Results"),
     "RunError": ("draftsmith_core.errors", "RunError"),
@@ -71,6 +74,7 @@ _PUBLIC = {
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),
+    "plan": ("eval.plan_run", "plan"),
     "train": ("train.training_run", "train"),
 }
 
@@ -85,6 +89,7 @@ __all__ = [
     "MergeConfig",
     "Output",
     "Pair",
+    "PlanConfig",
     "RequirementError",
     "Results",
     "RunError",
@@ -101,6 +106,7 @@ __all__ = [
     "load_pair",
     "losses",
     "merge",
+    "plan",
     "train",
 ]
 

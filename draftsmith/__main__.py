@@ -30,6 +30,7 @@ COMMANDS = {
     "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
     "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
     "export": ("draftsmith.cli.export", "a draft in the layout that another engine reads"),
+    "plan": ("draftsmith.cli.plan", "the tree with which a draft is fastest on this machine"),
 }
 
 

@@ -28,6 +28,13 @@ def tree_name(shape: TreeShape, proposer: str) -> str:
     return "its own" if proposer == "lookahead" else f"chain:{shape.depth}"
 
 
+def planned_without_a_draft(tree: str) -> bool:
+    """Whether `tree` is a plan (`auto:FILE`) that found no draft to be faster than the target alone."""
+    kind, _, file = tree.partition(":")
+    plan = read_tree_file(file) if kind == "auto" and file else None
+    return isinstance(plan, dict) and plan.get("pays") is False
+
+
 def choose_method(
     kinds: Mapping[str, str],
     proposer: str | None = None,
@@ -45,6 +52,8 @@ def choose_method(
     Raises InputError, one line with the fix, for parts that do not go together.
     """
     name = proposer or next(iter(kinds.values()), "none")
+    if isinstance(tree, str) and planned_without_a_draft(tree):
+        return None
     try:
         shape = parse_tree(tree, read_tree_file) if isinstance(tree, str) else tree
         _check_needs(name, kinds, datastore)

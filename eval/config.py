@@ -5,6 +5,7 @@ from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
+from draftsmith_core.sampling_options import check_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +130,53 @@ class EvalConfig:
     (WANDB_MODE=offline needs no account)."""
     project: str = "draftsmith"
     """Name of the W&B project; artifacts join within one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Find the tree with which a draft is fastest on this machine, and confirm it by the clock."""
+
+    target: str
+    """Target model: a local directory or a hub name."""
+    draft: str
+    """The draft: a language model or the directory of a head."""
+    prompts: str
+    """Prompts like those that will be served; rows may have domains."""
+    out: str
+    """The .json file to write; `--tree auto:FILE` of decode and eval reads it."""
+    temperature: float | None = None
+    """What is planned for; 0 is greedy. Default: of the target's generation_config.json where that samples, else 0."""
+    top_k: int | None = None
+    """Default: of that file, else 0, which keeps all tokens."""
+    top_p: float | None = None
+    """Default: of that file, else 1, which keeps all tokens."""
+    min_p: float | None = None
+    """Default: of that file, else 0, which keeps all tokens."""
+    batch_size: int = 1
+    """Rows that are decoded together where the plan is used."""
+    max_prompts: int = 32
+    """Prompts that acceptance is measured on."""
+    confirm_prompts: int = 8
+    """Prompts on which the best are timed."""
+    prompt_tokens: int = 32
+    """Tokens of a `text` row that become its prompt."""
+    max_new_tokens: int = 64
+    """Tokens per prompt."""
+    seed: int = 0
+    """Seed of every draw."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+    quantize: Quantize = "none"
+    """none, or nf4: the target in 4 bits through bitsandbytes."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "max_prompts", "confirm_prompts", "prompt_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"--{key} {getattr(self, key)}: must be at least 1")
+        if self.max_new_tokens < 4:
+            raise InputError(f"--max_new_tokens {self.max_new_tokens}: must be at least 4")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)

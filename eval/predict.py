@@ -94,9 +94,13 @@ def predict(method: Method, sampling: Sampling, traces: Traces) -> PredictedCoun
         return None
     if traces.depths is not None and shape.depth > traces.depths:
         return None
-    joint = method.verifier in _JOINT and not sampling.greedy
-    chances = None if joint else _chances(method, sampling, traces)
-    return _walk(shape, traces, chances)
+    return expected_counts(shape, method.verifier, sampling, traces)
+
+
+def expected_counts(tree: Tree, verifier: str, sampling: Sampling, traces: Traces) -> PredictedCounts:
+    """`predict` for a static tree that the traces reach to and a rule of those that are known here."""
+    joint = verifier in _JOINT and not sampling.greedy
+    return _walk(tree, traces, None if joint else chances(max(tree.widths), verifier, sampling, traces))
 
 
 def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
@@ -108,14 +112,13 @@ def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
     return out
 
 
-def _chances(method: Method, sampling: Sampling, traces: Traces) -> Floats:
-    """`[D, K, P, L]`: the chance that the text's token was accepted at a rank."""
-    width = max(method.shape.widths) if isinstance(method.shape, Tree) else 1
-    if sampling.greedy or method.verifier == "naive":
+def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
+    """`[D, K, P, L]`: the chance that the text's token was accepted at each rank of up to `width` candidates."""
+    if sampling.greedy or verifier == "naive":
         place_PDL = padded([trace.place for trace in traces.rows], np.inf)
         return np.stack([place_PDL == rank for rank in range(width)]).astype(np.float64).transpose(2, 0, 1, 3)
-    if method.verifier in _DRAWN and (width > 1 or method.verifier == "exact"):
-        return padded([trace.ranks[method.verifier].transpose(2, 0, 1) for trace in traces.rows]).transpose(2, 1, 0, 3)
+    if verifier in _DRAWN and (width > 1 or verifier == "exact"):
+        return padded([trace.ranks[verifier].transpose(2, 0, 1) for trace in traces.rows]).transpose(2, 1, 0, 3)
     return np.minimum(1.0, padded([trace.ratio for trace in traces.rows])).transpose(1, 0, 2)[:, None]
 
 

@@ -268,6 +268,7 @@ def tree_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "parents": {"parents": [-1, -1, 0]},
         "paths": [[0], [1], [0, 0]],
         "measured": {"acceptance": [0.6, 0.2], "nodes": 5, "depth": 3},
+        "plan": {"tree": {"spec": "kary:2,1"}, "pays": True},
         "interleaved": {"parents": [-1, 0, -1]},
     }
     for name, content in contents.items():
@@ -298,6 +299,7 @@ FAMILIES = [
     ("--draft {draft} --tree static:{parents}", "draft", "static:{parents}", "mcsd"),
     ("--draft {draft} --tree static:{paths}", "draft", "static:{paths}", "mcsd"),
     ("--draft {draft} --tree sequoia:{measured}", "draft", "sequoia:{measured}", "mcsd"),
+    ("--draft {draft} --tree auto:{plan}", "draft", "auto:{plan}", "mcsd"),
     ("--draft {draft} --fast false", "draft", "chain:4", "speculative"),
     ("--draft {eagle}", "eagle", "chain:4", "speculative"),
     ("--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6", "eagle", "eagle2:depth=3,beam=2,nodes=6", "exact"),

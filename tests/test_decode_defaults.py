@@ -211,7 +211,7 @@ def test_every_proposer_of_the_table_can_be_made() -> None:
         if kind.needs == "nothing":
             assert kind.make(None).drawings(parse_tree("chain:1")) == {"deterministic"} and not kind.draws
     assert PROPOSERS["draft"].make([tiny(1)]).drafts == 1 and PROPOSERS["draft"].draws
-    assert set(TREES) == {"chain", "kary", "static", "sequoia", "eagle2", "opt"}
+    assert set(TREES) == {"chain", "kary", "static", "sequoia", "auto", "eagle2", "opt"}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])

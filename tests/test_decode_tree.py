@@ -81,6 +81,7 @@ def test_the_table_is_complete_and_its_examples_work() -> None:
     files = {
         "tree.json": {"parents": [-1, -1, 0]},
         "acceptance.json": {"acceptance": [0.6, 0.15], "nodes": 6, "depth": 4},
+        "plan.json": {"tree": {"parents": [-1, 0]}},
     }
     for name, kind in TREES.items():
         assert kind.syntax.startswith(name) and 0 < len(kind.title) <= 60 and kind.paper

@@ -193,8 +193,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     save_head(MedusaHeads.fresh(model, num_heads=4), root / "medusa")
     domains = {}
     for name in corpus.DOMAINS:
-        domains[name] = [row["text"] for row in islice(corpus.passages(name, corpus.split(name).heldout, 300), 14)]
-    domains["sums"] = [f"{i} + {i * i % 17} = {i + i * i % 17}; {7 * i} - {i} =" for i in range(3, 17)]
+        domains[name] = [row["text"] for row in islice(corpus.passages(name, corpus.split(name).heldout, 300), 10)]
+    domains["sums"] = [f"{i} + {i * i % 17} = {i + i * i % 17}; {7 * i} - {i} =" for i in range(3, 13)]
     domains["names"] = [
         f"import {a}\nclass {a.title()}({b}):\n    " for a, b in zip(SOME_WORDS, SOME_WORDS[3:], strict=False)
     ][:14]
@@ -213,8 +213,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         out=str(root / "out"),
         tree=["chain:2", "chain:4", "kary:2,2", "kary:3,1,1"],
         temperature=[0.0, 0.7, 1.0],
-        max_new_tokens=32,
-        prompt_tokens=24,
+        max_new_tokens=20,
+        prompt_tokens=12,
         speed_prompts=0,
         batch_size=16,
         bootstrap=1000,

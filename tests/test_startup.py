@@ -65,6 +65,7 @@ MISTAKES = {
     "merge": ["--draft", "d", "--out", "o"],
     "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
     "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
+    "plan": ["--target", "t", "--draft", "d", "--prompts", "p", "--out", "o", "--batch_size", "0"],
     "export": ["--draft", "d", "--format", "ggfu", "--out", "o"],
 }
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS
+from decode import PROPOSERS, TreeShape
 from drafts.load import draft_kind
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_summary import in_words, summarise
 from draftsmith.cli.token_stream import Stream
 from draftsmith.datastore import read_index
-from draftsmith.drafting import choose_method
+from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.jsonl import jsonl
 from draftsmith.outputs import Output, OutputRequest, Settings
 from draftsmith.pair import Decoding, Pair, load_pair
@@ -27,6 +27,8 @@ from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sources import check_source
 from draftsmith_core.tokenization import load_tokenizer
 
+# `--tree auto` plans on so many prompts, with answers of so many tokens.
+PLAN_PROMPTS, PLAN_TOKENS, PLAN_STEPS = 8, 48, 6
 # Options that change outputs by rounding at most, and those that are in the identity of a run by what they name.
 _NOT_IDENTITY = (
     "out",
@@ -93,7 +95,13 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     for name in config.draft:
         check_source(name)
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
-    method = choose_method(kinds, config.proposer, config.tree, config.verifier, datastore=config.datastore is not None)
+    tree = None if config.tree == "auto" else config.tree
+    method = choose_method(kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None)
+    if config.tree == "auto" and (len(config.draft) != 1 or config.proposer is not None):
+        raise InputError("tree: auto plans for one --draft, without --proposer; name one, or write a tree")
+    if method is None and tree is not None and planned_without_a_draft(tree):
+        print(f"draftsmith decode: {tree}: no draft is faster here, so the target decodes alone", file=sys.stderr)
+        tree = None
     drafts = config.draft if method is not None else []
     if method is not None and drafts and not PROPOSERS[method.proposer].draws:
         raise InputError(
@@ -117,8 +125,38 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         heterogeneous_vocab=config.heterogeneous_vocab,
         fast=config.fast,
     )
-    decoding = pair.decoding(proposer=config.proposer, tree=config.tree, verifier=config.verifier, datastore=index)
-    return pair, decoding
+    shape = _plan(config, pair) if config.tree == "auto" else tree
+    if method is None or (config.tree == "auto" and shape is None):
+        return pair, pair.decoding(proposer="none")
+    return pair, pair.decoding(proposer=config.proposer, tree=shape, verifier=config.verifier, datastore=index)
+
+
+def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
+    """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
+    from eval.plan import Planner, plan_pair, planned_tree
+
+    sampling = pair.sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+    (draft,) = pair.drafts.values()
+    prompts = _prompts(config, pair).prompts[:PLAN_PROMPTS]
+    tokens = min(PLAN_TOKENS, max(4, config.max_new_tokens))
+    planner = Planner.of(
+        pair.target,
+        draft,
+        prompts,
+        sampling.sampling,
+        batch_size=config.batch_size,
+        max_new_tokens=tokens,
+        seed=config.seed,
+    )
+    with progress("plan", PLAN_STEPS) as advance:
+        found = plan_pair(planner, confirm_prompts=len(prompts), advance=advance)
+    chosen = "no draft" if found["pays"] is False else found["name"]
+    print(
+        f"draftsmith decode: planned now, on {len(prompts)} prompts: {chosen} "
+        f"({found['speedup']['value']:.2f} times no draft); `draftsmith plan` keeps a plan",
+        file=sys.stderr,
+    )
+    return None if found["pays"] is False else planned_tree(found)
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:

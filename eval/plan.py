@@ -1,0 +1,343 @@
+"""`draftsmith plan`: which tree to decode with, on this machine, for this pair, this sampling and this traffic.
+
+1. The target writes the answers; one forward of each model over them gives the chances of acceptance at every rank and
+   depth (`eval.acceptance`).
+2. Steps are timed over rows that are verified and nodes that are expanded (`eval.plan_costs`).
+3. Chains, k-ary trees in MCSD's whole space and trees grown node by node from joint runs (`eval.plan_joint`, Sequoia's
+   objective without its assumption) are ranked by expected tokens per step over seconds per step. What can only be
+   tried, confidence stops and trees that grow while decoding, is timed on a few prompts.
+4. The best are timed beside the target alone, interleaved, and the fastest is the plan: of four candidates the largest
+   measured rate is chosen, so that its speedup is optimistic by what the noise of the clock is among them. The interval
+   of its speedup is the bootstrap over prompts, for the one that was chosen.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
+from decode.packed_linear import Packs
+from decode.tree_spec import kary
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import Draft, kind_of
+from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.progress import Advance
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling, generator, row_seed
+from eval import measure
+from eval.bootstrap import PromptSums, estimate, quotient, resamples
+from eval.estimate import read_traces
+from eval.plan_costs import Costs, measure_costs
+from eval.plan_flags import engine_flags
+from eval.plan_joint import JointRuns, kary_space
+from eval.predict import Traces, chances, expected_counts
+from eval.request import Method
+
+SCHEMA_VERSION = 1
+NODES, DEPTH, LONGEST_CHAIN = 64, 16, 16
+# Candidates of one node that are looked at: all of MCSD's where drawing so many is quick, else few.
+RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**24
+TRIED = (
+    "chain:6,stop=0.1",
+    "chain:8,stop=0.3",
+    "chain:12,stop=0.5",
+    "eagle2:depth=3,beam=3,nodes=8",
+    "eagle2:depth=5,beam=4,nodes=16",
+    "opt:nodes=12,depth=5,gain=0.2",
+)
+STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
+FINALISTS, TEXT_BATCH = 3, 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree that may be best. `spec` is None for one without a name, `rate` tokens per second, predicted or tried."""
+
+    family: str
+    spec: str | None
+    shape: TreeShape
+    rate: float
+    step_s: float | None
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return self.spec or f"static, {self.shape.size} nodes in {self.shape.depth} levels"
+
+    def written(self) -> dict[str, Any]:
+        """As the plan keeps it, for `--tree auto:FILE`."""
+        return {"spec": self.spec} if self.spec else {"parents": list(self.shape.parents)}  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A pair, what it is planned for, and the decoders that it is timed with."""
+
+    target: PreTrainedModel
+    draft: Draft
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    batch_size: int
+    max_new_tokens: int
+    seed: int
+    proposer: Proposer
+    packs: Packs
+
+    @staticmethod
+    def of(
+        target: PreTrainedModel,
+        draft: Draft,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        batch_size: int,
+        max_new_tokens: int,
+        seed: int,
+    ) -> "Planner":
+        """With weights packed once for all decoders."""
+        proposer = PROPOSERS[kind_of(draft)].make(draft)
+        return Planner(target, draft, prompts, sampling, batch_size, max_new_tokens, seed, proposer, Packs(target))
+
+    def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
+        """ValueError where the draft cannot draft this shape."""
+        if shape is None:
+            return SpeculativeDecoder(self.target, fast=self.packs)
+        return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape), fast=self.packs)
+
+    def run(
+        self, decoder: SpeculativeDecoder, contexts: Sequence[Sequence[int]], tokens: int, *, ends: bool
+    ) -> tuple[int, float, int]:
+        """Tokens emitted, seconds, and steps of one batch; `ends`: whether the target's end tokens end a row."""
+        seeds = [generator(row_seed(self.seed, f"plan/{index}")) for index in range(len(contexts))]
+        batch = decoder.generate(contexts, self.sampling, tokens, seeds, eos_ids(self.target) if ends else ())
+        steps = max(each.stats.target_calls for each in batch.generations)
+        return sum(len(each.output_ids) for each in batch.generations), batch.decode_s, steps
+
+    @property
+    def deepest(self) -> int | None:
+        """Levels that the draft can draft at most; None for any number."""
+        return self.draft.config.num_heads if isinstance(self.draft, MedusaHeads | HydraHeads) else None
+
+
+def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> dict[str, Any]:
+    """The plan, as JSON but for what the caller knows of names and machine."""
+    started = time.perf_counter()
+    prompts, sampling = planner.prompts, planner.sampling
+    advance(1, "the target's answers")
+    answers = measure.baseline(
+        planner.target,
+        prompts,
+        sampling,
+        eos_ids(planner.target),
+        max_new_tokens=planner.max_new_tokens,
+        batch_size=TEXT_BATCH,
+        seed=planner.seed,
+    )
+    rows = measure.continuations(prompts, answers)
+    positions = sum(len(row.output_ids) for row in rows)
+    ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS * 2 or sampling.greedy else FEW_RANKS
+    depth = min(DEPTH, planner.deepest or DEPTH)
+    advance(1, "acceptance")
+    asked = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
+    traces = read_traces(planner.target, {"d": planner.draft}, rows, sampling, asked, batch_size=TEXT_BATCH)["d"]
+    advance(1, "costs of a step")
+    costs, timed = measure_costs(
+        _stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), planner.deepest
+    )
+    advance(1, "choosing")
+    chosen = _choose(planner, traces, costs, ranks, depth)
+    advance(1, "trees that can only be tried")
+    tried, refused = _try(planner, costs)
+    finalists = _finalists([*chosen, *tried])
+    advance(1, "confirming")
+    confirmed = _confirm(planner, finalists, prompts[:confirm_prompts])
+    best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
+    speedup = confirmed[1 + best]["speedup"]
+    emitted = np.array([float(trace.length) for trace in traces.rows])
+
+    def rate(verifier: str, n: int) -> tuple[float, float]:
+        chain = kary((1,) * n)
+        counts = expected_counts(chain, verifier, sampling, traces)
+        tau = float(emitted.sum() / sum(counts["target_calls"]))
+        return tau, tau / costs.step(chain)
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tree": finalists[best].written(),
+        "name": finalists[best].name,
+        "verifier": default_verifier(finalists[best].shape),
+        "pays": _pays(speedup),
+        "speedup": speedup,
+        "sampling": asdict(sampling),
+        "batch_size": planner.batch_size,
+        "max_new_tokens": planner.max_new_tokens,
+        "prompts": len(prompts),
+        "positions": positions,
+        "ranks": ranks,
+        "costs": {**asdict(costs), "rounds": timed},
+        "candidates": [
+            {"family": each.family, "tree": each.name, "tokens_per_s": each.rate, "step_s": each.step_s}
+            | _expected(each, sampling, traces, planner.seed)
+            for each in [*chosen[:20], *tried]
+        ],
+        "not_tried": refused,
+        "confirmed": confirmed,
+        "domains": _by_domain(prompts, traces, costs, sampling, chosen),
+        "engines": engine_flags(kind_of(planner.draft), rate, 1 / costs.alone, depth),
+        "load": os.getloadavg()[0],
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def planned_tree(plan: dict[str, Any]) -> TreeShape:
+    """The tree of a plan."""
+    chosen = plan["tree"]
+    return parse_tree(chosen["spec"]) if chosen.get("spec") else Tree(tuple(chosen["parents"]))
+
+
+def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None], float]:
+    """Seconds per step on a tree behind real contexts: the first two thirds of prompts with their answers."""
+    contexts = [text[: max(1, 2 * len(text) // 3)] for text in texts]
+    batch = [contexts[index % len(contexts)] for index in range(planner.batch_size)]
+    decoders: dict[Tree | None, SpeculativeDecoder] = {}
+
+    def seconds(tree: Tree | None) -> float:
+        if tree not in decoders:
+            decoders[tree] = planner.decoder(tree)
+        _, spent, steps = planner.run(decoders[tree], batch, min(STEP_TOKENS, planner.max_new_tokens), ends=False)
+        return spent / steps
+
+    return seconds
+
+
+def _choose(planner: Planner, traces: Traces, costs: Costs, ranks: int, depth: int) -> list[Candidate]:
+    """Static trees, the fastest expected first."""
+    lengths_P = np.array([trace.length for trace in traces.rows])
+    runs = JointRuns(chances(ranks, "mcsd", planner.sampling, traces), lengths_P)
+    trees: list[tuple[str, str | None, Tree]] = [
+        ("chain", f"chain:{n}", kary((1,) * n)) for n in range(1, min(LONGEST_CHAIN, depth) + 1)
+    ]
+    trees += [("kary", spec, tree) for spec, tree in kary_space(NODES, depth, ranks).items()]
+    for levels in range(2, depth + 1):
+        trees += [("grown", None, tree) for tree in runs.grow(NODES, levels) if not tree.is_chain]
+    found: dict[Tree, Candidate] = {}
+    for family, spec, tree in trees:
+        if tree not in found:
+            step_s = costs.step(tree)
+            found[tree] = Candidate(family, spec, tree, planner.batch_size * runs.length(tree) / step_s, step_s)
+    return sorted(found.values(), key=lambda each: -each.rate)
+
+
+def _try(planner: Planner, costs: Costs) -> tuple[list[Candidate], list[dict[str, str]]]:
+    """What cannot be predicted, by the clock on a few prompts; and what this draft cannot do, with its reason."""
+    found, refused = [], []
+    for spec in TRIED:
+        shape = parse_tree(spec)
+        try:
+            decoder = planner.decoder(shape)
+        except ValueError as error:
+            refused.append({"tree": spec, "reason": str(error)})
+            continue
+        tokens, seconds = 0, 0.0
+        for warm, batch in enumerate(_batches(planner.prompts[: TRY_PROMPTS * planner.batch_size], planner.batch_size)):
+            contexts = [prompt.ids for prompt in batch]
+            if not warm:
+                planner.run(decoder, contexts, 4, ends=False)
+            emitted, spent, _ = planner.run(decoder, contexts, min(TRY_TOKENS, planner.max_new_tokens), ends=True)
+            tokens, seconds = tokens + emitted, seconds + spent
+        found.append(Candidate("stop" if "stop" in spec else "grows", spec, shape, tokens / seconds, None))
+    return found, refused
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The three fastest, of three families where there are as many: neighbours of one family hardly differ."""
+    ordered = sorted(candidates, key=lambda each: -each.rate)
+    first: dict[str, Candidate] = {}
+    for each in ordered:
+        first.setdefault(each.family, each)
+    chosen = sorted(first.values(), key=lambda each: -each.rate)[:FINALISTS]
+    return chosen + [each for each in ordered if each not in chosen][: FINALISTS - len(chosen)]
+
+
+def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Tokens per second of the target alone and of every finalist, interleaved in rotating order, after a warm-up."""
+    decoders = [planner.decoder(None), *(planner.decoder(each.shape) for each in finalists)]
+    batches = _batches(prompts, planner.batch_size)
+    emitted: list[list[float]] = [[] for _ in decoders]
+    seconds: list[list[float]] = [[] for _ in decoders]
+    for decoder in decoders:
+        planner.run(decoder, [prompt.ids for prompt in batches[0]], 8, ends=False)
+    for index, batch in enumerate(batches):
+        order = list(range(len(decoders)))
+        turn = index % len(order)
+        for which in order[turn:] + order[:turn]:
+            contexts = [prompt.ids for prompt in batch]
+            tokens, spent, _ = planner.run(decoders[which], contexts, planner.max_new_tokens, ends=True)
+            emitted[which].append(tokens)
+            seconds[which].append(spent)
+    picks = resamples(len(batches), 2000, row_seed(planner.seed, "plan/confirm"))
+    alone = PromptSums.of(emitted[0], seconds[0])
+    rows: list[dict[str, Any]] = []
+    for which, name in enumerate(["the target alone", *(each.name for each in finalists)]):
+        sums = PromptSums.of(emitted[which], seconds[which])
+        row: dict[str, Any] = {"tree": name, "tokens_per_s": sums.pooled, "speedup": None}
+        if which:
+            found = quotient(sums, alone, picks)
+            row |= {"predicted_or_tried": finalists[which - 1].rate, "family": finalists[which - 1].family}
+            row["speedup"] = {key: found[key] for key in ("value", "low", "high")}
+        rows.append(row)
+    return rows
+
+
+def _pays(speedup: dict[str, float | None]) -> bool | None:
+    """Whether the best draft is faster than none: None where the interval holds 1."""
+    if speedup["low"] is not None and speedup["low"] > 1:
+        return True
+    if speedup["high"] is not None and speedup["high"] < 1:
+        return False
+    return None
+
+
+def _expected(candidate: Candidate, sampling: Sampling, traces: Traces, seed: int) -> dict[str, Any]:
+    """tau of a static candidate, with the interval of its expectation; None for what was only tried."""
+    if candidate.step_s is None or not isinstance(candidate.shape, Tree):
+        return {"tau": None}
+    counts = expected_counts(candidate.shape, default_verifier(candidate.shape), sampling, traces)
+    emitted = [float(trace.length) for trace in traces.rows]
+    picks = resamples(len(emitted), 500, row_seed(seed, "plan/tau"))
+    found = estimate(PromptSums.of(emitted, counts["target_calls"]), picks)
+    return {"tau": {key: found[key] for key in ("value", "low", "high")}}
+
+
+def _by_domain(
+    prompts: Sequence[Prompt], traces: Traces, costs: Costs, sampling: Sampling, chosen: Sequence[Candidate]
+) -> list[dict[str, Any]]:
+    """Of every domain of the prompts: which of the best static trees would be fastest there, as predicted."""
+    rows = []
+    for domain in dict.fromkeys(prompt.domain for prompt in prompts):
+        own = Traces(
+            [trace for prompt, trace in zip(prompts, traces.rows, strict=True) if prompt.domain == domain],
+            traces.any_depth,
+        )
+        emitted = sum(trace.length for trace in own.rows)
+        rates = []
+        for each in chosen[:20]:
+            assert isinstance(each.shape, Tree)
+            counts = expected_counts(each.shape, default_verifier(each.shape), sampling, own)
+            tau = emitted / sum(counts["target_calls"])
+            rates.append((tau / costs.step(each.shape), tau, each.name))
+        speed, tau, name = max(rates)
+        rows.append(
+            {"domain": domain, "prompts": len(own.rows), "tree": name, "tau": tau, "speedup": speed * costs.alone}
+        )
+    return rows

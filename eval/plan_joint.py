@@ -1,0 +1,104 @@
+"""Expected tokens per step of any static tree from joint runs, quickly: what `eval.plan` chooses among.
+
+A node is the ranks on its path; its value is how often decoding is at it, the mean over positions of the product of the
+chances that the text's tokens were accepted at these ranks, at these depths, one after another (`eval.acceptance`). So
+a step emits 1 + the sum of the values of its tree's nodes. Sequoia's programme (`decode.sequoia`) takes the value of a
+node to be a product of one number per rank; here runs that come together count together. Values are means over all
+positions and not over those that decoding visits: they choose, and `eval.predict` then says what to expect.
+
+Legend: P prompts, L positions, K ranks, D depths of a head (1 for a language model).
+"""
+
+import heapq
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode import Tree
+from decode.tree_spec import kary
+
+Floats = NDArray[np.float64]
+Path = tuple[int, ...]
+# MCSD's space: branching numbers of one level, and the most leaves (arXiv 2401.06706).
+BRANCHING, MOST_LEAVES = (1, 2, 4, 8, 16, 32), 32
+
+
+class JointRuns:
+    """Values of nodes, kept as they are asked for. `chances_DKPL` is 0 beyond the end of a text."""
+
+    def __init__(self, chances_DKPL: Floats, lengths_P: NDArray[np.int64]) -> None:
+        self._chances = chances_DKPL
+        self._positions = float(lengths_P.sum())
+        self._runs: dict[Path, Floats] = {(): (np.arange(chances_DKPL.shape[3]) < lengths_P[:, None]).astype(float)}
+        self._values: dict[Path, float] = {}
+
+    @cached_property
+    def ranks(self) -> int:
+        """K: candidates of one node that are known."""
+        return int(self._chances.shape[1])
+
+    def value(self, path: Path) -> float:
+        """How often a step accepts this node."""
+        if path not in self._values:
+            self._values[path] = float(self._run(path).sum()) / self._positions
+        return self._values[path]
+
+    def _run(self, path: Path) -> Floats:
+        if path not in self._runs:
+            above, level = self._run(path[:-1]), len(path) - 1
+            here = self._chances[min(level, len(self._chances) - 1), path[-1]]
+            later = np.zeros_like(here)
+            if level < here.shape[1]:
+                later[:, : here.shape[1] - level] = here[:, level:]
+            self._runs[path] = above * later
+        return self._runs[path]
+
+    def length(self, tree: Tree) -> float:
+        """Expected tokens of a step, the target's own included."""
+        paths: list[Path] = []
+        for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+        return 1.0 + sum(map(self.value, paths))
+
+    def grow(self, nodes: int, depth: int) -> list[Tree]:
+        """The best tree of 1, 2, ... `nodes` nodes within `depth` levels: each adds the most valuable node that may be
+        added next. Greedy is optimal where values fall with rank and depth, as they do but for noise.
+        """
+        waiting: list[tuple[float, Path]] = [(-self.value((0,)), (0,))]
+        chosen: list[Path] = []
+        trees = []
+        while waiting and len(chosen) < nodes:
+            value, path = heapq.heappop(waiting)
+            if value >= 0:
+                break
+            chosen.append(path)
+            trees.append(_tree(chosen))
+            if path[-1] + 1 < self.ranks:
+                after = (*path[:-1], path[-1] + 1)
+                heapq.heappush(waiting, (-self.value(after), after))
+            if len(path) < depth:
+                heapq.heappush(waiting, (-self.value((*path, 0)), (*path, 0)))
+        return trees
+
+
+def _tree(paths: list[Path]) -> Tree:
+    order = {path: number for number, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
+    return Tree(tuple(order[path[:-1]] if len(path) > 1 else -1 for path in order))
+
+
+def kary_space(nodes: int, depth: int, ranks: int) -> dict[str, Tree]:
+    """MCSD's trees by spec: every level has one of `BRANCHING` children, at most `MOST_LEAVES` leaves in all."""
+    found: dict[str, Tree] = {}
+
+    def extend(counts: Path, leaves: int, size: int) -> None:
+        for count in BRANCHING:
+            if count <= ranks and leaves * count <= MOST_LEAVES and size + leaves * count <= nodes:
+                levels = (*counts, count)
+                if max(levels) > 1:
+                    found["kary:" + ",".join(map(str, levels))] = kary(levels)
+                if len(levels) < depth:
+                    extend(levels, leaves * count, size + leaves * count)
+
+    extend((), 1, 0)
+    return found

@@ -1,0 +1,183 @@
+"""Plans: what they choose among, against sums by hand; costs fitted from steps; and `draftsmith plan` itself."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode import DynamicTree, Tree, parse_tree
+from decode.tree_spec import kary
+from eval.plan import Candidate, _finalists, _pays
+from eval.plan_costs import fit, measure_costs, shapes
+from eval.plan_flags import ENGINES, engine_flags
+from eval.plan_joint import JointRuns, kary_space
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+def _runs(chances: list[list[float]]) -> JointRuns:
+    """One text; `chances[k]` are those of rank k along it."""
+    array = np.array(chances)[None, :, None, :]
+    return JointRuns(array, np.array([array.shape[3]]))
+
+
+def test_values_of_nodes_are_means_of_products_along_the_text() -> None:
+    runs = _runs([[0.5, 1.0, 0.2, 0.4], [0.1, 0.0, 0.3, 0.6]])
+    assert runs.value((0,)) == pytest.approx((0.5 + 1.0 + 0.2 + 0.4) / 4)
+    # A run that begins at the last token has no second one.
+    assert runs.value((0, 0)) == pytest.approx((0.5 * 1.0 + 1.0 * 0.2 + 0.2 * 0.4) / 4)
+    assert runs.value((1, 0)) == pytest.approx((0.1 * 1.0 + 0.0 * 0.2 + 0.3 * 0.4) / 4)
+    tree = kary((2, 1))
+    paths = [(0,), (1,), (0, 0), (1, 0)]
+    assert runs.length(tree) == pytest.approx(1 + sum(map(runs.value, paths)))
+
+
+def test_runs_that_come_together_are_worth_more_than_their_parts() -> None:
+    """Half of the positions always accept, half never: a product of means says 1/4 for two tokens."""
+    together = _runs([[1.0] * 8 + [0.0] * 8])
+    assert together.value((0,)) == 0.5
+    assert together.value((0, 0)) > 0.4
+
+
+def test_grown_trees_are_the_best_of_their_size() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.uniform(0.2, 0.9, 40)
+    runs = _runs([first.tolist(), ((1 - first) * 0.5).tolist(), ((1 - first) * 0.1).tolist()])
+    grown = runs.grow(6, 4)
+    assert [tree.size for tree in grown] == [1, 2, 3, 4, 5, 6]
+    assert all(a < b for a, b in pairwise(map(runs.length, grown)))
+    for tree in grown:
+        others = [each for each in kary_space(tree.size, 4, 3).values() if each.size == tree.size]
+        others += [kary((1,) * tree.size)] if tree.size <= 4 else []
+        assert all(runs.length(tree) >= runs.length(other) - 1e-12 for other in others)
+
+
+def test_the_space_of_k_ary_trees_is_mcsds() -> None:
+    space = kary_space(64, 16, 32)
+    assert {"kary:2", "kary:4,2,2", "kary:32", "kary:16,2", "kary:1,1,2"} <= space.keys()
+    assert "kary:3,2" not in space and "kary:1,1" not in space and "kary:32,2" not in space
+    assert all(tree.size <= 64 and not tree.is_chain for tree in space.values())
+    assert all(parse_tree(spec) == tree for spec, tree in list(space.items())[:50])
+    assert all(max(tree.widths) <= 4 for tree in kary_space(64, 16, 4).values())
+
+
+def test_costs_come_back_from_steps_that_were_made_of_them() -> None:
+    def verify(rows: int) -> float:
+        return 0.01 + 0.001 * rows
+
+    def step(tree: Tree | None) -> float:
+        if tree is None:
+            return 0.009
+        expanded = [0] * (tree.depth + 1)
+        for node, below in enumerate(tree.children):
+            if below and node:
+                expanded[tree.depths[node - 1]] += 1
+        return verify(1 + tree.size) + sum(0.002 + 0.0001 * width for width in expanded if width)
+
+    costs, rounds = measure_costs(step, None)
+    assert costs.alone == 0.009 and len(rounds["alone"]) == 3
+    for tree in (kary((1,) * 5), kary((4, 2, 1)), kary((2, 2)), Tree((-1, -1, 0))):
+        assert costs.step(tree) == pytest.approx(step(tree), rel=0.02)
+    assert costs.step(kary((1,) * 40)) == pytest.approx(step(kary((1,) * 40)), rel=0.02)
+    # Medusa's heads draft as deep as there are heads.
+    assert max(tree.depth for tree in shapes(2).values()) == 2 and max(t.depth for t in shapes(1).values()) == 1
+
+
+def test_a_larger_tree_is_never_taken_to_be_cheaper() -> None:
+    seconds = {name: [0.02, 0.03, 0.01] for name in shapes(None)} | {"rows:32": [0.001] * 3, "rows:64": [0.005] * 3}
+    costs = fit(seconds, [0.01])
+    sizes = [costs.step(Tree((-1,) * n)) for n in (1, 8, 16, 32, 64, 100)]
+    assert sizes == sorted(sizes) and costs.step(kary((1,) * 9)) >= costs.step(kary((1,) * 3))
+
+
+def test_the_best_three_are_of_three_families_where_there_are_so_many() -> None:
+    def made(family: str, nodes: int, rate: float) -> Candidate:
+        return Candidate(family, f"chain:{nodes}", kary((1,) * nodes), rate, 0.1)
+
+    candidates = [made("chain", 3, 9.0), made("chain", 4, 8.9), made("kary", 5, 7.0), made("grown", 6, 6.0)]
+    assert [each.family for each in _finalists(candidates)] == ["chain", "kary", "grown"]
+    assert [each.rate for each in _finalists(candidates[:2])] == [9.0, 8.9]
+
+
+def test_whether_it_pays_is_judged_on_the_interval() -> None:
+    assert _pays({"value": 1.2, "low": 1.1, "high": 1.3}) is True
+    assert _pays({"value": 0.8, "low": 0.7, "high": 0.9}) is False
+    assert _pays({"value": 1.1, "low": 0.9, "high": 1.3}) is None
+    assert _pays({"value": 1.1, "low": None, "high": None}) is None
+
+
+def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
+    best = {"naive": 2, "speculative": 5}
+    rows = engine_flags("draft", lambda rule, n: (1.5, 10.0 - abs(n - best[rule])), 5.0, 8)
+    assert {row["engine"]: row["draft_tokens"] for row in rows} == {
+        "vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5
+    }  # fmt: skip
+    assert all(row["speedup"] == 2.0 for row in rows)
+    assert [row["engine"] for row in engine_flags("eagle3", lambda rule, n: (1.0, 1.0), 1.0, 3)] == ["vllm", "sglang"]
+    assert engine_flags("hydra", lambda rule, n: (1.0, 1.0), 1.0, 3) == []
+    for _, commands in ENGINES.values():
+        for command in commands.values():
+            assert "{" not in command.format(target="T", draft="D", n=3, n_and_root=4).replace('{"method"', "")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_plan_is_written_and_used(
+    temperature: int, door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file, "--temperature", temperature]
+    short = ["--max_new_tokens", 6, "--prompt_tokens", 8]
+    code, out, err = door("plan", *words, *short, "--out", plan, "--confirm_prompts", 4, "--json")
+    assert code == 0, err
+    summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
+    assert summary["plan"] == str(plan) and summary["tree"] == found["tree"]
+    assert [row["tree"] for row in found["confirmed"]][0] == "the target alone" and len(found["confirmed"]) == 4
+    rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
+    assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
+    assert {row["engine"] for row in found["engines"]} == {"vllm", "sglang", "llama.cpp", "transformers"}
+    assert all(target_dir in row["command"] or row["engine"] == "transformers" for row in found["engines"])
+    predicted = [row for row in found["candidates"] if row["tau"]]
+    assert len(predicted) == 20 and all(1 <= row["tau"]["value"] <= 65 for row in predicted)
+    assert {row["domain"] for row in found["domains"]} == {"default", "models"}
+    parsed = parse_tree(f"auto:{plan}", lambda path: json.loads(Path(path).read_text()))
+    assert isinstance(parsed, Tree | DynamicTree) and parsed.size >= 1
+    code, out, err = door("decode", *words, *short, "--tree", f"auto:{plan}", "--json")
+    assert code == 0, err
+    if found["pays"] is False:
+        assert "no draft is faster here, so the target decodes alone" in err
+    else:
+        assert json.loads(out.splitlines()[-1])["tree"] == f"auto:{plan}"
+
+
+def test_decode_plans_on_the_spot_and_says_so(door: Door, target_dir: str, draft_dir: str, prompts_file: str) -> None:
+    words: list[Any] = ["decode", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 6, "--json"]
+    alone = json.loads(door(*words)[1].splitlines()[-1])["outputs"]
+    code, out, err = door(*words, "--draft", draft_dir, "--tree", "auto")
+    assert code == 0, err
+    assert "planned now, on 8 prompts" in err
+    ours = json.loads(out.splitlines()[-1])["outputs"]
+    assert [row["output_ids"] for row in ours] == [row["output_ids"] for row in alone]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "must be at least 4"),
+        ("plan --target {t} --draft {d} --prompts {p} --out .", "is a directory"),
+        ("plan --target {t} --draft {d} --prompts {p}", "--out: is missing"),
+        ("plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95", "none fits 1 tokens"),
+        ("decode --target {t} --prompt a --tree auto", "auto plans for one --draft"),
+        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto plans for one --draft"),
+        ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
+        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto", "names no file"),
+    ],
+)
+def test_wrong_plans_are_refused_in_one_line(
+    words: str, message: str, door: Door, target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    code, _, err = door(*words.format(t=target_dir, d=draft_dir, p=prompts_file).split())
+    assert code == 2 and message in err, err
