@@ -32,6 +32,7 @@ from eval.schema import (
     AlphaRow,
     BaselineRow,
     DecodingRow,
+    DiagnosisRows,
     Estimate,
     Identical,
     ModelRow,
@@ -353,8 +354,9 @@ def assemble(
     provenance: dict[str, Any],
     clock: dict[str, Any],
     remarks: Sequence[Remark] = (),
+    diagnosis: DiagnosisRows | None = None,
 ) -> ResultsDocument:
-    """results.json. `config`, `models`, `provenance`, `clock` and `remarks` are put in as they are."""
+    """results.json. `config`, `models`, `provenance`, `clock`, `remarks` and `diagnosis` are put in as they are."""
     alpha = alpha_rows(setting, measured)
     decoding = decoding_rows(setting, measured)
     speed = speed_rows(setting, measured)
@@ -385,6 +387,7 @@ def assemble(
         overall_decoding=[row for row in decoding if row["domain"] is None],
         predictions=prediction_rows(setting, measured),
         transfer=transfer_rows(setting, measured),
+        diagnosis=diagnosis,
         provenance=provenance,
         speed=Speed(
             domains=[row for row in speed if row["domain"] is not None],

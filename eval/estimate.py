@@ -22,6 +22,7 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Trace, draft_logits, model_logits, rank_chances
+from eval.diagnose import Diagnoser, Diagnosis
 from eval.headroom import RootMeasurement, RootStep, RootSums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
 from eval.request import Method
@@ -44,7 +45,7 @@ class AlphaMeasurement(TypedDict):
     sum_x p q (`match`).
 
     `roots`: by name of a root step, what `eval.headroom` found at some of these positions. `predicted`: by name of a
-    method, what decoding with it is expected to count.
+    method, what decoding with it is expected to count. `diagnosis`: why (`eval.diagnose`), if it was asked for.
     """
 
     sum: list[float]
@@ -53,6 +54,7 @@ class AlphaMeasurement(TypedDict):
     count: list[int]
     roots: dict[str, RootMeasurement]
     predicted: dict[str, PredictedCounts]
+    diagnosis: Diagnosis | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def _read(
     asked: _Asked,
     max_logits: int,
     roots: Mapping[str, RootSums],
+    diagnosers: Mapping[str, Diagnoser],
     first_row: int,
 ) -> dict[str, list[Trace]]:
     """The traces of some rows by draft: one forward of the target, and one of every draft, over all of their tokens."""
@@ -120,15 +123,15 @@ def _read(
     if heads and len(rows) > 1 and len(rows) * columns * vocabulary > max_logits:
         # A head's deeper drafts reach over columns, so that rows are divided and not columns.
         half = len(rows) // 2
-        left = _read(target, drafts, rows[:half], asked, max_logits, roots, first_row)
-        right = _read(target, drafts, rows[half:], asked, max_logits, roots, first_row + half)
+        left = _read(target, drafts, rows[:half], asked, max_logits, roots, diagnosers, first_row)
+        right = _read(target, drafts, rows[half:], asked, max_logits, roots, diagnosers, first_row + half)
         return {name: left[name] + right[name] for name in drafts}
     traces: dict[str, list[Trace]] = {}
     for name in drafts:
         traces[name] = [Trace(len(row.output_ids)) for row in rows]
         for trace in traces[name]:
             trace.reserve(asked.depths if name in heads else 1, asked.ranks)
-    reader = _Reader(texts, asked, traces, roots, first_row)
+    reader = _Reader(texts, asked, traces, roots, diagnosers, first_row)
     first = min(len(row.prompt_ids) for row in rows) - 1
     width = columns if heads else max(1, max_logits // (len(rows) * vocabulary))
     caches: dict[str, Any] = dict.fromkeys(["", *drafts])
@@ -167,8 +170,10 @@ class _Reader:
         asked: _Asked,
         traces: Mapping[str, list[Trace]],
         roots: Mapping[str, RootSums],
+        diagnosers: Mapping[str, Diagnoser],
         first_row: int,
     ) -> None:
+        self.diagnosers = diagnosers
         self.texts, self.asked, self.traces, self.roots, self.first_row = texts, asked, traces, roots, first_row
         most = max(asked.ranks.values(), default=1)
         # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
@@ -219,6 +224,8 @@ class _Reader:
             (b, c + self.start + depth - len(self.texts.rows[b].prompt_ids) + 1)
             for b, c in zip(at_b.tolist(), at_c.tolist(), strict=True)
         ]
+        if not depth and name in self.diagnosers:
+            self.diagnosers[name].add([(self.first_row + b, at) for b, at in places], p_NV, q_NV, chosen_NV)
         for rule, count in self.asked.ranks.items():
             u_NK = torch.stack([self.uniforms[b][at] for b, at in places]) if count > 1 else x_N1.double()
             values[rule] = rank_chances(rule, p_NV, q_NV, x_N1[:, 0], u_NK.to(p_NV.device), count)
@@ -261,6 +268,7 @@ def read_traces(
     batch_size: int,
     max_logits: int = MAX_LOGITS,
     roots: Mapping[str, RootSums] | None = None,
+    diagnosers: Mapping[str, Diagnoser] | None = None,
     seed: int = 0,
     names: Mapping[str, str] | None = None,
     tick: Tick = no_tick,
@@ -283,7 +291,9 @@ def read_traces(
     read: dict[str, list[Trace]] = {name: [] for name in drafts}
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        for name, found in _read(target, drafts, batch, asked, max_logits, roots or {}, start).items():
+        for name, found in _read(
+            target, drafts, batch, asked, max_logits, roots or {}, diagnosers or {}, start
+        ).items():
             read[name] += found
         tick(len(batch))
     return {name: Traces(rows, isinstance(drafts[name], PreTrainedModel)) for name, rows in read.items()}
@@ -299,6 +309,7 @@ def measure_alphas(
     batch_size: int,
     max_logits: int = MAX_LOGITS,
     roots: Sequence[RootStep] = (),
+    diagnose: bool = False,
     seed: int = 0,
     names: Mapping[str, str] | None = None,
     tick: Tick = no_tick,
@@ -312,7 +323,16 @@ def measure_alphas(
     lengths = [(len(row.prompt_ids), len(row.output_ids)) for row in rows]
     ids, vocabulary = [row.id for row in rows], vocabulary_size(target)
     sums = {name: RootSums(roots, lengths, ids, vocabulary, seed) for name in (drafts if roots else ())}
-    take = partial(read_traces, batch_size=batch_size, max_logits=max_logits, roots=sums, seed=seed, names=names)
+    diagnosers = {name: Diagnoser(rows, sampling, seed) for name in (drafts if diagnose else ())}
+    take = partial(
+        read_traces,
+        batch_size=batch_size,
+        max_logits=max_logits,
+        roots=sums,
+        diagnosers=diagnosers,
+        seed=seed,
+        names=names,
+    )
     found: dict[str, AlphaMeasurement] = {}
     for name, traces in take(target, drafts, rows, sampling, methods, tick=tick).items():
         counts = {method.name: predict(method, sampling, traces) for method in methods}
@@ -323,6 +343,7 @@ def measure_alphas(
             count=[trace.length for trace in traces.rows],
             roots=sums[name].sums if roots else {},
             predicted={key: value for key, value in counts.items() if value is not None},
+            diagnosis=diagnosers[name].found if diagnose else None,
         )
     return found
 

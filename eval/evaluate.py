@@ -19,6 +19,7 @@ from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
 from eval import assemble, measure, remarks
 from eval.config import EvalConfig
+from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.measure_all import measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, model_row
@@ -56,22 +57,24 @@ def evaluate(config: EvalConfig) -> Results:
         measured = measure_all(config, request, suites, pair, models, cache)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         said += announce(busy, strict=False)
+        setting = assemble.Setting(
+            suites=suites,
+            drafts=list(pair.drafts),
+            base=request.base,
+            temperatures=config.temperature,
+            methods=request.methods,
+            bootstrap=config.bootstrap,
+            seed=config.seed,
+        )
         document = assemble.assemble(
-            assemble.Setting(
-                suites=suites,
-                drafts=list(pair.drafts),
-                base=request.base,
-                temperatures=config.temperature,
-                methods=request.methods,
-                bootstrap=config.bootstrap,
-                seed=config.seed,
-            ),
+            setting,
             measured,
             config=asdict(config),
             models=models,
             provenance=provenance(command_line("eval", asked), asdict(config)),
             clock=clock(started, cache, pair.target),
             remarks=said,
+            diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
         )
         write_json_atomic(out / "results.json", document)
         results = Results.load(out)

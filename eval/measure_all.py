@@ -129,7 +129,13 @@ def _alphas(
     # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
     steps = {} if sampling.greedy else {s.name: s for m in run.request.methods if (s := RootStep.of(m)) is not None}
     methods = predicted_methods(run.request.methods, sampling.greedy)
-    asked = {"what": "alpha", **common, "roots": list(steps), "predicted": [_asked(method) for method in methods]}
+    asked = {
+        "what": "alpha",
+        "diagnosis": 1,
+        **common,
+        "roots": list(steps),
+        "predicted": [_asked(method) for method in methods],
+    }
     names = {name: f"draft {name} ({run.models[name]['name']})" for name in run.pair.drafts}
     note = f"alpha: {suite.name}, T={sampling.temperature:g}"
 
@@ -142,6 +148,7 @@ def _alphas(
             methods,
             batch_size=run.config.batch_size,
             roots=list(steps.values()),
+            diagnose=True,
             seed=run.config.seed,
             names={"": f"the target {run.models['target']['name']}", **names},
         )

@@ -24,6 +24,7 @@ def migrate(document: dict[str, Any]) -> dict[str, Any]:
     alpha = {key: [{**rules, **row} for row in document[key]] for key in ("alpha", "overall_alpha")}
     return {
         "predictions": [],
+        "diagnosis": None,
         **document,
         **alpha,
         **decoding,

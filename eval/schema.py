@@ -60,6 +60,17 @@ DEFINITIONS: dict[str, str] = {
         "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). Undefined "
         "unless the interval of the gain in distribution lies above zero."
     ),
+    "calibration": (
+        "Whether a draft is as sure as it should be: of the tokens drafted with one confidence (the draft's "
+        "probability; at temperature 0, that at temperature 1), the share that is accepted. ECE is the mean distance "
+        "of the two over ten bins. Of a calibrated draft the acceptance equals the confidence, and trees that grow "
+        "by it suit. A draft's 64 most probable tokens at each position are counted."
+    ),
+    "candidates": (
+        "Acceptance of the first drafted token when the verifier has k of them: the draft's k most probable (the "
+        "mass of p on them, which a lossless rule for a fixed set accepts), or k drawn from q without replacement "
+        "and tried in turn (MCSD), at up to 4 positions per prompt."
+    ),
     "interval": (
         "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is computed "
         "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. "
@@ -291,6 +302,81 @@ class Speed(TypedDict):
     conditions: list[SpeedConditions]
 
 
+class WhyRow(TypedDict):
+    """alpha at the positions of one bin, all sets of a kind pooled. `sign`: 1 or -1 where the gain over the base is not
+    zero, Holm's correction over the bins of the draft; None for the base.
+    """
+
+    draft: str
+    kind: SuiteKind
+    temperature: float
+    by: str
+    bin: str
+    alpha: Estimate
+    gain: Difference | None
+    sign: int | None
+
+
+class LostToken(TypedDict):
+    """A token of the text at which a draft lost acceptance to the base: alpha of both, and the change in all."""
+
+    draft: str
+    kind: SuiteKind
+    temperature: float
+    token: str
+    count: int
+    alpha: float
+    base_alpha: float
+    change: float
+
+
+class CalibrationRow(TypedDict):
+    """By tenths of the draft's confidence: the mass drafted, its mean confidence and how much of it was accepted.
+    `ece`: the mean distance of the two over the mass drafted, with its interval.
+    """
+
+    draft: str
+    kind: SuiteKind
+    temperature: float
+    ece: float
+    low: float | None
+    high: float | None
+    bins: list[dict[str, float | None]]
+
+
+class CandidatesRow(TypedDict):
+    """Acceptance of the first drafted token with `k` candidates: the draft's most probable, or drawn without
+    replacement (`way`).
+    """
+
+    draft: str
+    kind: SuiteKind
+    temperature: float
+    way: str
+    k: list[int]
+    acceptance: list[Estimate]
+
+
+class ViewedText(TypedDict):
+    """A continuation of the target token by token: text, alpha, p and q of it, and the draft's first guesses."""
+
+    draft: str
+    domain: str
+    temperature: float
+    prompt_id: str
+    tokens: list[dict[str, Any]]
+
+
+class DiagnosisRows(TypedDict):
+    """Why a draft is accepted or not."""
+
+    why: list[WhyRow]
+    lost: list[LostToken]
+    calibration: list[CalibrationRow]
+    candidates: list[CandidatesRow]
+    viewed: list[ViewedText]
+
+
 class Remark(TypedDict):
     """Something that makes figures mean less than they seem to; `eval.remarks` says when."""
 
@@ -321,6 +407,7 @@ class ResultsDocument(TypedDict):
     overall_decoding: list[DecodingRow]
     predictions: list[PredictionRow]
     transfer: list[TransferRow]
+    diagnosis: DiagnosisRows | None
     provenance: dict[str, Any]
     speed: Speed
     clock: dict[str, Any]

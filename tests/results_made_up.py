@@ -84,6 +84,7 @@ def made_up(
                     "count": [20] * prompts,
                     "roots": roots,
                     "predicted": {},
+                    "diagnosis": None,
                 }
                 calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
                 first = [min(20 - c, c) if offered else 0 for c in calls]

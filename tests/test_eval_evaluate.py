@@ -179,6 +179,9 @@ def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
     assert sorted(p.name for p in (out / "plots").iterdir()) == [
         "accept.png",
         "alpha.png",
+        "calibration.png",
+        "candidates.png",
+        "cost.png",
         "gain.png",
         "tau.png",
     ]

@@ -304,7 +304,7 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
     said = re.search(r'<pre id="said">scroll=(\d+) figures=(\d+) h1=(.+?)</pre>', ran.stdout)
     assert said is not None, ran.stderr[-2000:]
     assert int(said[1]) <= width
-    assert int(said[2]) == (3 if name == "small" else 4)
+    assert int(said[2]) == (4 if name == "small" else 5)
     assert "hip" in said[3] or "decided" in said[3]
 
 

@@ -7,11 +7,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith_core.io import write_text_atomic
-from eval.report import figures
+from eval.report import figures, figures_why
 from eval.report.findings import lead
 from eval.report.formats import tree_name
 from eval.report.tables import tables
 from eval.report.theme import DARK, LIGHT, MARKS, Look, inline_svg, roles_of, write_png
+from eval.report.viewer import viewed_texts
 from eval.results import KINDS, Results
 
 # A table longer than this is folded; it is all there, one click away, without a script.
@@ -55,6 +56,29 @@ FIGURES = [
         "All sets of a kind pooled: filled marks ID, hollow marks OOD. The line at 1 is the target decoding alone.",
         figures.tau_figure,
     ),
+    (
+        "cost",
+        "Speed against the cost of drafting",
+        "What the measured tokens per call would be worth where a draft call costs so much of a target call, and "
+        "verifying costs as much as decoding one token: τ / (1 + draft calls × cost), with the first lossless "
+        "method. Solid lines ID, dashed OOD. The marks are this machine: its measured speedup, at the cost that "
+        "explains it. Upright lines are typical pairs by their parameters.",
+        figures_why.cost_figure,
+    ),
+    (
+        "calibration",
+        "Is the draft as sure as it should be?",
+        "By tenths of the draft's confidence, the share that the target accepts. On the diagonal a draft is "
+        "calibrated, above it too modest, below it too sure. Trees that grow by confidence rely on this.",
+        figures_why.calibration_figure,
+    ),
+    (
+        "candidates",
+        "What more candidates would bring",
+        "Acceptance of the first drafted token with k candidates: drawn without replacement and tried in turn (solid), "
+        "or the draft's k most probable (dashed).",
+        figures_why.candidates_figure,
+    ),
 ]
 
 
@@ -91,6 +115,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         lead=lead(results),
         pictures=pictures,
         tables=tables(results),
+        viewed=viewed_texts(results),
         open_rows=OPEN_ROWS,
         roles=roles,
         light=LIGHT,

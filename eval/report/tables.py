@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.report.formats import NONE, memory, number, transfer, tree_name, with_interval
+from eval.bootstrap import bounds, signs
+from eval.report.formats import NONE, interval, memory, number, signed, transfer, tree_name, with_interval
 from eval.results import KINDS, Results
 from eval.schema import SuiteKind
 
@@ -50,6 +51,8 @@ METHOD: list[Column] = [
     TEMPERATURE,
 ]
 
+CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
+HOLM: Column = ("Holm", lambda row: CLEAR[row["sign"]])
 ALPHA: list[Column] = [
     DOMAIN,
     DRAFT,
@@ -57,6 +60,7 @@ ALPHA: list[Column] = [
     ("α [95 %]", lambda row: with_interval(row["alpha"])),
     ("per prompt", lambda row: number(row["alpha"]["mean_per_prompt"])),
     ("gain [95 %]", lambda row: with_interval(row["gain"], sign=True)),
+    HOLM,
     ("prompts", lambda row: str(row["alpha"]["prompts"])),
     ("positions", lambda row: f"{row['alpha']['denominator']:.0f}"),
 ]
@@ -88,6 +92,17 @@ SUITES: list[Column] = [
         lambda row: "; ".join(f"{skip['row']}: {skip['reason']}" for skip in row["skipped_rows"][:2]),
     ),
 ]
+
+
+def _with_signs(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Rows of alpha with the sign of their gain; the sets of one draft and temperature are one family."""
+    families: dict[tuple[str, float], list[int]] = {}
+    for index, row in enumerate(rows):
+        families.setdefault((row["draft"], row["temperature"]), []).append(index)
+    found: dict[int, int | None] = {}
+    for family in families.values():
+        found |= dict(zip(family, signs([bounds(rows[index]["gain"]) for index in family]), strict=True))
+    return [{**row, "sign": found[index]} for index, row in enumerate(rows)]
 
 
 def _milliseconds(value: float | None) -> str:
@@ -136,6 +151,34 @@ def _models(target_parameters: int) -> list[Column]:
     ]
 
 
+WHY: list[Column] = [
+    ("where", lambda row: f"{row['by']}: {row['bin']}"),
+    ("sets", lambda row: _domain(None, row["kind"])),
+    DRAFT,
+    TEMPERATURE,
+    ("α [95 %]", lambda row: with_interval(row["alpha"])),
+    ("gain [95 %]", lambda row: with_interval(row["gain"], sign=True)),
+    HOLM,
+    ("positions", lambda row: f"{row['alpha']['denominator']:.0f}"),
+]
+LOST: list[Column] = [
+    ("token", lambda row: repr(row["token"])),
+    ("sets", lambda row: _domain(None, row["kind"])),
+    DRAFT,
+    TEMPERATURE,
+    ("change in all", lambda row: signed(row["change"], 2)),
+    ("α", lambda row: number(row["alpha"])),
+    ("α of the base", lambda row: number(row["base_alpha"])),
+    ("seen", lambda row: str(row["count"])),
+]
+CALIBRATION: list[Column] = [
+    ("sets", lambda row: _domain(None, row["kind"])),
+    DRAFT,
+    TEMPERATURE,
+    ("ECE [95 %]", lambda row: f"{number(row['ece'])} {interval(row, 3)}".strip()),
+]
+
+
 def tables(results: Results) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
     document = results.document
@@ -144,15 +187,17 @@ def tables(results: Results) -> list[Table]:
     reasons = any(row["undefined"] for row in document["transfer"])
     deepest = max((len(row["accept_at"]) for row in document["decoding"]), default=0)
     speeds = document["speed"]["domains"]
+    diagnosis: Any = document["diagnosis"] or {"why": [], "lost": [], "calibration": []}
     models = [{"role": role, **row} for role, row in document["models"].items()]
     whole = "" if document["clock"]["machine"]["gpu"] else ", all of the process included"
     every = [
         _table(
             "Expected acceptance α",
-            "Pooled over positions; beside it the mean of per-prompt means. Gains are over the base, paired by prompt.",
+            "Pooled over positions; beside it the mean of per-prompt means. Gains are over the base, paired by "
+            "prompt. Higher and lower hold at 95 % under Holm's correction over the sets of a draft and temperature.",
             2,
             ALPHA,
-            document["alpha"] + pooled,
+            _with_signs(document["alpha"]) + [{**row, "sign": None} for row in pooled],
         ),
         _table(
             "Transfer",
@@ -177,6 +222,23 @@ def tables(results: Results) -> list[Table]:
             SPEED,
             [{**row, "busy": results.busy(str(row["domain"]), row["temperature"])} for row in speeds],
         ),
+        _table(
+            "Why it moved",
+            "α by kind of position, all sets of a kind pooled. Higher and lower hold at 95 % under Holm's correction "
+            "over the rows of a draft, kind and temperature.",
+            4,
+            WHY,
+            diagnosis["why"],
+        ),
+        _table(
+            "Tokens that lost most",
+            "Tokens of the target's text, seen five times or more, at which a draft lost most acceptance to the base "
+            "in all: suspects, without intervals.",
+            4,
+            LOST,
+            diagnosis["lost"],
+        ),
+        _table("Calibration", "ECE: see below.", 3, CALIBRATION, diagnosis["calibration"]),
         _table("Prompts", "Every row read is done, skipped or failed.", 2, SUITES, document["suites"]),
         _table(
             "Models",

@@ -1,0 +1,309 @@
+"""From what `eval.diagnose` kept to rows of results.json: gains by kind of position, calibration, tokens."""
+
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.tokenization import Tokenizer
+from eval.assemble import Group, Measured, Setting
+from eval.bootstrap import PromptSums, bounds, difference, estimate, interval, signs
+from eval.diagnose import BINS, Diagnosis
+from eval.schema import (
+    CalibrationRow,
+    CandidatesRow,
+    DiagnosisRows,
+    LostToken,
+    ViewedText,
+    WhyRow,
+)
+from eval.suites import Suite
+
+ENTROPY_BITS = (0.5, 1.5, 3.0)
+POSITIONS = (4, 16, 64)
+SIMILARITIES = (0.05, 0.2, 0.5)
+# Runs of so many tokens make two prompts similar.
+NGRAM = 3
+SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
+# Tokens seen less often than this are not listed among those that lost most.
+LEAST_SEEN, LISTED = 5, 12
+_CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
+
+# A text's positions as bins: (prompt's similarity, place, token, entropy) -> the name of a bin.
+_Bin = Callable[[float, int, str, float], str]
+
+
+def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int], str]) -> DiagnosisRows:
+    """Every row, each about all sets of a kind but the viewed texts; `text_of` gives the text of a token."""
+    similar = similarities(setting.suites)
+    rows = DiagnosisRows(why=[], lost=[], calibration=[], candidates=[], viewed=[])
+    for group in setting.groups():
+        if group.domain is not None:
+            continue
+        found = {draft: _diagnoses(measured, group, draft) for draft in setting.drafts}
+        texts = [
+            [text_of(token) for token in output]
+            for suite in group.suites
+            for output in measured.baselines[suite.name, group.temperature]["output_ids"]
+        ]
+        near = [value for suite in group.suites for value in similar[suite.name]]
+        for draft, own in found.items():
+            base = None if draft == setting.base else found[setting.base]
+            rows["why"] += _why(group, draft, own, base, texts, near)
+            rows["calibration"].append(_calibration(group, draft, own))
+            rows["candidates"] += _candidates(group, draft, own)
+            if base is not None:
+                rows["lost"] += _lost(group, draft, own, base, texts)
+        for suite in group.suites:
+            rows["viewed"] += _viewed(setting, measured, suite, group.temperature, text_of)
+    return rows
+
+
+def _diagnoses(measured: Measured, group: Group, draft: str) -> list[Diagnosis]:
+    found = [measured.alphas[suite.name, group.temperature, draft]["diagnosis"] for suite in group.suites]
+    assert all(each is not None for each in found)
+    return [each for each in found if each is not None]
+
+
+def _joined(parts: Sequence[Diagnosis], key: str) -> list[Any]:
+    """The per-prompt lists of several sets, one after another."""
+    untyped: Sequence[Any] = parts
+    return [value for part in untyped for value in part[key]]
+
+
+def token_class(text: str) -> str:
+    """words, digits, code, punctuation, whitespace or non-Latin."""
+    bare = text.strip()
+    if not bare:
+        return "whitespace"
+    if any(ch == "\N{REPLACEMENT CHARACTER}" or (ch.isalpha() and not _latin(ch)) for ch in bare):
+        return "non-Latin"
+    if any(ch.isdigit() for ch in bare):
+        return "digits"
+    if any(ch in _CODE for ch in bare):
+        return "code"
+    return "words" if any(ch.isalpha() for ch in bare) else "punctuation"
+
+
+def _latin(character: str) -> bool:
+    return character.isascii() or unicodedata.name(character, "").startswith("LATIN")
+
+
+def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
+    """Of every prompt, the largest share of its token trigrams that one ID prompt (not itself) has too."""
+    where: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
+    for index, prompt in enumerate(known):
+        for gram in _ngrams(prompt):
+            where[gram].add(index)
+    places = {id(prompt): index for index, prompt in enumerate(known)}
+    found: dict[str, list[float]] = {}
+    for suite in suites:
+        found[suite.name] = []
+        for prompt in suite.prompts:
+            shared: dict[int, int] = defaultdict(int)
+            grams = _ngrams(prompt)
+            for gram in grams:
+                for index in where.get(gram, ()):
+                    shared[index] += 1
+            shared.pop(places.get(id(prompt), -1), None)
+            found[suite.name].append(max(shared.values(), default=0) / max(1, len(grams)))
+    return found
+
+
+def _ngrams(prompt: Prompt) -> set[tuple[int, ...]]:
+    return {prompt.ids[start : start + NGRAM] for start in range(len(prompt.ids) - NGRAM + 1)}
+
+
+def _range(value: float, edges: Sequence[float]) -> str:
+    """The bin of a value: "below 0.5", "0.5 to 1.5", "3 and more"."""
+    at = sum(value >= edge for edge in edges)
+    if at == 0:
+        return f"below {edges[0]:g}"
+    return f"{edges[-1]:g} and more" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
+
+
+BY: dict[str, _Bin] = {
+    "entropy of the target, bits": lambda near, place, text, entropy: _range(entropy, ENTROPY_BITS),
+    "position in the answer": lambda near, place, text, entropy: _range(place, POSITIONS),
+    "class of the token": lambda near, place, text, entropy: token_class(text),
+    "similarity to ID prompts": lambda near, place, text, entropy: _range(near, SIMILARITIES),
+}
+
+
+def _why(
+    group: Group,
+    draft: str,
+    own: Sequence[Diagnosis],
+    base: Sequence[Diagnosis] | None,
+    texts: list[list[str]],
+    near: list[float],
+) -> list[WhyRow]:
+    rows: list[WhyRow] = []
+    entropies, alphas = _joined(own, "entropy"), _joined(own, "alpha")
+    base_alphas = None if base is None else _joined(base, "alpha")
+    for by, bin_of in BY.items():
+        # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
+        if by.startswith("entropy") and group.temperature == 0:
+            continue
+        names = [
+            [
+                bin_of(near[row], place, text, entropy)
+                for place, (text, entropy) in enumerate(zip(tokens, bits, strict=True))
+            ]
+            for row, (tokens, bits) in enumerate(zip(texts, entropies, strict=True))
+        ]
+        for name in sorted({name for row in names for name in row}, key=_order):
+            sums = _binned(alphas, names, name)
+            gain = None if base_alphas is None else difference(sums, _binned(base_alphas, names, name), group.picks)
+            rows.append(
+                WhyRow(
+                    draft=draft,
+                    kind=group.kind,
+                    temperature=group.temperature,
+                    by=by,
+                    bin=name,
+                    alpha=estimate(sums, group.picks),
+                    gain=gain,
+                    sign=None,
+                )
+            )
+    for row, sign in zip(rows, signs([bounds(row["gain"]) for row in rows]), strict=True):
+        row["sign"] = sign
+    return rows
+
+
+def _order(name: str) -> tuple[int, float, str]:
+    first = name.split()[1] if name.startswith("below") else name.split()[0]
+    number = first.replace(".", "", 1).isdigit()
+    return (0, float(first) - (0.001 if name.startswith("below") else 0), "") if number else (1, 0.0, name)
+
+
+def _binned(alphas: Sequence[Sequence[float]], names: Sequence[Sequence[str]], wanted: str) -> PromptSums:
+    pairs = [
+        [a for a, name in zip(values, bins, strict=True) if name == wanted]
+        for values, bins in zip(alphas, names, strict=True)
+    ]
+    return PromptSums.of([sum(values) for values in pairs], [len(values) for values in pairs])
+
+
+def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> CalibrationRow:
+    sums_PB3 = np.asarray(_joined(own, "confidence"), np.float64)
+    pooled_B3 = sums_PB3.sum(0)
+    # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
+    ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
+    low, high = interval(ece_R, group.picks)
+    return CalibrationRow(
+        draft=draft,
+        kind=group.kind,
+        temperature=group.temperature,
+        ece=float(_ece(pooled_B3)),
+        low=low,
+        high=high,
+        bins=[
+            {
+                "mass": float(mass),
+                "confidence": float(sure / mass) if mass else None,
+                "acceptance": float(accepted / mass) if mass else None,
+            }
+            for mass, sure, accepted in pooled_B3
+        ],
+    )
+
+
+def _ece(sums_B3: Any) -> Any:
+    """sum over bins of |accepted - confidence| over the mass drafted; NaN where nothing was."""
+    assert sums_B3.shape[-2] == BINS
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.abs(sums_B3[..., 2] - sums_B3[..., 1]).sum(-1) / sums_B3[..., 0].sum(-1)
+
+
+def _candidates(group: Group, draft: str, own: Sequence[Diagnosis]) -> list[CandidatesRow]:
+    counts = [len(values) for values in _joined(own, "alpha")]
+    ways: list[tuple[str, list[Any], list[int]]] = [("most probable", _joined(own, "best"), counts)]
+    if group.temperature:
+        ways.append(("drawn", _joined(own, "drawn"), _joined(own, "drawn_count")))
+    return [
+        CandidatesRow(
+            draft=draft,
+            kind=group.kind,
+            temperature=group.temperature,
+            way=way,
+            k=list(SHOWN_CANDIDATES),
+            acceptance=[
+                estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
+                for k in SHOWN_CANDIDATES
+            ],
+        )
+        for way, sums, below in ways
+    ]
+
+
+def _lost(
+    group: Group, draft: str, own: Sequence[Diagnosis], base: Sequence[Diagnosis], texts: list[list[str]]
+) -> list[LostToken]:
+    """The tokens of the text at which most acceptance was lost in all, worst first."""
+    seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for tokens, new, old in zip(texts, _joined(own, "alpha"), _joined(base, "alpha"), strict=True):
+        for text, a, b in zip(tokens, new, old, strict=True):
+            seen[text].append((a, b))
+    rows = [
+        LostToken(
+            draft=draft,
+            kind=group.kind,
+            temperature=group.temperature,
+            token=text,
+            count=len(pairs),
+            alpha=sum(a for a, _ in pairs) / len(pairs),
+            base_alpha=sum(b for _, b in pairs) / len(pairs),
+            change=sum(a - b for a, b in pairs),
+        )
+        for text, pairs in seen.items()
+        if len(pairs) >= LEAST_SEEN and sum(a - b for a, b in pairs) < 0
+    ]
+    return sorted(rows, key=lambda row: (row["change"], row["token"]))[:LISTED]
+
+
+def _viewed(
+    setting: Setting, measured: Measured, suite: Suite, temperature: float, text_of: Callable[[int], str]
+) -> list[ViewedText]:
+    found = []
+    for draft in setting.drafts:
+        own = measured.alphas[suite.name, temperature, draft]["diagnosis"]
+        assert own is not None
+        outputs = measured.baselines[suite.name, temperature]["output_ids"]
+        for row, tokens in enumerate(own["viewed"]):
+            found.append(
+                ViewedText(
+                    draft=draft,
+                    domain=suite.name,
+                    temperature=temperature,
+                    prompt_id=suite.prompts[row].id,
+                    tokens=[
+                        {
+                            "text": text_of(outputs[row][place]),
+                            "alpha": round(own["alpha"][row][place], 4),
+                            "p": token["p"],
+                            "q": token["q"],
+                            "guesses": [{"text": text_of(x), "q": q, "p": p} for x, q, p in token["guesses"]],
+                        }
+                        for place, token in enumerate(tokens)
+                    ],
+                )
+            )
+    return found
+
+
+def texts_by_id(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """The text of a token, each decoded once."""
+    known: dict[int, str] = {}
+
+    def text_of(token: int) -> str:
+        if token not in known:
+            known[token] = str(tokenizer.decode([token]))
+        return known[token]
+
+    return text_of

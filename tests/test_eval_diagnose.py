@@ -1,0 +1,212 @@
+"""Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows, and the page."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
+from eval.assemble import Measured, Setting
+from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
+from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
+from eval.estimate import Continuation
+from eval.report.page import render_page
+from eval.report.viewer import viewed_texts
+from eval.request import Method
+from eval.results import Results
+from eval.schema import SuiteKind
+from eval.suites import Suite
+from tests.results_made_up import BASE, BOTH, made_up
+
+V, N = 9, 6
+HOT, GREEDY = Sampling(temperature=1.0), Sampling(temperature=0.0)
+
+
+def pair(sampling: Sampling, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """p, q and the draft's logits at N positions."""
+    one = torch.Generator().manual_seed(seed)
+    p, q = 2 * torch.randn(N, V, generator=one), 2 * torch.randn(N, V, generator=one)
+    return probs(p, sampling), probs(q, sampling), q
+
+
+def diagnosed(sampling: Sampling, chunks: int = 1) -> tuple[Diagnoser, torch.Tensor, torch.Tensor, torch.Tensor]:
+    p, q, logits = pair(sampling)
+    texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
+    places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    diagnoser = Diagnoser(texts, sampling, seed=0)
+    size = N // chunks
+    for start in range(0, N, size):
+        part = slice(start, start + size)
+        diagnoser.add(places[part], p[part], q[part], logits[part])
+    return diagnoser, p, q, logits
+
+
+@pytest.mark.parametrize("sampling", [HOT, GREEDY])
+def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
+    diagnoser, p, q, logits = diagnosed(sampling)
+    found = diagnoser.found
+    alpha = acceptance(p, q).tolist()
+    assert found["alpha"] == [pytest.approx(alpha[:4]), pytest.approx(alpha[4:])]
+    entropy = -(p * p.clamp(min=1e-30).log2()).sum(1)
+    assert found["entropy"][0] == pytest.approx(entropy[:4].tolist(), abs=1e-5)
+    order = logits.argsort(dim=1, descending=True)
+    best = p.gather(1, order).cumsum(1)[:4].sum(0)
+    # With as many candidates as there are tokens the target's is among them; more bring nothing.
+    assert found["best"][0][:V] == pytest.approx(best.tolist(), abs=1e-5)
+    assert found["best"][0][V:] == pytest.approx([4.0] * (CANDIDATES - V), abs=1e-5)
+    sums = torch.tensor(found["confidence"][0]).sum(0)
+    # All of q is drafted, and what is accepted of it is alpha.
+    assert sums[0] == pytest.approx(4.0, abs=1e-5) and sums[2] == pytest.approx(sum(alpha[:4]), abs=1e-5)
+    if sampling.greedy:
+        sure = logits.softmax(1).max(1).values
+        assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
+    # The viewed text is the first: p and q of the text's own tokens, and guesses in the draft's order.
+    viewed = found["viewed"][0]
+    assert [token["p"] for token in viewed] == pytest.approx([float(p[i, i]) for i in range(4)], abs=1e-4)
+    assert [guess[0] for guess in viewed[2]["guesses"]] == order[2, :3].tolist()
+
+
+def test_chunks_make_no_difference() -> None:
+    whole, parts = diagnosed(HOT)[0].found, diagnosed(HOT, chunks=3)[0].found
+    assert json.dumps(whole) == json.dumps(parts)
+
+
+def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them() -> None:
+    """The first candidate is speculative sampling, exactly; all V of them are never all refused; and the mean over
+    draws of two candidates is what enumerating both draws and refusals gives."""
+    p, q, _ = pair(HOT, seed=3)
+    draws = 4000
+    u = uniforms([generator(5)], draws * N * V).view(draws * N, V)
+    found = drawn_acceptance(p.repeat(draws, 1), q.repeat(draws, 1), u).view(draws, N, V).mean(0)
+    assert found[:, 0].tolist() == pytest.approx(acceptance(p, q).tolist(), abs=0.02)
+    assert found[:, -1].tolist() == pytest.approx([1.0] * N, abs=1e-4)
+    for n in range(N):
+        left = (p[n] - q[n]).clamp(min=0)
+        left = left / left.sum()
+        two = 0.0
+        for x in range(V):
+            refused = float(q[n, x] - torch.minimum(p[n, x], q[n, x]))
+            rest = q[n].clone()
+            rest[x] = 0
+            rest = rest / rest.sum()
+            two += refused * float(torch.minimum(left, rest).sum())
+        assert float(found[n, 1]) == pytest.approx(float(acceptance(p, q)[n]) + two, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (" the", "words"), ("é", "words"), ("12", "digits"), ("x1", "digits"), (" {", "code"), ("self._", "code"),
+        (".", "punctuation"), (" \n", "whitespace"), ("", "whitespace"), ("мир", "non-Latin"), ("\ufffd", "non-Latin"),
+    ],
+)  # fmt: skip
+def test_classes_of_tokens(text: str, name: str) -> None:
+    assert token_class(text) == name
+
+
+def suite(name: str, kind: SuiteKind, *ids: tuple[int, ...]) -> Suite:
+    return Suite(name, kind, "f", tuple(Prompt(f"{name}{i}", name, each) for i, each in enumerate(ids)), (), len(ids))
+
+
+def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_has() -> None:
+    home = suite("prose", "id", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9), (7, 7))
+    away = suite("code", "ood", (2, 3, 4, 5, 6), (8, 8, 8, 8))
+    assert similarities([home, away]) == {"prose": [2 / 3, 2 / 3, 0.0], "code": [2 / 3, 0.0]}
+
+
+def world(gain: float) -> tuple[Setting, Measured]:
+    """Two drafts on one set: the second has `gain` more acceptance where the text's token is a digit, else as much."""
+    prompts, length = 12, 10
+    home = suite("prose", "id", *((i, 1, 2) for i in range(prompts)))
+    tokens = [5 if place % 2 else 6 for place in range(length)]
+    measured = Measured({}, {}, {}, {})
+    measured.baselines["prose", 1.0] = {"output_ids": [tokens] * prompts, "finish_reason": ["length"] * prompts}
+    for draft, more in (("base", 0.0), ("mine", gain)):
+        alpha = [[0.5 + more * (token == 5) + 0.01 * row for token in tokens] for row in range(prompts)]
+        measured.alphas["prose", 1.0, draft] = {
+            "sum": [sum(row) for row in alpha], "greedy": [], "match": [], "count": [length] * prompts, "roots": {},
+            "predicted": {},
+            "diagnosis": {
+                "alpha": alpha, "entropy": [[1.0] * length] * prompts,
+                "confidence": [[[0.0, 0.0, 0.0]] * 5 + [[8.0, 4.4, 6.4]] + [[0.0, 0.0, 0.0]] * 4] * prompts,
+                "best": [[float(k) / CANDIDATES * length for k in range(1, CANDIDATES + 1)]] * prompts,
+                "drawn": [[1.0] * CANDIDATES] * prompts, "drawn_count": [2] * prompts,
+                "viewed": [[{"p": 0.5, "q": 0.25, "guesses": [(6, 0.5, 0.1)]}] * length],
+            },
+        }  # fmt: skip
+    return Setting([home], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0), measured
+
+
+def text_of(token: int) -> str:
+    return {5: "7", 6: " a"}[token]
+
+
+def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
+    rows = diagnosis_rows(*world(-0.3), text_of)
+    why = {(row["draft"], row["by"], row["bin"]): row for row in rows["why"]}
+    digits, words = (why["mine", "class of the token", name] for name in ("digits", "words"))
+    assert digits["gain"] is not None and digits["gain"]["value"] == pytest.approx(-0.3)
+    assert (digits["sign"], words["sign"], why["base", "class of the token", "digits"]["sign"]) == (-1, 0, None)
+    assert ("mine", "position in the answer", "4 to 16") in why and ("mine", "position in the answer", "below 4") in why
+    assert why["mine", "entropy of the target, bits", "0.5 to 1.5"]["alpha"]["denominator"] == 120
+    (lost,) = rows["lost"]
+    assert (lost["draft"], lost["token"], lost["count"]) == ("mine", "7", 60)
+    assert lost["change"] == pytest.approx(-18.0) and lost["base_alpha"] - lost["alpha"] == pytest.approx(0.3)
+    ece = rows["calibration"][0]
+    assert ece["ece"] == pytest.approx(0.25) and ece["low"] == pytest.approx(0.25)
+    assert ece["bins"][5] == pytest.approx({"mass": 96.0, "confidence": 0.55, "acceptance": 0.8})
+    ways = {(row["draft"], row["way"]): [each["value"] for each in row["acceptance"]] for row in rows["candidates"]}
+    assert ways["mine", "most probable"] == pytest.approx([k / 64 for k in (1, 2, 4, 8, 16, 32, 64)])
+    assert ways["mine", "drawn"] == pytest.approx([0.5] * 7)
+    assert diagnosis_rows(*world(0.3), text_of)["lost"] == []
+
+
+@pytest.fixture
+def shown() -> Results:
+    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    document["diagnosis"] = diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
+    return Results(document, Path())
+
+
+def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
+    page = render_page(shown)
+    tokens = re.findall(r'<span class="tok a(\d)" tabindex="0" role="note" aria-label="([^"]*)">', page)
+    assert len(tokens) == 10 and tokens[1][0] == "1"
+    # What is pointed at is read aloud too, and text of models is escaped.
+    assert tokens[1][1].startswith(
+        "&lt;b&gt;↵: acceptance 0.20, p 0.500, q 0.250. mine would draft  a (q 0.500, p 0.100"
+    )
+    assert "<b>" not in page and "<script" not in page
+    assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
+    for name in ("cost", "calibration", "candidates"):
+        assert f'id="{name}-' in page
+
+
+def test_the_viewer_stays_small(shown: Results) -> None:
+    diagnosis: Any = shown.document["diagnosis"]
+    (row,) = [row for row in diagnosis["viewed"] if row["draft"] == "mine"]
+    diagnosis["viewed"] = [{**row, "tokens": row["tokens"] * 9, "domain": f"d{index}"} for index in range(40)]
+    assert sum(len(text.tokens) for text in viewed_texts(shown)) == 600
+    assert len(render_page(shown)) < 600_000
+
+
+def test_results_without_a_diagnosis_are_drawn_without_it() -> None:
+    page = render_page(Results(made_up({"base": BASE}, {"prose": "id"}), Path()))
+    assert "Token by token" not in page and "Why it moved" not in page and 'id="calibration-' not in page
+
+
+def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:
+    setting, measured = world(0.0)
+    cold = Measured({}, {}, {}, {})
+    for (name, _), baseline in measured.baselines.items():
+        cold.baselines[name, 0.0] = baseline
+    for (name, _, draft), found in measured.alphas.items():
+        cold.alphas[name, 0.0, draft] = found
+    rows = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
+    assert not any(row["by"].startswith("entropy") for row in rows["why"])
+    assert {row["way"] for row in rows["candidates"]} == {"most probable"}
