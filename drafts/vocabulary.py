@@ -87,6 +87,8 @@ class VocabularyMap:
     target_ids: Tensor
     in_draft: tuple[tuple[int, ...], ...]
     target_size: int
+    lost: frozenset[int] = frozenset()
+    """Target tokens whose text the draft's tokens cannot write."""
 
     @property
     def shared(self) -> int:
@@ -101,6 +103,21 @@ class VocabularyMap:
     def translate(self, ids: Iterable[int]) -> list[int]:
         """Target tokens as tokens of the draft."""
         return [each for token in ids for each in self.in_draft[token]]
+
+    def coverage(self, texts: Sequence[Sequence[int]]) -> str:
+        """In words: how many tokens of these texts can be drafted, and how many texts the draft reads whole.
+
+        Of texts that the target wrote, the share that cannot be drafted is the mass of its distribution, on average,
+        that no draft token can meet.
+        """
+        shared = set(self.target_ids.tolist())
+        tokens = [token for text in texts for token in text]
+        drafted = sum(token in shared for token in tokens)
+        whole = sum(self.lost.isdisjoint(text) for text in texts)
+        return (
+            f"{drafted} of {len(tokens)} tokens are shared and can be drafted; {whole} of {len(texts)} texts can be "
+            f"written in its tokens without loss"
+        )
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits `[..., draft vocabulary]` as logits over the target's: -inf for tokens that are not shared."""
@@ -129,11 +146,14 @@ def map_vocabulary(
     longest = max(map(len, ours))
     end = _ids(draft.eos_token_id)
     in_draft: list[tuple[int, ...]] = []
+    lost: set[int] = set()
     for token in range(target_size):
         if token in pairs:
             in_draft.append((pairs[token],))
         else:
             found = pieces(theirs[token], ours, longest) if token in theirs else None
+            if not found:
+                lost.add(token)
             in_draft.append(tuple(found or end[:1] or (0,)))
     # One draft token stands for one target token only: of two target tokens of one text the first is drafted.
     first: dict[int, int] = {}
@@ -141,7 +161,11 @@ def map_vocabulary(
         first.setdefault(pairs[t], t)
     kept = sorted((t, d) for d, t in first.items())
     return VocabularyMap(
-        torch.tensor([d for _, d in kept]), torch.tensor([t for t, _ in kept]), tuple(in_draft), target_size
+        torch.tensor([d for _, d in kept]),
+        torch.tensor([t for t, _ in kept]),
+        tuple(in_draft),
+        target_size,
+        frozenset(lost),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from drafts.load import LoadedPair, load_pair
+from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import remove_leftovers, write_json_atomic
@@ -122,6 +123,10 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         if isinstance(draft, PreTrainedModel)
     }
     suites = fit(suites, config.max_new_tokens, contexts)
+    for name, draft in pair.drafts.items():
+        if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
+            prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
+            sys.stderr.write(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}\n")
     for line in remarks.of_counts(config, suites):
         sys.stderr.write(f"eval: {line}\n")
     found = [

@@ -33,6 +33,7 @@ def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
     assert words is not None and vocabulary_map(pair.drafts["own"]) is None
     assert f"shares {words.shared} of the target's 290 tokens, and drafts those only" in caplog.text
     target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
+    assert words.coverage([[2, 289], [2, 3]]).endswith("; 2 of 2 texts can be written in its tokens without loss")
     text = "the dog & the é"
     ids = target.encode(text, add_special_tokens=False)
     assert str(draft.decode(words.translate(ids))).strip() == text
@@ -96,5 +97,6 @@ def test_eval_gives_its_alpha(
     )
     assert code == 0, err
     results = json.loads((tmp_path / "eval" / "results.json").read_text())
+    assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
     rows = {row["draft"]: row for row in results["alpha"]}
     assert 0 < rows["foreign"]["alpha"]["value"] < 1

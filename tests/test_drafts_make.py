@@ -196,7 +196,11 @@ def test_a_map_of_two_vocabularies(target_dir: str) -> None:
         assert t in (0, 1) or theirs[t] == ours[d]
     for token, text in theirs.items():
         assert b"".join(ours[each] for each in words.in_draft[token]) == text
-    assert words.in_draft[291] == (draft.eos_token_id,), "padding of the model"
+    assert words.in_draft[291] == (draft.eos_token_id,) and words.lost == {290, 291}, "padding of the model"
+    shared = sorted(pairs)[:3]
+    assert words.coverage([[*shared, 291], shared]) == (
+        "6 of 7 tokens are shared and can be drafted; 1 of 2 texts can be written in its tokens without loss"
+    )
     logits = torch.arange(280.0)
     moved = words.to_target(logits)
     assert moved.shape == (292,) and int(moved.isfinite().sum()) == words.shared

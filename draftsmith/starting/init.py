@@ -86,12 +86,12 @@ def init(config: InitConfig) -> Started:
         config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
     )
     target = pair.target
-    texts = _texts(config, target, pair.tokenizer)
+    texts = answer_texts(config, target, pair.tokenizer)
     draft, notes = _make(config, target, pair.tokenizer, texts)
     costs = read_per_token(draft), read_per_token(target)
     if warning := too_costly(*costs):
         sys.stderr.write(f"warning: {warning}\n")
-    count, figures = _figures(target, draft, texts, Sampling(temperature=config.temperature))
+    count, figures = alphas(target, draft, texts, Sampling(temperature=config.temperature))
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         pair.tokenizer.save_pretrained(directory)
@@ -155,7 +155,7 @@ def _some(names: Sequence[str]) -> str:
     return f" ({shown}{' and others' if len(names) > 5 else ''})" if names else ""
 
 
-def _texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Text]:
+def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Text]:
     """The target's answers to --prompts; empty without."""
     if config.prompts is None:
         return []
@@ -196,7 +196,7 @@ def _law(model: PreTrainedModel, text: Text, sampling: Sampling, vocabulary: int
     return probs(fit_vocabulary(logits, vocabulary), sampling)
 
 
-def _figures(
+def alphas(
     target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], sampling: Sampling
 ) -> tuple[int, tuple[float | None, float | None, float | None]]:
     """Positions, and alpha under the three rules; None where nothing was measured."""
