@@ -67,6 +67,9 @@ class DistillConfig:
     teacher_top_k: int = 0
     """Also keep the target's distribution at every token of an answer: its so many likeliest tokens and the mass of
     the rest. `train` can then use fkl and its like without the target. About 8 k bytes per token; 0 keeps none."""
+    decontaminate: list[str] = field(default_factory=list)
+    """Prompt sets of the evaluation, as NAME=P: a prompt that shares 13 words in a row with one of theirs is skipped,
+    and counted."""
     prompt_tokens: int = 32
     """For rows with `text`: how many of its first tokens make the prompt."""
     domain: str = "default"

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from distill.config import DistillConfig
 from distill.conversations import answer_text, turn_prompt
+from distill.decontaminate import WORDS, Suites
 from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed
 from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
 from draftsmith_core.cards import distilled_set_card
@@ -25,7 +26,7 @@ from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_json_atomic, write_text_atomic, writing
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records
+from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
@@ -76,7 +77,8 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         max_tokens=engine.max_prompt_tokens,
         whole_chats=config.turns == "last",
     )
-    _find_a_prompt(config, reader)
+    suites = Suites(config.decontaminate) if config.decontaminate else None
+    _find_a_prompt(config, reader, suites)
     sampling = dataclasses.asdict(engine.sampling.sampling)
     if not sampling["min_p"]:
         del sampling["min_p"]  # sets that were made before there was the option have no such key
@@ -88,9 +90,11 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         # What made the prompts of chats, wherever it was read from.
         "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
     }
+    if suites is not None:
+        identity["decontaminated"] = suites.digest
     with hold(out):
         on_main(lambda: _claim(out, identity))
-        run = _Run(config, engine, reader, processes.process_index, processes.num_processes)
+        run = _Run(config, engine, reader, suites, processes.process_index, processes.num_processes)
         run.make()
         processes.wait_for_everyone()
         on_main(lambda: _finish(out, run.parts, identity, command, vocabulary_sample(tokenizer)))
@@ -108,12 +112,12 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     }
 
 
-def _find_a_prompt(config: DistillConfig, reader: PromptReader) -> None:
+def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
     """InputError, before anything is written, for a source without any row that can be used."""
     first, rows = "", 0
     for record in islice(iterate_records(config.prompts), config.max_prompts):
         rows += 1
-        found = _read(reader, record, config.strict)
+        found = _read(reader, record, config.strict, suites)
         if isinstance(found, Prompt):
             return
         first = first or f"row {found.row}: {found.reason}"
@@ -122,10 +126,17 @@ def _find_a_prompt(config: DistillConfig, reader: PromptReader) -> None:
     raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
 
 
-def _read(reader: PromptReader, record: Record, strict: bool) -> Prompt | Skipped:
-    """The prompt of a row; a row that cannot be understood is skipped, or an error when `strict`."""
+def _read(reader: PromptReader, record: Record, strict: bool, suites: Suites | None) -> Prompt | Skipped:
+    """The prompt of a row; one that cannot be understood is skipped, or an error when `strict`, and so is one that
+    shares its words with a suite.
+    """
     try:
-        return reader.read(record)
+        found = reader.read(record)
+        if suites is not None and isinstance(found, Prompt):
+            name = suites.shared_with(parse_record(record, reader.source))
+            if name is not None:
+                return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
+        return found
     except InputError as error:
         if strict:
             raise
@@ -145,9 +156,15 @@ class _Run:
     """The parts that this process makes: every `processes`-th, beginning with number `process`."""
 
     def __init__(
-        self, config: DistillConfig, engine: Engine, reader: PromptReader, process: int, processes: int
+        self,
+        config: DistillConfig,
+        engine: Engine,
+        reader: PromptReader,
+        suites: Suites | None,
+        process: int,
+        processes: int,
     ) -> None:
-        self.config, self.engine, self.reader = config, engine, reader
+        self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
         self.process, self.processes = process, processes
         self.out = Path(config.out)
         self.parts = 0  # of all processes, known once the source has been read to its end
@@ -200,7 +217,7 @@ class _Run:
 
     def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
         """Begin a part: read its prompts, take the answers that were kept, and return what is left to ask."""
-        found = [_read(self.reader, record, self.config.strict) for record in group]
+        found = [_read(self.reader, record, self.config.strict, self.suites) for record in group]
         prompts = {each.row: each for each in found if isinstance(each, Prompt)}
         skipped = [each for each in found if isinstance(each, Skipped)]
         samples = range(self.config.num_samples)

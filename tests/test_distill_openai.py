@@ -351,6 +351,9 @@ def test_the_commands_of_the_page_on_data_work_in_order(
     text = "If the file {} is not found, an error is raised and the caller must decide what to do. "
     rows = [json.dumps({"id": f"row {i}", "text": text.format(i) * 4}) for i in range(24)]
     Path("out/demo/prompts/prose.train.jsonl").write_text("\n".join(rows) + "\n")
+    Path("out/demo/prompts/prose.jsonl").write_text(
+        json.dumps({"text": "Another text altogether, not to be trained on"})
+    )
     tokenizer = load_tokenizer("out/demo/pair/target")
     with serving("vllm", tokenizer) as one, serving("llama.cpp", tokenizer) as other:
         for line in commands(page):
