@@ -32,20 +32,10 @@ class TreeBudget:
     token_s: float
 
 
-def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
-    """Expected emitted tokens per step on this tree, the target's own token included: 1 plus, for every node, the
-    product of the acceptances on its path.
-    """
-    rates = (*acceptance, *([0.0] * tree.size))
-    reach: list[float] = []
-    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-        reach.append(rates[rank] * (1.0 if parent < 0 else reach[parent]))
-    return 1.0 + sum(reach)
-
-
 def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
-    """The tree of at most `nodes` nodes and `depth` levels with the greatest `expected_length`; a node that adds
-    nothing is left out, so a tree may be smaller. ValueError for numbers out of range.
+    """The tree of at most `nodes` nodes and `depth` levels with the most expected tokens per step: 1 plus, for every
+    node, the product of the acceptances on its path. A node that adds nothing is left out, so a tree may be smaller.
+    ValueError for numbers out of range.
     """
     rates_K = _rates(acceptance, nodes, depth)
     below_DKN = _best(rates_K, nodes, depth)

@@ -28,7 +28,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Yield `advance(count, note)`, which reports `count` more finished units; `done` were finished before.
 
-    total: of how many; None when nobody knows.
+    total: of how many; None when that is not known.
 
     Writes to standard error, so that standard output holds results only. Of several processes only the main one
     writes, about its own share of the work.

@@ -1,4 +1,4 @@
-"""Has acceptance left the band that was measured at home? A sequential test whose false alarms are bounded for ever.
+"""Has acceptance left the band of the baseline? A sequential test whose false alarms are bounded for ever.
 
 The band is a confidence interval of the mean acceptance of an answer. Against each of its ends one bets on every answer
 x in [0, 1]: a capital of 1 becomes 1 + c (low - x) times itself, with a stake c so small that it stays positive. While
@@ -11,7 +11,7 @@ band.
 
 False alarms, over streams of any length: half of the rate is for a band that does not hold the true mean, a quarter
 for each of its ends. A change is noticed the later the smaller it is, counted from the band's end and not from its
-middle: few prompts at home make a wide band.
+middle: few prompts in the baseline make a wide band.
 
 Legend: S streams tested side by side, C stakes.
 """
@@ -35,7 +35,7 @@ FEWEST = 8
 
 @dataclass(frozen=True)
 class Band:
-    """Where the mean acceptance of an answer lies at home, with the confidence that a false-alarm rate leaves it."""
+    """Where an answer's mean acceptance lay in the baseline, with the confidence that a false-alarm rate leaves it."""
 
     low: float
     high: float
@@ -71,7 +71,7 @@ class ChangeTest:
     """
 
     def __init__(self, low_S: Floats, high_S: Floats, rate: float) -> None:
-        """At most `rate` of streams that stay at home are ever called changed."""
+        """At most `rate` of streams that stay as in the baseline are ever called changed."""
         self.count, self.need = 0, 4 / rate
         self._ends = (low_S, high_S)
         most = (1 / np.maximum(1 - low_S, 1e-9), 1 / np.maximum(high_S, 1e-9))

@@ -28,7 +28,7 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Follow a growing log of answers and tell when acceptance leaves what was measured at home."""
+    """Follow a growing log of answers and tell when acceptance leaves what the baseline measured."""
 
     watch: str
     """A .jsonl log: rows with prompt_ids and output_ids (as `decode --out` writes them), or with messages or prompt and

@@ -28,7 +28,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Baseline:
-    """What was measured at home: of which draft, on what, and where the mean acceptance of an answer lies."""
+    """What the baseline measured: of which draft, on what, and where the mean acceptance of an answer lies."""
 
     results: Results
     draft: str
@@ -71,25 +71,26 @@ def watch(config: WatchConfig) -> dict[str, Any]:
     log = Path(config.watch)
     if not log.is_file():
         raise InputError(f"--watch {log}: no such file; name a .jsonl file that requests and responses are written to")
-    home = read_baseline(config)
-    target_row, draft_row = (home.results.document["models"][name] for name in ("target", home.draft))
+    baseline = read_baseline(config)
+    target_row, draft_row = (baseline.results.document["models"][name] for name in ("target", baseline.draft))
     pair = load_pair(
         target_row["name"],
-        {home.draft: draft_row["name"]},
+        {baseline.draft: draft_row["name"]},
         device=config.device,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    draft = pair.drafts[home.draft]
+    draft = pair.drafts[baseline.draft]
     for row, model in ((target_row, pair.target), (draft_row, draft)):
         if draft_fingerprint(model) != row["fingerprint"]:
             raise InputError(
                 f"{row['name']}: is not the model that --baseline {config.baseline} measured; evaluate again"
             )
-    watched = _Watched(config, home, pair.target, draft)
-    band = home.band
+    watched = _Watched(config, baseline, pair.target, draft)
+    band = baseline.band
     sys.stderr.write(
-        f"watch: {home.draft} at T={home.sampling.temperature:g}; at home ({home.domain}) an answer's mean acceptance "
+        f"watch: {baseline.draft} at T={baseline.sampling.temperature:g}; in the baseline ({baseline.domain}) an "
+        f"answer's mean acceptance "
         f"is {band.mean:.3f}, band [{band.low:.3f}, {band.high:.3f}]; at most {config.rate:.1%} of streams that stay "
         f"in it are ever called changed\n"
     )
@@ -115,16 +116,16 @@ def watch(config: WatchConfig) -> dict[str, Any]:
 class _Watched:
     """What has been seen of a log so far."""
 
-    def __init__(self, config: WatchConfig, home: Baseline, target: PreTrainedModel, draft: Draft) -> None:
-        self.config, self.home, self.target, self.draft = config, home, target, draft
+    def __init__(self, config: WatchConfig, baseline: Baseline, target: PreTrainedModel, draft: Draft) -> None:
+        self.config, self.baseline, self.target, self.draft = config, baseline, target, draft
         self.rows, self.skipped, self.said = 0, [], None  # type: int, list[str], str | None
-        band = home.band
+        band = baseline.band
         self.test = ChangeTest(np.array([band.low]), np.array([band.high]), config.rate)
         self.sums: list[float] = []
         self.counts: list[int] = []
 
     def add(self, answers: list[Continuation]) -> None:
-        found = alpha_sums(self.target, self.draft, answers, self.home.sampling, batch_size=BATCH)
+        found = alpha_sums(self.target, self.draft, answers, self.baseline.sampling, batch_size=BATCH)
         for total, count in zip(found["sum"], found["count"], strict=True):
             self.sums.append(total)
             self.counts.append(count)
@@ -134,8 +135,8 @@ class _Watched:
             if self.test.alarm_S[0] and self.said is None:
                 where = "below" if self.test.alarm_S[0] < 0 else "above"
                 self.said = (
-                    f"{self.config.watch}: acceptance has left the band of {self.home.domain} and is {where} "
-                    f"[{self.home.band.low:.3f}, {self.home.band.high:.3f}], since about answer "
+                    f"{self.config.watch}: acceptance has left the band of {self.baseline.domain} and is {where} "
+                    f"[{self.baseline.band.low:.3f}, {self.baseline.band.high:.3f}], since about answer "
                     f"{int(self.test.since_S[0])}; known at answer {len(self.sums)}"
                 )
                 sys.stderr.write(f"watch: CHANGED: {self.said}\n")
@@ -159,7 +160,7 @@ class _Watched:
             "answers": len(self.sums),
             "skipped": len(self.skipped),
             "alpha": sum(self.sums) / sum(self.counts) if self.counts else None,
-            "band": [self.home.band.low, self.home.band.high],
+            "band": [self.baseline.band.low, self.baseline.band.high],
             "changed": self.said,
         }
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -10,12 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.sequoia import TreeBudget, best_size, expected_length, optimal_tree
+from decode.sequoia import TreeBudget, best_size, optimal_tree
 from decode.tree import MAX_CANDIDATES, MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
 
 CPU = torch.device("cpu")
+
+
+def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
+    """Expected emitted tokens per step on this tree, the target's own token included: 1 plus, for every node, the
+    product of the acceptances on its path.
+    """
+    rates = (*acceptance, *([0.0] * tree.size))
+    reach: list[float] = []
+    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+        reach.append(rates[rank] * (1.0 if parent < 0 else reach[parent]))
+    return 1.0 + sum(reach)
 
 
 @st.composite

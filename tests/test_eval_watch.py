@@ -45,7 +45,7 @@ def test_streams_that_stay_at_home_are_called_changed_no_more_often_than_stated(
     rng = np.random.default_rng(prompts)
     test = ChangeTest(*_bands(rng, prompts, STREAMS), RATE)
     alarms = int((_run(test, lambda index: _answers(rng, MEAN, (STREAMS,)), 2000) > 0).sum())
-    record_property("false alarms", f"{alarms} of {STREAMS} with {prompts} prompts at home")
+    record_property("false alarms", f"{alarms} of {STREAMS} with {prompts} prompts in the baseline")
     assert alarms <= RATE * STREAMS
 
 
@@ -153,7 +153,7 @@ def test_a_log_of_a_draft_that_is_never_accepted_ends_with_3(
 ) -> None:
     rows = [{"prompt_ids": [0, 5, 6], "output_ids": [7, 8, 9]} for _ in range(600)]
     log = _log(tmp_path / "log.jsonl", rows)
-    # Every answer is accepted whole: far above what this draft reached at home.
+    # Every answer is accepted whole: far above what this draft reached in the baseline.
     found = {"sum": [3.0] * 8, "count": [3] * 8}
     monkeypatch.setattr(watching, "alpha_sums", lambda *_, **__: found)
     code, _, err = door("eval", "--watch", log, "--baseline", home, "--follow", "false")

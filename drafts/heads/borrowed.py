@@ -90,6 +90,22 @@ class Borrowed:
         return None if bias is None else bias.detach()
 
 
+class ReadsLastState:
+    """A head that reads one of the target's hidden states, the last, after the final norm."""
+
+    config: Any
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Which of the target's `hidden_states` it needs."""
+        return (-1,)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.config.vocab_size)
+
+
 def borrow(target: PreTrainedModel) -> Borrowed:
     """The parts of `target` that heads use; InputError, one line, for a model that heads cannot be used with."""
     name = type(target).__name__

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from drafts.heads.borrowed import borrow
+from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
@@ -66,7 +66,7 @@ class EagleConfig:
         return config
 
 
-class EagleHead(nn.Module):
+class EagleHead(ReadsLastState, nn.Module):
     """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output projection."""
 
     kind: ClassVar[str] = "eagle"
@@ -92,16 +92,6 @@ class EagleHead(nn.Module):
         init_linear(head.fc, None, random)
         init_layer(head.layers, random)
         return head.to(device=target.device, dtype=target.dtype)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it needs: the last, after the final norm."""
-        return (-1,)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
 
     def states(
         self,

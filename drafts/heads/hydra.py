@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import borrow
+from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.head_config import HeadsConfig, setting
 
 
@@ -73,7 +73,7 @@ class _Block(nn.Module):
         return out
 
 
-class HydraHeads(nn.Module):
+class HydraHeads(ReadsLastState, nn.Module):
     """K grounded heads, over the target's own output projection unless they have their own."""
 
     kind: ClassVar[str] = "hydra"
@@ -98,16 +98,6 @@ class HydraHeads(nn.Module):
         """Untrained heads on the target's device, in its dtype and in training mode."""
         config = HydraConfig.fresh(target, num_heads, num_layers)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it needs: the last, after the final norm."""
-        return (-1,)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
         """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the last of `tokens_BTd`.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import borrow
+from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.head_config import HeadsConfig
 
 
@@ -52,7 +52,7 @@ class ResBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
-class MedusaHeads(nn.ModuleList):
+class MedusaHeads(ReadsLastState, nn.ModuleList):
     """K heads side by side; a list of modules, so that tensors carry the names of the authors' checkpoints."""
 
     kind: ClassVar[str] = "medusa"
@@ -79,16 +79,6 @@ class MedusaHeads(nn.ModuleList):
                 assert isinstance(projection, nn.Linear)
                 projection.weight.copy_(heads.borrowed.projection.weight_VH)
         return heads.to(device=target.device, dtype=target.dtype)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it needs: the last, after the final norm."""
-        return (-1,)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
 
     def forward(self, features_BTH: Tensor) -> Tensor:
         """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""

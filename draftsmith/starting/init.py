@@ -187,7 +187,7 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
 
 
 @torch.inference_mode()
-def _law(model: PreTrainedModel, text: Text, sampling: Sampling, vocabulary: int) -> Tensor:
+def _distribution(model: PreTrainedModel, text: Text, sampling: Sampling, vocabulary: int) -> Tensor:
     """The distributions `[N, V]` that the tokens of the answer were, or would be, drawn from."""
     ids = torch.tensor([[*text.prompt_ids, *text.answer_ids][:-1]], device=model.device)
     # A draft's vocabulary may be padded to another size.
@@ -203,7 +203,7 @@ def alphas(
     size, count = vocabulary_size(target), 0
     sums = [0.0, 0.0, 0.0]
     for text in texts:
-        p_NV, q_NV = _law(target, text, sampling, size), _law(draft, text, sampling, size)
+        p_NV, q_NV = _distribution(target, text, sampling, size), _distribution(draft, text, sampling, size)
         guess_N1 = q_NV.argmax(-1, keepdim=True)
         for i, each_N in enumerate((acceptance(p_NV, q_NV), p_NV.gather(-1, guess_N1), (p_NV * q_NV).sum(-1))):
             sums[i] += float(each_N.double().sum())
@@ -218,12 +218,12 @@ def _alpha_against(target: PreTrainedModel, texts: Sequence[Text], sampling: Sam
     """A score for `prune`: alpha of a changed target against what it was when this was called."""
     size = vocabulary_size(target)
     # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
-    laws = [_law(target, text, sampling, size).to(target.dtype) for text in texts]
+    before = [_distribution(target, text, sampling, size).to(target.dtype) for text in texts]
 
     def score(changed: PreTrainedModel) -> float:
         sums = [
-            float(acceptance(law.float(), _law(changed, text, sampling, size)).double().sum())
-            for law, text in zip(laws, texts, strict=True)
+            float(acceptance(p_NV.float(), _distribution(changed, text, sampling, size)).double().sum())
+            for p_NV, text in zip(before, texts, strict=True)
         ]
         return math.fsum(sums)
 
