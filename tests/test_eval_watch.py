@@ -1,6 +1,7 @@
 """The change test by simulation: its false alarms, and how late it notices; and `eval --watch` on growing files."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,17 @@ def home(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFacto
     from eval.evaluate import evaluate
 
     root = tmp_path_factory.mktemp("home")
+    target = shutil.copytree(target_dir, root / "target")
+    # Logs hold chats, which cannot be read without a template.
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
     rows = [{"id": f"r{i}", "prompt": f"Numbers such as {i * i}"} for i in range(12)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.evaluate.write_report", lambda results: results.directory)
         evaluate(
             EvalConfig(
-                target=target_dir,
+                target=str(target),
                 draft=[f"mine={draft_dir}"],
                 id=[f"home={root / 'rows.jsonl'}"],
                 out=str(root / "out"),
