@@ -11,6 +11,8 @@ from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
 from train.objective import parse_objective
 
+Policy = Literal["id", "balanced", "no_loss"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillChoices:
@@ -100,6 +102,9 @@ class AlignConfig:
     """With --init transplant: the model to move."""
     objective: list[str] = field(default_factory=lambda: ["jsd:beta=0.5"])
     """What the draft is trained to do, as `train --objective` takes it; several are compared at equal steps."""
+    policy: Policy = "id"
+    """How much of what the base knows is kept. id: nothing is done for it. balanced, no_loss: beside the aligned draft
+    one between it and the base, chosen on held-out answers and on what the target writes by itself (docs/robust.md)."""
     id: list[str] = field(default_factory=list)
     """Prompt sets in distribution, NAME=PROMPTS. Without one, part of --prompts is held out of training for it."""
     ood: list[str] = field(default_factory=list)
@@ -160,6 +165,8 @@ class AlignConfig:
                 raise InputError(f"ood: the name {name!r} is taken by --id; a set is either ID or OOD")
         if self.id and self.heldout_prompts is not None:
             raise InputError("heldout_prompts: --id names the evaluation prompts, so none are held out; leave it out")
+        if self.policy != "id" and self.draft is None and self.init is None:
+            raise InputError(f"policy: {self.policy} goes back towards the draft that was started from; name --draft")
 
     def drafts(self) -> dict[str, str]:
         """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` where one name is enough."""
@@ -169,6 +176,12 @@ class AlignConfig:
             clear = name and short.count(name) == 1 and name not in ("base", "target", "eval", "distilled", "prompts")
             named[name if clear else re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]] = spec
         return named
+
+    def offered(self) -> dict[str, str]:
+        """The drafts to choose the one to serve from, with their objectives: those of the policy, if it makes any."""
+        if self.policy == "id":
+            return self.drafts()
+        return {f"{name}-{self.policy.replace('_', '-')}": spec for name, spec in self.drafts().items()}
 
 
 def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:

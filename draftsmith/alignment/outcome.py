@@ -31,7 +31,8 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "best": best,
-        "objective": config.drafts()[best],
+        "objective": config.offered()[best],
+        "policy": config.policy,
         "checkpoint": str(Path(config.out) / best),
         "decode": shlex.join(_decode(config, results, best)),
         "temperature": results.top_temperature,
@@ -53,7 +54,7 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
     """What was bought, where the checkpoint is, and which command decodes with it."""
     best = best_draft(config, results)
     tree = _best_tree(results, best)
-    said = [f"{best} ({config.drafts()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
+    said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
     for kind in _kinds(results):
         gain, decoding, speed = results.gain(best, kind), results.decoding(best, kind, tree=tree), None
         parts = [f"alpha {_figure(results.alpha(best, kind))}"]
@@ -77,8 +78,8 @@ def _kinds(results: Results) -> list[SuiteKind]:
 
 
 def best_draft(config: AlignConfig, results: Results) -> str:
-    """The aligned draft with the highest alpha in distribution at the highest temperature."""
-    return max(config.drafts(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
+    """Of the drafts that are offered, the one with the highest alpha in distribution at the highest temperature."""
+    return max(config.offered(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
 
 
 def _best_tree(results: Results, draft: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 
 from distill.config import DistillConfig
 from distill.generate import distill
@@ -22,6 +23,7 @@ from drafts.load import draft_kind, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.outcome import best_draft
+from draftsmith.alignment.policy import keep_general
 from draftsmith.alignment.prompts import hold_out
 from draftsmith.starting.config import InitConfig
 from draftsmith.starting.init import init
@@ -85,12 +87,14 @@ def align(config: AlignConfig) -> Results:
             say(f"\n2/3 train: {name} ({config.drafts()[name]})")
             train(_train_config(config, index))
             _free()
+        if config.policy != "id":
+            on_main(lambda: _keep_general(config, out))
         say("\n3/3 evaluate")
         measured: list[Results] = []
         on_main(lambda: measured.append(evaluate(_eval_config(config))))
         # Only the main process has measured; the others read what it wrote.
         results = measured[0] if measured else Results.load(out / "eval")
-        for name in config.drafts():
+        for name in config.drafts() | config.offered():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
@@ -132,6 +136,12 @@ def _kept(out: Path) -> list[str]:
             found.append(f"the draft {run.parent.name} up to step {max(steps)}")
     measured = len(list(out.glob("eval/cells/*.json")))
     return [*found, f"{measured} measurements (eval)"] if measured else found
+
+
+def _keep_general(config: AlignConfig, out: Path) -> None:
+    for line in keep_general(config, out):
+        say(line)
+    _free()
 
 
 def _free() -> None:
@@ -217,6 +227,8 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         trust_remote_code=config.trust_remote_code,
         tokenizer=load_tokenizer(config.target, config.trust_remote_code, config.chat_template),
     )
+    if config.policy != "id" and not isinstance(pair.drafts[str(config.draft)], PreTrainedModel):
+        raise InputError(f"policy: {config.policy} is for draft language models, and {config.draft} is a head; use id")
     heldout = 0 if config.id else (config.heldout_prompts or 64)
     read = read_prompts(
         config.prompts,
@@ -358,7 +370,7 @@ def _train_config(config: AlignConfig, index: int) -> TrainConfig:
 def _eval_config(config: AlignConfig) -> EvalConfig:
     chosen: dict[str, Any] = dataclasses.asdict(config.eval)
     drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(Path(config.out) / name) for name in config.drafts()}
+    drafts |= {name: str(Path(config.out) / name) for name in config.drafts() | config.offered()}
     return EvalConfig(
         draft=[f"{name}={source}" for name, source in drafts.items()],
         id=config.id or [f"{_set_name(config)}={Path(config.out) / 'prompts' / 'heldout.jsonl'}"],

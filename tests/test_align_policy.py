@@ -1,0 +1,98 @@
+"""`align --policy`: a draft between base and aligned, chosen without looking at the evaluation's prompts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import draftsmith as ds
+from draftsmith.alignment.config import Policy
+from draftsmith.alignment.policy import RULES, TOLERANCE, Point, choose
+from eval.schema import Difference, Estimate
+from tests.test_align import SMALL
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+def point(weight: float, id_change: float, general_change: float, low: float) -> Point:
+    figure: Estimate = {
+        "value": 0.5,
+        "low": 0.4,
+        "high": 0.6,
+        "mean_per_prompt": 0.5,
+        "numerator": 1.0,
+        "denominator": 2.0,
+        "prompts": 8,
+    }
+    change: Difference = {"value": id_change, "low": id_change - 0.01, "high": id_change + 0.01, "prompts": 8}
+    general: Difference = {"value": general_change, "low": low, "high": general_change + 0.01, "prompts": 8}
+    return Point(weight, figure, figure, change, general)
+
+
+def test_every_rule_takes_the_point_that_it_describes() -> None:
+    line = [
+        point(0.0, 0.0, 0.0, 0.0),
+        point(0.25, 0.02, 0.005, -TOLERANCE / 2),
+        point(0.5, 0.05, -0.01, -0.02),
+        point(1.0, 0.08, -0.06, -0.08),
+    ]
+    assert {policy: choose(policy, line).weight for policy in get_args(Policy)} == {
+        "id": 1.0,
+        "balanced": 0.5,
+        "no_loss": 0.25,
+    }
+    # Where nothing qualifies, the base stays: also where the others gain nothing.
+    worse = [line[0], point(0.5, -0.02, -0.03, -0.05), point(1.0, -0.05, -0.1, -0.2)]
+    assert choose("no_loss", worse).weight == choose("balanced", worse).weight == 0.0
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("policy") / "own.jsonl"
+    rows = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
+    door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words: list[Any] = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts, "--out", out, *SMALL]
+    code, printed, err = door("align", *words, "--policy", "balanced", "--json")
+    assert code == 0, err
+    record = json.loads((out / "policy" / "jsd.json").read_text())
+    assert (record["policy"], record["rule"]) == ("balanced", RULES["balanced"])
+    weights = [each["weight"] for each in record["points"]]
+    assert weights == [0.0, 0.25, 0.5, 0.75, 1.0] and record["weight"] in weights
+    assert record["points"][0]["id_change"]["value"] == 0 and record["points"][4]["id_change"]["value"] != 0
+    # It was chosen on answers that the evaluation does not ask for.
+    assert record["texts"]["id"] >= 2 and record["texts"]["general"] >= 2
+    base, aligned, made = (
+        load_file(Path(each) / "model.safetensors") for each in (draft_dir, out / "jsd", out / "jsd-balanced")
+    )
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, torch.lerp(base[name].float(), aligned[name], record["weight"]))
+    assert ds.Results.load(out / "eval").drafts == ["base", "jsd", "jsd-balanced"]
+    summary = json.loads(printed.splitlines()[-1])
+    assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
+    assert f"jsd-balanced: {record['weight']:g} of the way to jsd" in err
+    # Again: nothing is measured or made anew.
+    before = {
+        path: path.stat().st_mtime_ns for path in (out / "policy" / "jsd.json", out / "jsd-balanced" / "config.json")
+    }
+    assert door("align", *words, "--policy", "balanced")[0] == 0
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_policy_needs_a_language_model_to_go_back_to(
+    door: Door, prompts: str, target_dir: str, tmp_path: Path
+) -> None:
+    words: list[Any] = ["--target", target_dir, "--prompts", prompts, "--out", tmp_path / "out", *SMALL]
+    code, _, err = door("align", *words, "--policy", "no_loss")
+    assert code == 2 and "policy: no_loss goes back towards the draft that was started from; name --draft" in err
+    assert not (tmp_path / "out").exists()
