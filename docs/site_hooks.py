@@ -25,6 +25,7 @@ OPTIONS = {
     "merge": "drafts.merge_config:MergeConfig",
     "decode": "draftsmith.cli.decode_options:DecodeConfig",
     "eval": "eval.config:EvalConfig",
+    "doctor": "drafts.doctor_config:DoctorConfig",
     "export": "drafts.layouts.config:ExportConfig",
     "plan": "eval.config:PlanConfig",
 }

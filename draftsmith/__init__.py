@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
     from distill.config import DistillConfig as DistillConfig
     from distill.generate import distill as distill
+    from drafts.doctor import examine as doctor
+    from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
     from drafts.merge import merge as merge
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
     "DistillConfig": ("distill.config", "DistillConfig"),
+    "DoctorConfig": ("drafts.doctor_config", "DoctorConfig"),
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
     "ExportConfig": ("drafts.layouts.config", "ExportConfig"),
@@ -68,6 +71,7 @@ _PUBLIC = {
     "compare": ("eval.compare", "compare"),
     "decide": ("eval.decision", "decide"),
     "distill": ("distill.generate", "distill"),
+    "doctor": ("drafts.doctor", "examine"),
     "evaluate": ("eval.evaluate", "evaluate"),
     "export": ("drafts.layouts.export", "export"),
     "init": ("draftsmith.starting.init", "init"),
@@ -81,6 +85,7 @@ _PUBLIC = {
 __all__ = [
     "AlignConfig",
     "DistillConfig",
+    "DoctorConfig",
     "DraftsmithError",
     "EvalConfig",
     "ExportConfig",
@@ -100,6 +105,7 @@ __all__ = [
     "compare",
     "decide",
     "distill",
+    "doctor",
     "evaluate",
     "export",
     "init",

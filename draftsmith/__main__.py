@@ -29,6 +29,7 @@ COMMANDS = {
     "merge": ("draftsmith.cli.merge", "interpolate between drafts, or average them"),
     "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
     "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
+    "doctor": ("draftsmith.cli.doctor", "which engines will load a pair, and the commands that serve it"),
     "export": ("draftsmith.cli.export", "a draft in the layout that another engine reads"),
     "plan": ("draftsmith.cli.plan", "the tree with which a draft is fastest on this machine"),
 }

@@ -66,6 +66,7 @@ MISTAKES = {
     "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
     "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
     "plan": ["--target", "t", "--draft", "d", "--prompts", "p", "--out", "o", "--batch_size", "0"],
+    "doctor": ["--target", "t", "--drft", "d"],
     "export": ["--draft", "d", "--format", "ggfu", "--out", "o"],
 }
 

@@ -34,7 +34,7 @@ FORMATS: dict[str, Writer] = {
 M = TypeVar("M", bound=nn.Module)
 _RECORD = "draftsmith.json"
 # vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
-PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark", "medusa")
+PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def export(config: ExportConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ by a hash of its output, so that it refuses tokenizers that it could serve (here
 """
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith_core.errors import InputError
@@ -54,8 +55,22 @@ def _refuse(tokenizer: Tokenizer, what: str) -> InputError:
     )
 
 
-def add(writer: Any, tokenizer: Tokenizer, size: int) -> None:
-    """Write the tokenizer's keys; ids up to `size` that it does not have become unused ones.
+@dataclass(frozen=True)
+class Vocabulary:
+    """What llama.cpp is told of a tokenizer. `rules` names those that cut text into words."""
+
+    model: str
+    rules: str
+    tokens: list[str]
+    kinds: list[int]
+    merges: list[str]
+    added: dict[str, int | None]
+    """The token that is added before (`bos`) and behind (`eos`) a text, if any."""
+    backend: dict[str, Any]
+
+
+def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """A tokenizer in llama.cpp's terms; ids up to `size` that it does not have become unused ones.
 
     Raises InputError, one line, for a tokenizer whose text llama.cpp would cut differently.
     """
@@ -66,29 +81,38 @@ def add(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     spelled = any(token.startswith("<0x") and len(token) == 6 for token in model["vocab"])
     tokens, kinds = _tokens(tokenizer, size, spelled)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    if spelled and model.get("byte_fallback"):
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_scores(_scores(tokens, kinds, merges))
-        writer.add_add_space_prefix(_adds_space(backend))
-    else:
+    kind, name = "llama", "default"
+    if not (spelled and model.get("byte_fallback")):
         rules = _rules(backend["pre_tokenizer"])
-        name = next((name for name, known in _RULES.items() if known == rules), None)
-        if name is None:
+        kind, name = "gpt2", next((name for name, known in _RULES.items() if known == rules), "")
+        if not name:
             raise _refuse(tokenizer, f"its pre-tokenizer cuts text by {rules}")
         if (name == "llama-bpe") != bool(model.get("ignore_merges")):
             raise _refuse(tokenizer, f"its 'ignore_merges' is {bool(model.get('ignore_merges'))} beside these rules")
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(name)
-        writer.add_token_merges(merges)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
+    empty, bos, eos = tokenizer("")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    added = {
+        "bos": bos if empty and empty[0] == bos else None,
+        "eos": eos if empty and empty[-1] == eos != bos else None,
+    }
+    return Vocabulary(kind, name, tokens, kinds, merges, added, backend)
+
+
+def add(writer: Any, tokenizer: Tokenizer, size: int) -> None:
+    """Write the keys of a tokenizer; InputError as `described`."""
+    found = described(tokenizer, size)
+    writer.add_tokenizer_model(found.model)
+    writer.add_tokenizer_pre(found.rules)
+    if found.model == "llama":
+        writer.add_token_scores(_scores(found.tokens, found.kinds, found.merges))
+        writer.add_add_space_prefix(_adds_space(found.backend))
+    else:
+        writer.add_token_merges(found.merges)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types(found.kinds)
     for key, value in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
         if value is not None:
             getattr(writer, f"add_{key}_token_id")(value)
-    empty = tokenizer("")["input_ids"]
-    writer.add_add_bos_token(bool(empty) and empty[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(bool(empty) and empty[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id)
+        getattr(writer, f"add_add_{key}_token")(found.added[key] is not None)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 

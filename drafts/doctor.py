@@ -1,0 +1,284 @@
+"""`draftsmith doctor`: each engine's own rules, applied to a pair.
+
+A rule is what the engine itself checks when it loads a pair (its sources, November 2026); `tests/test_doctor.py` has
+the engines that can be installed give their own verdicts on the same pairs. Of language models only configs and
+tokenizers are read; of a head the target is loaded, because what its layouts cannot say depends on it.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from drafts.doctor_config import DoctorConfig
+from drafts.heads import head_kind
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.layouts import gguf_vocabulary
+from drafts.layouts.config import ExportConfig
+from drafts.layouts.eagle_heads import check_authors_code, eagle_head
+from drafts.layouts.export import PATH_TRAPS, load_source
+from drafts.layouts.gguf_file import ARCHITECTURES
+from drafts.layouts.source import Source, check_plain
+from drafts.load import first_difference
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import read_json
+from draftsmith_core.sources import why_not
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+
+DRAFT_TOKENS = 4
+# common/speculative.cpp of llama.cpp.
+_LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one engine does with a pair. `loads`: without an error. `serves`: and the draft means what it drafts."""
+
+    engine: str
+    loads: bool
+    serves: bool
+    reason: str
+    command: str | None = None
+    exports: tuple[str, ...] = ()
+    """Commands that write what the engine reads, in order, where it does not read these directories."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the rules look at in a language model."""
+
+    name: str
+    config: Any
+    tokenizer: Tokenizer | None
+
+    @property
+    def size(self) -> int:
+        """Of its vocabulary, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def head_size(self) -> int:
+        """Of one attention head."""
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+
+
+def examine(config: DoctorConfig) -> dict[str, Any]:
+    """The verdict of every engine; InputError, one line, for what is no target or no draft."""
+    tokens = _planned(config.plan)
+    kind = head_kind(config.draft)
+    verdicts = _of_head(config, tokens) if kind else _of_language_model(config, tokens)
+    return {
+        "target": config.target,
+        "draft": config.draft,
+        "kind": kind or "draft",
+        "plan": config.plan,
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+
+
+def _planned(plan: str | None) -> Mapping[str, int]:
+    """Drafted tokens by engine, of a plan."""
+    if plan is None:
+        return {}
+    rows = read_json(Path(plan), "a plan of `draftsmith plan`").get("engines")
+    try:
+        return {str(row["engine"]): int(row["draft_tokens"]) for row in rows or []}
+    except (TypeError, KeyError, ValueError):
+        raise InputError(f"{plan}: key 'engines': has no 'engine' and 'draft_tokens' in a row; plan again") from None
+
+
+def _model(name: str, trust_remote_code: bool) -> Model:
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise InputError(f"{name}: no model could be read from it: {why_not(name, error, 'model')}") from None
+    try:
+        tokenizer = load_tokenizer(name, trust_remote_code)
+    except InputError:
+        tokenizer = None  # the rules that need one say so
+    return Model(name, config.get_text_config(decoder=True), tokenizer)
+
+
+def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[Verdict]:
+    target, draft = (_model(name, config.trust_remote_code) for name in (config.target, config.draft))
+    differs = None
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        differs = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
+    found = []
+    for engine, (rule, command, form) in _ENGINES.items():
+        refused = rule(target, draft)
+        reason = refused or "its rules hold"
+        if refused is None and differs is not None:
+            reason = f"loads it without an error, but token {differs} is another one to the draft: nothing is accepted"
+        names = {role: shlex.quote(name) for role, name in (("t", config.target), ("d", config.draft))}
+        exports: tuple[str, ...] = ()
+        if form is not None:
+            words = "draftsmith export --draft {} --format {} --out {}"
+            exports = tuple(words.format(name, form, _exported(name, form)) for name in names.values())
+            names = {role: _exported(name, form) for role, name in names.items()}
+        number = tokens.get(engine, DRAFT_TOKENS)
+        line = command.format(**names, n=number, m=number + 1) if refused is None else None
+        found.append(Verdict(engine, refused is None, refused is None and differs is None, reason, line, exports))
+    return found
+
+
+def _exported(name: str, form: str) -> str:
+    return f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
+
+
+def _sizes(target: Model, draft: Model) -> str:
+    return f"the draft's vocabulary has {draft.size} tokens and the target's {target.size}"
+
+
+def _equal_sizes(target: Model, draft: Model) -> str | None:
+    return None if target.size == draft.size else f"{_sizes(target, draft)}; it wants equal sizes"
+
+
+def _transformers(target: Model, draft: Model) -> str | None:
+    if target.size != draft.size:
+        return f"{_sizes(target, draft)}; it then wants both tokenizers (universal assisted decoding, another method)"
+    return None
+
+
+def _vllm(target: Model, draft: Model) -> str | None:
+    trap = next((word for word in PATH_TRAPS if word in str(Path(draft.name).resolve()).lower()), None)
+    if trap is not None:
+        return f"the draft's path has '{trap}' in it, by which it takes it for such a head; rename the directory"
+    if target.size != draft.size:
+        return f'{_sizes(target, draft)}; it wants equal sizes, or "use_heterogeneous_vocab": true'
+    return None
+
+
+def _llama_cpp(target: Model, draft: Model) -> str | None:
+    for model in (target, draft):
+        if model.config.model_type not in ARCHITECTURES:
+            return f"{model.name} is a {model.config.model_type} model, which export does not write as GGUF"
+        if model.tokenizer is None:
+            return f"{model.name} has no tokenizer, and a GGUF file holds one"
+    try:
+        there, here = (gguf_vocabulary.described(m.tokenizer, m.size) for m in (target, draft) if m.tokenizer)
+    except InputError as error:
+        return str(error).removeprefix("--format gguf: ")
+    if there.model != here.model:
+        return f"its vocabulary types are {there.model} (target) and {here.model} (draft); they must be equal"
+    for flag in ("bos", "eos"):
+        if there.added[flag] != here.added[flag]:
+            return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
+    if abs(target.size - draft.size) > _LLAMA_SIZES_APART:
+        return f"{_sizes(target, draft)}; they may differ by {_LLAMA_SIZES_APART}"
+    for i in range(_LLAMA_FIRST_TEXT, min(target.size, draft.size)):
+        if there.tokens[i] != here.tokens[i]:
+            return f"token {i} is {ascii(there.tokens[i])} to the target and {ascii(here.tokens[i])} to the draft"
+    return None
+
+
+def _onnxruntime_genai(target: Model, draft: Model) -> str | None:
+    for model in (target, draft):
+        if model.head_size % 16:
+            return f"{model.name} has attention heads of size {model.head_size}; its attention wants a multiple of 16"
+    return _equal_sizes(target, draft)
+
+
+_VLLM = 'vllm serve {t} --speculative-config \'{{"method": "%s", "model": "{d}", "num_speculative_tokens": {n}}}\''
+_SGLANG = (
+    "python -m sglang.launch_server --model-path {t} --speculative-algorithm %s --speculative-draft-model-path {d} "
+    "--speculative-num-steps {n} --speculative-eagle-topk 1 --speculative-num-draft-tokens {m}"
+)
+_LLAMA = "llama-server -m {t}/model.gguf -md {d}/model.gguf --spec-type %s --spec-draft-n-max {n}"
+# Engine: (the first of its rules that a pair breaks, or None; the command; the format of export that it reads).
+_ENGINES: dict[str, tuple[Callable[[Model, Model], str | None], str, str | None]] = {
+    "transformers": (
+        _transformers,
+        "target.generate(..., assistant_model=draft)  # draft.generation_config.num_assistant_tokens = {n}",
+        None,
+    ),
+    "vllm": (_vllm, _VLLM % "draft_model", None),
+    "sglang": (_equal_sizes, _SGLANG % "STANDALONE", None),
+    "llama.cpp": (_llama_cpp, _LLAMA % "draft-simple", "gguf"),
+    "openvino": (
+        _equal_sizes,
+        'LLMPipeline("{t}", "CPU", draft_model=draft_model("{d}", "CPU"))  # config.num_assistant_tokens = {n}',
+        "openvino",
+    ),
+    "onnxruntime-genai": (
+        _onnxruntime_genai,
+        "python -m onnxruntime_genai.models.builder -m {t} -o onnx -p fp32 -e cpu  # and {d}; then its genai_config: "
+        '"type": "speculative", "draft": ..., "max_draft_tokens": {n}',
+        None,
+    ),
+}
+
+
+def _of_head(config: DoctorConfig, tokens: Mapping[str, int]) -> list[Verdict]:
+    """By the refusals of `export`, which are what an engine could not compute as we do."""
+    options = ExportConfig(
+        draft=config.draft,
+        target=config.target,
+        format="sglang",
+        out="unused",
+        trust_remote_code=config.trust_remote_code,
+    )
+    source = load_source(options)
+    found = []
+    for engine, form, command in _HEAD_ENGINES.get(source.kind, ()):
+        try:
+            _check_head(source, form)
+        except InputError as error:
+            found.append(Verdict(engine, False, False, str(error).removeprefix(f"--format {form}: ")))
+            continue
+        target, draft = shlex.quote(config.target), shlex.quote(config.draft)
+        number, out = tokens.get(engine, DRAFT_TOKENS), _exported(draft, form)
+        exports = [f"draftsmith export --draft {draft} --target {target} --format {form} --out {out}"]
+        if form == "gguf":
+            exports.append(f"draftsmith export --draft {target} --format gguf --out {_exported(target, form)}")
+            target = _exported(target, form)
+        line = command.format(t=target, d=out, n=number, m=number + 1)
+        found.append(Verdict(engine, True, True, "its layout holds this head", line, tuple(exports)))
+    others = [name for name in _ENGINES if name not in {verdict.engine for verdict in found}]
+    return found + [Verdict(name, False, False, f"reads no {source.kind} heads") for name in others]
+
+
+def _check_head(source: Source, form: str) -> None:
+    head = source.draft
+    if isinstance(head, EagleHead | Eagle3Head):
+        eagle_head(source, form)
+        if form == "eagle":
+            check_authors_code(source, head)
+        if form == "sglang" and head.borrowed.scales_embedding:
+            raise InputError("the target scales its embedding (the Gemma family), and it gives a head the bare table")
+    else:
+        check_plain(source, form, "it")
+    if form == "gguf" and source.target is not None:
+        text = source.target.config.get_text_config(decoder=True)
+        if text.model_type not in ARCHITECTURES:
+            raise InputError(f"the target is a {text.model_type} model, which export does not write as GGUF")
+        if source.tokenizer is None:
+            raise InputError("the target has no tokenizer, and a GGUF file holds one")
+        gguf_vocabulary.described(source.tokenizer, text.vocab_size)
+
+
+_AUTHORS = "EaModel.from_pretrained(base_model_path={t}, ea_model_path={d}"
+# Kind of head: (engine, format of export, command).
+_HEAD_ENGINES = {
+    "eagle": (
+        ("SafeAILab/EAGLE", "eagle", _AUTHORS + ")"),
+        ("vllm", "eagle", _VLLM % "eagle"),
+        ("sglang", "sglang", _SGLANG % "EAGLE"),
+    ),
+    "eagle3": (
+        (
+            "SafeAILab/EAGLE",
+            "eagle",
+            _AUTHORS + ", use_eagle3=True)",
+        ),
+        ("vllm", "speculators", _VLLM % "eagle3"),
+        ("sglang", "sglang", _SGLANG % "EAGLE3"),
+        ("llama.cpp", "gguf", _LLAMA % "draft-eagle3"),
+    ),
+    "medusa": (("vllm", "medusa", _VLLM % "medusa"),),
+    "hydra": (),
+}

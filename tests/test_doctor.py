@@ -1,0 +1,219 @@
+"""`draftsmith doctor`: its verdicts are those that the engines themselves give, where they can be run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import draftsmith as ds
+from drafts.heads import save_head
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+from drafts.neighbours import complete, how_to_get, llama_server, program, work
+from draftsmith.__main__ import main
+from draftsmith_core.models import load_model
+
+PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
+TARGET = str(PAIR / "target")
+ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai")
+
+
+def resized(path: Path, size: int) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    model.save_pretrained(path)
+
+
+def retokenized(path: Path, change: Callable[[Any], None]) -> None:
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    change(tokenizer)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def two_swapped(tokenizer: Any) -> None:
+    tokenizer["model"]["vocab"] |= {"so": 607, "che": 610}
+
+
+def without_bos(tokenizer: Any) -> None:
+    del tokenizer["post_processor"]["single"][0]
+
+
+def small_heads(path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=512, bos_token_id=0, eos_token_id=1)  # type: ignore[arg-type]
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+# How a draft differs from the demo's, and the engines that refuse it with what doctor says of that.
+VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
+    "same": (lambda path: None, {}),
+    "padded by 64": (
+        lambda path: resized(path, 4160),
+        {name: "has 4160 tokens and the target's 4096" for name in ENGINES if name != "llama.cpp"},
+    ),
+    "padded by 256": (
+        lambda path: resized(path, 4352),
+        {name: "has 4352 tokens and the target's 4096" for name in ENGINES},
+    ),
+    "another token": (
+        lambda path: retokenized(path, two_swapped),
+        {"llama.cpp": "token 607 is 'che' to the target and 'so' to the draft"},
+    ),
+    "no BOS": (lambda path: retokenized(path, without_bos), {"llama.cpp": "only one of them adds BOS"}),
+    "small heads": (small_heads, {"onnxruntime-genai": "heads of size 8; its attention wants a multiple of 16"}),
+}
+
+
+@pytest.fixture
+def draft(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    path = tmp_path / "draft"
+    shutil.copytree(PAIR / "base", path)
+    VARIANTS[request.param][0](path)
+    return str(path)
+
+
+def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
+    found = ds.doctor(ds.DoctorConfig(target=target, draft=draft))
+    return {verdict["engine"]: verdict for verdict in found["verdicts"]}
+
+
+@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
+    found = verdicts(TARGET, draft)
+    assert tuple(found) == ENGINES
+    refusals = VARIANTS[name][1]
+    assert {engine for engine, verdict in found.items() if not verdict["loads"]} == set(refusals)
+    for engine, said in refusals.items():
+        assert said in found[engine]["reason"] and found[engine]["command"] is None
+    if name == "another token":
+        # These compare sizes only, and would draft nonsense without a word.
+        others = [verdict for engine, verdict in found.items() if engine != "llama.cpp"]
+        assert all(not each["serves"] and "token 607 is another one" in each["reason"] for each in others)
+
+
+def test_the_path_that_vllm_takes_for_a_head(tmp_path: Path) -> None:
+    shutil.copytree(PAIR / "base", tmp_path / "my-eagle3-draft")
+    found = verdicts(TARGET, str(tmp_path / "my-eagle3-draft"))
+    assert not found["vllm"]["loads"] and "'eagle3'" in found["vllm"]["reason"]
+    assert found["sglang"]["serves"]
+
+
+def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
+    target = load_model(TARGET, device="cpu")
+    for head in (
+        EagleHead.fresh(target),
+        Eagle3Head.fresh(target),
+        MedusaHeads.fresh(target),
+        HydraHeads.fresh(target),
+    ):
+        save_head(head, tmp_path / head.kind)
+    serving = {
+        kind: {engine for engine, verdict in verdicts(TARGET, str(tmp_path / kind)).items() if verdict["serves"]}
+        for kind in ("eagle", "eagle3", "medusa", "hydra")
+    }
+    # The demo's target has six layers, of which the authors' code takes two states that are the same.
+    assert serving == {
+        "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},
+        "eagle3": {"vllm", "sglang", "llama.cpp"},
+        "medusa": {"vllm"},
+        "hydra": set(),
+    }
+
+
+def test_the_command_takes_the_length_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    rows = [{"engine": "vllm", "draft_tokens": 7}, {"engine": "llama.cpp", "draft_tokens": 3}]
+    plan.write_text(json.dumps({"engines": rows}))
+    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base")]
+    assert main([*words, "--plan", str(plan), "--json"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    found = {verdict["engine"]: verdict["command"] for verdict in json.loads(out[-1])["verdicts"]}
+    assert '"num_speculative_tokens": 7' in found["vllm"] and "--spec-draft-n-max 3" in found["llama.cpp"]
+    assert "--speculative-num-steps 4" in found["sglang"] and any("llama-server -m" in line for line in out)
+    plan.write_text('{"engines": [{"engine": "vllm"}]}')
+    assert main([*words, "--plan", str(plan)]) == 2
+    assert "plan.json: key 'engines'" in capsys.readouterr().err
+    assert main(["doctor", "--target", TARGET, "--draft", str(tmp_path / "nowhere")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+def test_transformers_says_the_same(draft: str, name: str) -> None:
+    target: Any = load_model(TARGET, device="cpu")
+    loads = True
+    try:
+        target.generate(torch.tensor([[0, 9, 10]]), assistant_model=load_model(draft, device="cpu"), max_new_tokens=3)
+    except ValueError:
+        loads = False
+    assert loads == verdicts(TARGET, draft)["transformers"]["loads"]
+
+
+def there(engine: str) -> Path:
+    found = program(engine)
+    if found is None:
+        pytest.skip(f"{engine} is not here: {how_to_get(engine)}")
+    return found
+
+
+def exported(source: str, form: str, out: Path) -> Path:
+    ds.export(ds.ExportConfig(draft=source, format=form, out=str(out)))  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+    server = there("llama-server")
+    target, small = (exported(each, "gguf", tmp_path / n) / "model.gguf" for n, each in (("t", TARGET), ("d", draft)))
+    words = ["-m", str(target), "-md", str(small), "--spec-type", "draft-simple", "-c", "128", "-np", "1", "-t", "1"]
+    loads = True
+    try:
+        with llama_server(server, words) as port:
+            # Some versions serve on without the draft.
+            loads = "draft_n" in complete(port, [0, 782, 291], 8)["timings"]
+    except ds.RunError:
+        loads = False
+    assert loads == verdicts(TARGET, draft)["llama.cpp"]["loads"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "another token")], indirect=["draft"]
+)
+def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+    python = there("openvino")
+    models = [exported(each, "openvino", tmp_path / n) for n, each in (("t", TARGET), ("d", draft))]
+    (tmp_path / "request.json").write_text(
+        json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
+    )
+    loads = True
+    try:
+        work(python, "openvino_generate.py", *models, tmp_path / "request.json")
+    except ds.RunError:
+        loads = False
+    assert loads == verdicts(TARGET, draft)["openvino"]["loads"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "small heads")], indirect=["draft"]
+)
+def test_onnxruntime_genai_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+    python = there("openvino")
+    (tmp_path / "request.json").write_text(
+        json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
+    )
+    models = [exported(each, "hf", tmp_path / n) for n, each in (("t", TARGET), ("d", draft))]
+    loads = True
+    try:
+        work(python, "onnx_generate.py", *models, tmp_path / "built", tmp_path / "request.json")
+    except ds.RunError:
+        loads = False
+    assert loads == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
