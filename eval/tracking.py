@@ -9,6 +9,10 @@ from eval.results import Results
 from eval.schema import ResultsDocument
 
 
+# Tables of `Results.to_frame` that are logged.
+TABLES = ("alpha", "decoding", "speed", "transfer")
+
+
 def check_tracker(config: EvalConfig) -> None:
     """InputError when the tracker that is asked for is not installed or has no account."""
     wandb_runs.require_tracker(config.tracker)
@@ -39,6 +43,9 @@ def track(config: EvalConfig, results: Results) -> None:
                 row = document["models"][name]
                 wandb_runs.log_input(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
             run.summary.update(figures(document))
+            # Tables that can be filtered there, and the figures of the report.
+            run.log({f"tables/{name}": wandb.Table(dataframe=results.to_frame(name)) for name in TABLES})
+            run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
             artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
             for file in ("results.json", "report.html"):
                 artifact.add_file(str(out / file), file)

@@ -265,11 +265,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     suites: dict[str, SuiteKind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
     trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
     (root / "large.html").write_text(render_page(view(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
+    long = [{"text": "word ", "alpha": i / 64, "p": 0.5, "q": 0.25, "guesses": [{"text": "x" * 80, "q": 0.5, "p": 0.1}]}
+            for i in range(64)]  # fmt: skip
+    explained = made_up({"base": BASE}, {"prose": "id"})
+    explained["diagnosis"] = {
+        "why": [], "lost": [], "calibration": [], "candidates": [],
+        "viewed": [{"draft": "base", "domain": "prose", "temperature": 1.0, "prompt_id": "p" * 90, "tokens": long}],
+    }  # fmt: skip
+    (root / "viewer.html").write_text(render_page(Results(explained, Path())))
     return root
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("name", ["small", "large", "viewer"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: str, width: int) -> None:
     frame = tmp_path / "frame.html"
@@ -304,7 +312,7 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
     said = re.search(r'<pre id="said">scroll=(\d+) figures=(\d+) h1=(.+?)</pre>', ran.stdout)
     assert said is not None, ran.stderr[-2000:]
     assert int(said[1]) <= width
-    assert int(said[2]) == (4 if name == "small" else 5)
+    assert int(said[2]) == {"small": 4, "large": 5, "viewer": 6}[name]
     assert "hip" in said[3] or "decided" in said[3]
 
 

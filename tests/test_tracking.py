@@ -156,8 +156,14 @@ def test_data_draft_and_evaluation_hang_together(
     base = f"draft-{results['models']['base']['fingerprint']}"
     assert {each.name for each in of_eval.values() if each.use_after_commit} == {name, base}
     assert (of_eval[name].digest, of_eval[name].type) == (made[name].digest, made[name].type)
-    (came,) = (each for each in of_eval.values() if not each.use_after_commit)
-    assert came.type == "eval"
+    own = [each for each in of_eval.values() if not each.use_after_commit]
+    (came,) = (each for each in own if each.type == "eval")
+    # The tables that can be filtered there, and the figures of the report.
+    assert sum(each.type == "run_table" for each in own) == 4 == len(own) - 1
+    media = {
+        path.parent.name + "/" + path.name.split("_")[0] for path in (tmp_path / "eval/wandb").rglob("media/**/*.*")
+    }
+    assert {"tables/alpha", "tables/decoding", "tables/speed", "figures/alpha", "figures/tau"} <= media
     assert {entry.path for entry in came.manifest.contents} == {"results.json", "report.html"}
     # What is to be uploaded waits beside the runs.
     for each in (*made.values(), *of_eval.values()):
