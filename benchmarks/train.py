@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from draftsmith_core.memory import peak_memory, reset_peak_memory  # noqa: E402
 from draftsmith_core.models import resolve_device  # noqa: E402
 from draftsmith_core.options import parse  # noqa: E402
-from train.data import Batch  # noqa: E402
+from train.batch import Batch  # noqa: E402
 from train.objective import parse_objective  # noqa: E402
 from train.trainees.lm import LMTrainee  # noqa: E402
 

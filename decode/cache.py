@@ -26,12 +26,20 @@ def _in_order(moves: Sequence[tuple[int, int, int]], column: int) -> bool:
 
 
 class _Store:
-    """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers."""
+    """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers.
 
-    def __init__(self, layers: int, capacity: int, keys: Tensor, values: Tensor) -> None:
+    `all_keys` and `all_values` are the allocation, `keys` and `values` its rows that are still in the batch.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, keys: Tensor, values: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
-        self.keys = keys.new_zeros(layers, *keys.shape[:2], capacity, keys.shape[3])
-        self.values = values.new_zeros(layers, *values.shape[:2], capacity, values.shape[3])
+        self.all_keys = keys.new_zeros(layers, rows, keys.shape[1], capacity, keys.shape[3])
+        self.all_values = values.new_zeros(layers, rows, values.shape[1], capacity, values.shape[3])
+        self.narrow(keys.shape[0])
+
+    def narrow(self, rows: int) -> None:
+        """Use the first rows of the allocation."""
+        self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a layer with these states can live here (some models vary heads by layer or span devices)."""
@@ -81,11 +89,12 @@ class TreeCache(Cache):
     """Key/value cache of one model for one batch; see the module docstring for its layout.
 
     `column` is where the next forward writes; the caller sets it. `capacity` is in slots per row. `bytes_moved` counts
-    what `keep`, `move_rows` and `select_rows` copied, so that tests can check it.
+    what `keep`, `move_rows` and `select_rows` copied, so that tests can check it. With `buffer_rows` the memory is for
+    so many rows, stays where it is, and serves one batch after another (`reuse`).
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, layers: int, capacity: int, buffer_rows: int | None = None) -> None:
+        self.capacity, self.buffer_rows = capacity, buffer_rows
         self.column = 0
         self.bytes_moved = 0
         self._stores: list[tuple[_Store, list[tuple[_TreeLayer, int]]]] = []
@@ -99,11 +108,27 @@ class TreeCache(Cache):
         else:
             # The first store serves all layers; an odd layer gets a store of its own.
             place = 0 if self._stores else layer.index
-            store = _Store(1 if self._stores else len(self.layers), self.capacity, keys, values)
+            rows = self.buffer_rows or keys.shape[0]
+            store = _Store(1 if self._stores else len(self.layers), rows, self.capacity, keys, values)
             members = []
             self._stores.append((store, members))
         members.append((layer, place))
         layer.keys, layer.values = store.keys[place], store.values[place]
+
+    def reuse(self, rows: int) -> None:
+        """Begin another batch of `rows` rows in the same memory. What it holds is finite, and is hidden by masks."""
+        self.column = 0
+        for store, members in self._stores:
+            store.narrow(rows)
+            for layer, place in members:
+                layer.keys, layer.values = store.keys[place], store.values[place]
+
+    def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[L, rows, H, slots, E]`, always at one address. ValueError where layers differ."""
+        if len(self._stores) != 1:
+            raise ValueError("compile: layers of this model have caches of different shapes; leave compile out")
+        ((store, _),) = self._stores
+        return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
 
     def views(
         self, rows: int, heads: int, size: int, queries: int, like: Tensor
@@ -145,9 +170,9 @@ class TreeCache(Cache):
             return
         rows, sources, targets = zip(*moves, strict=True)
         for store, _ in self._stores:
+            index = torch.tensor([rows, sources, targets], device=store.keys.device)
+            row_n, source_n, target_n = index[0], index[1] + column, index[2]
             for block in (store.keys, store.values):
-                index = torch.tensor([rows, sources, targets], device=block.device)
-                row_n, source_n, target_n = index[0], index[1] + column, index[2]
                 moved = block[:, row_n, :, source_n]
                 block[:, row_n, :, target_n] = moved
                 self.bytes_moved += moved.numel() * moved.element_size()
@@ -158,10 +183,13 @@ class TreeCache(Cache):
         """
         for store, members in self._stores:
             index = torch.tensor(list(rows), device=store.keys.device)
-            store.keys, store.values = (
-                store.keys.index_select(1, index),
-                store.values.index_select(1, index),
-            )
+            keys, values = store.keys.index_select(1, index), store.values.index_select(1, index)
+            if self.buffer_rows is None:
+                store.keys, store.values = store.all_keys, store.all_values = keys, values
+            else:
+                store.narrow(len(rows))
+                store.keys.copy_(keys)
+                store.values.copy_(values)
             self.bytes_moved += store.keys.numel() * store.keys.element_size()
             self.bytes_moved += store.values.numel() * store.values.element_size()
             for layer, place in members:

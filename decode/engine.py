@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from decode.defaults import default_verifier, size_remark
 from decode.packed_linear import Packs
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup, padded
 from decode.runner import Block, Runner
+from decode.static_steps import StaticSteps, bucket
 from decode.stats import DecodeStats
 from decode.stop_strings import StopCondition
 from decode.supported_models import attention_windows, check_context, check_window
@@ -35,6 +36,7 @@ from draftsmith_core.models import eos_ids as eos_of
 from draftsmith_core.sampling import Sampling, generator, probs, row_seed, uniforms
 
 _KEPT_BLOCKS = 64
+_TREE_ARRAYS = 5  # of a `TreeBatch`
 _ALL_FINITE = 3  # see `_finite`
 log = logging.getLogger(__name__)
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -54,11 +56,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """All outputs in prompt order, and the wall clock of prefill and decoding in seconds."""
+    """All outputs in prompt order, and the wall clock in seconds: of prefill, of decoding, and (with `compile`) of
+    recording steps.
+    """
 
     generations: list[Generation]
     prefill_s: float
     decode_s: float
+    compile_s: float = 0.0
 
 
 class SpeculativeDecoder:
@@ -73,8 +78,9 @@ class SpeculativeDecoder:
     Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
     follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
     forward only, without packed weights or the lean LLaMA forward; decoders of one target may share one `Packs`.
-    Raises ValueError, one line with the fix, when the
-    parts do not go together.
+    `compile=True` records every step as a CUDA graph of fixed shapes, when it first occurs, and replays it from then on;
+    the name of a torch.compile backend compiles it too, and works on a CPU (`decode.static_steps`). Outputs differ by
+    rounding at most. Raises ValueError, one line with the fix, when the parts do not go together.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class SpeculativeDecoder:
         verifier: str | Verifier | None = None,
         *,
         fast: bool | Packs = True,
+        compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
         self.target, self.proposer = target, proposer
         if isinstance(proposer, PreTrainedModel):
@@ -108,7 +115,9 @@ class SpeculativeDecoder:
             proposer.check(target, self.tree)
         self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
-        self._packs = fast if isinstance(fast, Packs) else Packs(target) if fast else None
+        self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
+        self.compile, self.compile_s = compile, 0.0
+        self._packs = fast if isinstance(fast, Packs) else Packs(target) if fast and not compile else None
 
     @torch.inference_mode()
     def generate(
@@ -148,7 +157,17 @@ class SpeculativeDecoder:
             while run.live:
                 run.step()
         ended = self._clock()
-        return BatchOutput([row.generation for row in run.rows], prefilled - began, ended - prefilled)
+        compile_s = sum(steps.take_seconds() for steps in self.every_steps)
+        self.compile_s += compile_s
+        generations = [row.generation for row in run.rows]
+        return BatchOutput(generations, prefilled - began, ended - prefilled - compile_s, compile_s)
+
+    @property
+    def every_steps(self) -> list[StaticSteps]:
+        """What is recorded or compiled of the target and of the proposer's models; empty without `compile`."""
+        if self.steps is None:
+            return []
+        return [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
 
     def block(self, tree: TreeBatch) -> Block:
         """The target's block of [root] + tree; kept for trees that all rows share."""
@@ -296,7 +315,7 @@ class _Run:
         self.batch = list(range(len(self.rows)))
         self.live = len(self.rows)
         self.hidden_layers = proposer.hidden_layers if proposer else ()
-        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, fast=decoder._packs or False)
+        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, decoder._packs or False, decoder.steps)
         hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
         self.session: Session
@@ -312,6 +331,7 @@ class _Run:
                 hidden_BTH=hidden,
                 device=device,
                 vocabulary=vocabulary_size(decoder.target),
+                compile=decoder.compile,
             )
             self.session = proposer.start(setup)
         self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
@@ -322,15 +342,28 @@ class _Run:
         u_BU = self._uniforms()
         split = self.num_draft_uniforms
         proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
-        tokens_BM = proposal.tokens_BM.clamp(min=0)
+        u_BU = None if u_BU is None else u_BU[:, split:]
         last_B = [self.rows[index].last for index in self.batch]
-        tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
         self.runner.open()
-        block = self.decoder.block(proposal.tree)
-        logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-        p_BMV = probs(logits_BMV, self.sampling)
-        verdict = self.decoder.verifier.run(proposal, p_BMV, None if u_BU is None else u_BU[:, split:])
+        if self.runner.steps is not None:
+            facts, p_BMV, states = self._static_step(self.runner.steps, proposal, last_B, u_BU)
+        else:
+            tokens_BM = proposal.tokens_BM.clamp(min=0)
+            tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
+            block = self.decoder.block(proposal.tree)
+            logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
+            facts, p_BMV, states = self._judge(proposal, logits_BMV, hidden, u_BU)
         # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
+        self._record(proposal, facts.tolist(), states, p_BMV)
+
+    def _judge(
+        self, proposal: Proposal, logits_BMV: Tensor, hidden: Sequence[Tensor], u_BU: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Verify a scored proposal. Returns what the host has to know, as integers `[B, ...]`; the target's
+        distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
+        """
+        p_BMV = probs(logits_BMV, self.sampling)
+        verdict = self.decoder.verifier.run(proposal, p_BMV, u_BU)
         exists_BM = proposal.tokens_BM >= 0
         drafted_B = exists_BM.sum(1)
         offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
@@ -342,10 +375,50 @@ class _Run:
                 verdict.tokens_BD1,
             ],
             dim=1,
-        ).tolist()
-        self._record(proposal, facts, hidden, p_BMV)
+        )
+        path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
+        return facts, p_BMV, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
 
-    def _record(self, proposal: Proposal, facts: list[list[int]], hidden: tuple[Tensor, ...], p_BMV: Tensor) -> None:
+    def _static_step(
+        self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The target's forward and `_judge` as one function of tensors with static shapes."""
+        rows, nodes = len(last_B), proposal.tokens_BM.shape[1]
+        proposal = padded(proposal, rows, bucket(nodes - 1))
+        tree, drawing, drafts = proposal.tree, proposal.drawing, proposal.drafts
+        run = self.runner.static(proposal.tokens_BM.shape[1], 0, self.hidden_layers)
+        optional = {"u": u_BU, "q": proposal.q_BEV, "finite": proposal.finite}
+        given = {key: value for key, value in optional.items() if value is not None}
+
+        def step(last_B1: Tensor, state_B3: Tensor, tokens_BM: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            parents, depths, children, groups, sees = rest[:_TREE_ARRAYS]
+            now = TreeBatch(parents, depths, children, groups, sees, tree.widths)
+            extra = dict(zip(given, rest[_TREE_ARRAYS:], strict=True))
+            drafted = Proposal(now, tokens_BM, extra.get("q"), drawing, drafts, extra.get("finite"))
+            inputs_BM = torch.cat([last_B1, tokens_BM[:, 1:].clamp(min=0)], dim=1)
+            offsets_BM = torch.nn.functional.pad(now.depths_RN, (1, 0))
+            logits_BMV, hidden = run(inputs_BM, offsets_BM, now.sees_RMM, state_B3)
+            facts, p_BMV, states = self._judge(drafted, logits_BMV, hidden, extra.get("u"))
+            return facts, p_BMV, *states
+
+        last_B1 = torch.tensor(last_B, device=self.runner.device).unsqueeze(1)
+        arrays = (tree.parents_RN, tree.depths_RN, tree.children_RMK, tree.groups_RM, tree.sees_RMM)
+        name = (
+            "verify",
+            run.name,
+            tree.widths,
+            drawing,
+            drafts,
+            tuple(given),
+            self.sampling,
+            self.decoder.verifier.name,
+        )
+        facts, p_BMV, *states = steps.call(
+            name, step, rows, last_B1, self.runner.state_B3, proposal.tokens_BM, *arrays, *given.values()
+        )
+        return facts, p_BMV[:, :nodes], states
+
+    def _record(self, proposal: Proposal, facts: list[list[int]], hidden: Sequence[Tensor], p_BMV: Tensor) -> None:
         depth = proposal.tree.depth
         paths: list[list[int]] = []
         blocks: list[list[int]] = []
@@ -361,7 +434,7 @@ class _Run:
         if len(ended_rows) == len(self.batch):
             return
         self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [[layer[row, [0, *path]] for layer in hidden] if hidden else [] for row, path in enumerate(paths)]
+        states = [[layer[row, : len(path) + 1] for layer in hidden] if hidden else [] for row, path in enumerate(paths)]
         self.session.commit(Outcome(paths, blocks, states, p_BMV))
         if ended_rows:
             rows = self.runner.remove(ended_rows)

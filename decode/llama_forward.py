@@ -293,7 +293,7 @@ class LeanForward:
         logits, states = self._kernel.run(
             tokens_Bq,
             positions_Bq,
-            self._rotary(top_position),
+            self.rotary_table(top_position),
             keys,
             values,
             cache.column,
@@ -312,7 +312,7 @@ class LeanForward:
         if self._half:
             # The model scales after rounding back to half precision.
             return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * weight
-        if self._on_cpu and x.shape[0] == 1 and x.ndim == 2:
+        if self._on_cpu and x.shape[0] == 1 and x.ndim == 2 and not torch.compiler.is_compiling():
             # What rms_norm does in eight operations, for the one row of plain decoding.
             row = x[0]
             return torch.mul(x, (float(row.dot(row)) / row.shape[0] + self.eps) ** -0.5).mul_(weight)
@@ -323,8 +323,8 @@ class LeanForward:
         gate = F.silu(gate) if self.silu else self.act(gate)
         return gate.mul_(up)
 
-    def _rotary(self, top: int) -> Tensor:
-        """Cosines and signed sines of the positions up to `top`, `[N, 2E]`."""
+    def rotary_table(self, top: int) -> Tensor:
+        """Cosines and signed sines of the positions up to `top`, `[N, 2E]`; made once, and anew for a higher `top`."""
         if self._table_N2E.shape[0] <= top:
             positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
             cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
@@ -334,30 +334,28 @@ class LeanForward:
         return self._table_N2E
 
     def _rope(self, positions_Bq: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        both = F.embedding(positions_Bq, self._rotary(top)).unsqueeze(2)
+        both = F.embedding(positions_Bq, self.rotary_table(top)).unsqueeze(2)
         return both[..., : self.size], both[..., self.size :]
 
     def _attention(self, masks: Mapping[str, Tensor | None] | Tensor | None, queries: int) -> Any:
         grouped = self.heads // self.groups
         # The query heads of one key/value head side by side, as more queries of that head: nothing is repeated. For
         # several queries a CPU does as well by itself; masked CUDA kernels do not know grouped heads.
-        folded: dict[int, Tensor] = {}
+        folded: dict[str, Tensor] = {}
 
-        def fold_mask(mask: Tensor) -> Tensor:
+        def fold_mask(mask: Tensor, kind: str) -> Tensor:
             if queries == 1:
                 return mask
-            known = folded.get(id(mask))
-            if known is None:
-                known = mask.expand(-1, grouped, -1, -1).reshape(mask.shape[0], 1, grouped * queries, mask.shape[3])
-                folded[id(mask)] = known
-            return known
+            if kind not in folded:
+                folded[kind] = mask.expand(-1, grouped, -1, -1).reshape(len(mask), 1, grouped * queries, mask.shape[3])
+            return folded[kind]
 
         def attend(q_BHqE: Tensor, keys: Tensor, values: Tensor, kind: str) -> Tensor:
             mask = masks.get(kind) if isinstance(masks, Mapping) else masks
             rows = q_BHqE.shape[0]
             if grouped > 1 and (queries == 1 or (mask is not None and not self._on_cpu)):
                 q = q_BHqE.reshape(rows, self.groups, grouped * queries, self.size)
-                mask = None if mask is None else fold_mask(mask)
+                mask = None if mask is None else fold_mask(mask, kind)
                 mixed = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
                 mixed = mixed.reshape(rows, self.heads, queries, self.size)
             else:

@@ -12,6 +12,7 @@ a step takes a view of it.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from inspect import signature
 
 import torch
@@ -22,6 +23,7 @@ from decode.attention_masks import GrowingMask, additive, causal_mask
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_linear import Packs
+from decode.static_steps import StaticForward, StaticSteps
 from decode.supported_models import text_config
 
 # Prompts are forwarded in chunks of this many tokens, which bounds the memory of masks and activations.
@@ -40,9 +42,13 @@ class Block:
         self.offsets_RT = offsets_RT
         self.queries = sees_RqT.shape[1]
         self.offsets_Rq = offsets_RT[:, offsets_RT.shape[1] - self.queries :].contiguous()
-        self.max_offset = int(self.offsets_Rq.max())
         self.static = static
         self._views: dict[tuple[int | None, torch.dtype], tuple[int, Tensor]] = {}
+
+    @cached_property
+    def max_offset(self) -> int:
+        """The largest offset of a query."""
+        return int(self.offsets_Rq.max())
 
     def within(self, window: int | None) -> Tensor:
         """`sees_RqT` restricted to a sliding window."""
@@ -79,17 +85,20 @@ class Runner:
         windows: dict[str, int | None],
         limit: int | None,
         fast: bool | Packs = True,
+        steps: StaticSteps | None = None,
     ) -> None:
         """`fast` chooses the lean forward where the model has one, and packed weights for several rows where they help;
         False is the model's own forward and nothing else. A caller that makes many runners passes one `Packs` for all,
-        so that weights are packed once; the copies are freed with it.
+        so that weights are packed once; the copies are freed with it. With `steps`, forwards have fixed shapes and are
+        recorded or compiled, and nothing is packed.
         """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
-        self._packs = (Packs(model) if fast is True else fast) or None
+        self.steps = steps
+        self._packs = (steps.packs if steps is not None else Packs(model) if fast is True else fast) or None
         self._lean = lean_forward(model, self._packs) if self._packs else None
         if self._packs is not None:
             if self._lean is None:
@@ -109,7 +118,10 @@ class Runner:
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
         layers = int(text_config(self.model).num_hidden_layers)  # type: ignore[attr-defined]
-        self.cache = TreeCache(layers, longest + room)
+        if self.steps is None:
+            self.cache = TreeCache(layers, longest + room)
+        else:
+            self.cache = self.steps.begin(len(prompts), layers, longest + room, self.limit)
         if longest == 0:
             size = int(text_config(self.model).hidden_size)  # type: ignore[attr-defined]
             return tuple(
@@ -148,6 +160,11 @@ class Runner:
         self.column = max(self.lengths)
         self._advanced = False
         self._lead = lead if lead is not None and any(lead) else None
+        if self.steps is not None:
+            leads = lead if lead is not None else [0] * len(self.lengths)
+            state = [[length, ahead, self.column] for length, ahead in zip(self.lengths, leads, strict=True)]
+            self.state_B3 = torch.tensor(state, device=self.device)
+            return
         self._aligned = self._lead is None and min(self.lengths) == self.column
         if not self._aligned:
             self._length_B11 = torch.tensor(self.lengths, device=self.device).view(-1, 1, 1)
@@ -172,8 +189,24 @@ class Runner:
         block: Block,
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
+        features_BqH: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits `[B, keep_logits or q, V]` (0: of all) and hidden states of the queries of `block`; caches them."""
+        """Logits `[B, keep_logits or q, V]` (0: of all) and hidden states of the queries of `block`; caches them.
+
+        `features_BqH` is for a head in the form of a model, which takes one beside every token.
+        """
+        if self.steps is not None:
+            run = self.static(block.offsets_RT.shape[1], keep_logits, hidden_layers)
+
+            def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+                logits, hidden = run(*inputs)
+                return (logits, *hidden)
+
+            inputs = (tokens_Bq, *self.inputs(block), *(() if features_BqH is None else (features_BqH,)))
+            logits, *hidden = self.steps.call(("forward", run.name), forward, len(self.lengths), *inputs)
+            return logits, tuple(hidden)
+        if features_BqH is not None:
+            self.model.features_BTH = features_BqH
         total = block.offsets_RT.shape[1]
         self.cache.column = self.column + total - block.queries
         if self._aligned:
@@ -194,6 +227,17 @@ class Runner:
             with self._packs.inside(self.model, tokens_Bq.numel()):
                 return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
         return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
+
+    def static(self, total: int, keep_logits: int = 0, hidden_layers: Sequence[int] = ()) -> StaticForward:
+        """The forward that ends a block at `total` slots as a function of tensors: tokens, `inputs` and features."""
+        assert self.steps is not None
+        slots = self.steps.slots(self.column, total)
+        return StaticForward(self.steps, slots, self.windows, self.limit, keep_logits, tuple(hidden_layers))
+
+    def inputs(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """What a static forward reads of a block and of the rows' state, with one row for each row of the batch."""
+        rows = len(self.lengths)
+        return block.offsets_RT.expand(rows, -1), block.sees_RqT.expand(rows, -1, -1), self.state_B3
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Append these slots of the step's blocks, by row, to the prefixes, in order; all others are dropped."""

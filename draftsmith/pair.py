@@ -98,6 +98,7 @@ def load_pair(
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
     fast: bool = True,
+    compile: bool | str = False,  # noqa: A002 (as in torch.compile)
 ) -> "Pair":
     """Load a target and any number of drafts, and check that they belong together.
 
@@ -106,7 +107,8 @@ def load_pair(
     CPU, else the checkpoint's own), float32, bfloat16 or float16. quantize: "nf4" for four-bit weights. tokenizer: the
     target's, where it is loaded already. heterogeneous_vocab: accept drafts of another tokenizer, which then draft the
     tokens that both have (lossless). fast: packed weights and the lean Llama forward on a CPU, which change outputs
-    by rounding only.
+    by rounding only. compile: record every step as a CUDA graph (True), or compile it first by a torch.compile backend
+    (its name); the first outputs then take longer.
     Raises InputError, one line, for what cannot be loaded or does not fit the target.
     """
     sources = {} if draft is None else ([draft] if isinstance(draft, str) else draft)
@@ -123,19 +125,26 @@ def load_pair(
             heterogeneous_vocab=heterogeneous_vocab,
         ),
         fast=fast,
+        compile=compile,
     )
 
 
 class Pair:
     """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
 
-    def __init__(self, loaded: LoadedPair, *, fast: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: LoadedPair,
+        *,
+        fast: bool = True,
+        compile: bool | str = False,  # noqa: A002 (as in torch.compile)
+    ) -> None:
         self.target_name: str = loaded.target_name
         self.target: PreTrainedModel = loaded.target
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.drafts: dict[str, Draft] = loaded.drafts
         self.models: list[PreTrainedModel] = loaded.models
-        self._fast = fast
+        self._fast, self._compile = fast, compile
         # The decoder of the last call: it may hold packed copies of the weights, so only one is kept.
         self._last: tuple[object, Decoding] | None = None
 
@@ -285,19 +294,20 @@ class Pair:
         verifier: str | Verifier | None,
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
+        how: dict[str, Any] = {"fast": self._fast, "compile": self._compile}
         try:
             if proposer is None or isinstance(proposer, str):
                 kinds = {name: kind_of(each) for name, each in drafts.items()}
                 heads = min((count for each in drafts.values() if (count := _heads(each))), default=None)
                 method = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
                 if method is None:
-                    return Decoding(SpeculativeDecoder(self.target, fast=self._fast), None, {}, None)
+                    return Decoding(SpeculativeDecoder(self.target, **how), None, {}, None)
                 index = self._index(datastore)
                 made = _make_proposer(method.proposer, list(drafts.values()), index, self._fast)
-                decoder = SpeculativeDecoder(self.target, made, method.shape, method.verifier, fast=self._fast)
+                decoder = SpeculativeDecoder(self.target, made, method.shape, method.verifier, **how)
             else:
                 index = None
-                decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, fast=self._fast)
+                decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **how)
                 spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
                 method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
         except ValueError as error:

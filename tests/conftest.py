@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Before anything imports datasets or torch: no network, nothing of the user's, one thread a test process.
 _CACHE = tempfile.mkdtemp(prefix="draftsmith-tests-")
@@ -330,3 +331,14 @@ def launch(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
     return start
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are run as they are, which is what a recorded graph does: the same function on padded inputs."""
+
+    def as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        assert options["fullgraph"] and not options["dynamic"]
+        return function
+
+    monkeypatch.setattr(torch, "compile", as_it_is)

@@ -146,7 +146,7 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(
     plain = Runner.forward
 
     def spy(
-        self: Runner, tokens: Tensor, block: Block, keep_logits: int = 0, **rest: tuple[int, ...]
+        self: Runner, tokens: Tensor, block: Block, keep_logits: int = 0, **rest: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits, hidden = plain(self, tokens, block, 0, **rest)
         lead = list(self._lead) if self._lead else [0] * len(self.lengths)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -169,3 +170,27 @@ def test_speculation_equals_huggingface(name: str, relation: str) -> None:
     assert total.accepted > 0
     if relation != "itself":
         assert total.accept_at[0] is not None and 0 < total.accept_at[0] < 1
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_decodes_as_huggingface(name: str) -> None:
+    expected = [huggingface_greedy(name, row, None) for row in range(3)]
+    for proposer, tree in ((None, None), (DraftModelProposer(draft_of(name, "near")), "kary:2,2")):
+        decoder = SpeculativeDecoder(target_of(name), proposer, tree, compile="inductor")
+        batch = decoder.generate(PROMPTS, GREEDY, len(expected[0]), eos_ids=())
+        assert [each.output_ids for each in batch.generations] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_one_graph(name: str) -> None:
+    expected = [huggingface_greedy(name, row, None) for row in range(3)]
+    torch._dynamo.reset()
+    counters.clear()
+    decoder = SpeculativeDecoder(
+        target_of(name), DraftModelProposer(draft_of(name, "near")), "chain:2", compile="aot_eager"
+    )
+    batch = decoder.generate(PROMPTS, GREEDY, len(expected[0]), eos_ids=())
+    assert [each.output_ids for each in batch.generations] == expected
+    assert not counters["graph_break"]

@@ -8,11 +8,13 @@ invalid is refused in one line, and what is valid is written down here, so that 
 import itertools
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import decode.propose.static_tree
@@ -300,3 +302,68 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
         assert statistic(made, SAMPLED, 16_000) > 1.5
+
+
+SOME_ROWS = [3, 1, 0, 2]
+
+
+def pair_of(way: str, tree: str, verifier: str, backend: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
+    """A decoder that compiles its steps, and one that does not."""
+    proposer, other = WAYS[way](), WAYS[way]()
+    shape = proposer.default_tree() if isinstance(proposer, LookaheadProposer) else tree
+    return (
+        SpeculativeDecoder(llama(2), proposer, shape, verifier, compile=backend),
+        SpeculativeDecoder(llama(2), other, shape, verifier, fast=False),
+    )
+
+
+def told(generations: list[Generation]) -> list[Any]:
+    return [(each.output_ids, each.from_draft, each.stats) for each in generations]
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_decodes_as_without(way: str) -> None:
+    for tree, verifier in valid(way):
+        static, eager = pair_of(way, tree, verifier, "inductor")
+        for sampling in (GREEDY, SAMPLED):
+            # Rows leave the batch in the first call; the second is another batch in the same memory.
+            for rows in (SOME_ROWS, [0, 2]):
+                assert told(run(static, rows, sampling)) == told(run(eager, rows, sampling)), (tree, verifier, rows)
+
+
+@pytest.mark.parametrize(
+    ("way", "tree", "verifier"),
+    [
+        ("draft", "chain:3", "speculative"),
+        ("draft", "kary:3,2", "mcsd"),
+        ("eagle3", "chain:3,stop=0.3", "block"),
+        ("prompt_lookup", "chain:3", "exact"),
+    ],
+)
+def test_a_step_is_one_graph(way: str, tree: str, verifier: str) -> None:
+    check_one_graph(way, tree, verifier, "eager", SAMPLED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_step_is_one_graph(way: str) -> None:
+    for tree, verifier in valid(way):
+        check_one_graph(way, tree, verifier, "aot_eager", SAMPLED)
+    check_one_graph(way, *valid(way)[0], "inductor", GREEDY)
+    check_one_graph(way, *valid(way)[-1], "inductor", SAMPLED)
+
+
+def check_one_graph(way: str, tree: str, verifier: str, backend: str, sampling: Sampling) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    static, eager = pair_of(way, tree, verifier, backend)
+    assert told(run(static, SOME_ROWS, sampling)) == told(run(eager, SOME_ROWS, sampling)), (tree, verifier)
+    assert static.steps is not None and static.proposer is not None
+    made = [static.steps, *static.proposer.steps]
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == sum(steps.count for steps in made) > 0
+    # The second time nothing is compiled.
+    batch = static.generate([PROMPTS[row] for row in SOME_ROWS], sampling, NEW_TOKENS, seed=1)
+    again = static.generate([PROMPTS[row] for row in SOME_ROWS], sampling, NEW_TOKENS, seed=1)
+    assert told(batch.generations) == told(again.generations) and again.compile_s == 0

@@ -22,8 +22,8 @@ from transformers import (
 
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
+from train.batch import IGNORE, Batch, StoredRows
 from train.chunked import chunk_size, projected, token_measures
-from train.data import IGNORE, Batch, StoredRows
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, WidenedTeacher, find_projection

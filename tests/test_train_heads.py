@@ -18,7 +18,7 @@ from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import fingerprint
-from train.data import IGNORE, Batch
+from train.batch import IGNORE, Batch
 from train.features import FeatureCache, cached_layers, documents
 from train.loss_sums import LossSums
 from train.objective import parse_objective

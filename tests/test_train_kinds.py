@@ -26,7 +26,8 @@ from drafts.heads.medusa import MedusaHeads
 from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
-from train.data import IGNORE, Batch, load_examples, packed
+from train.batch import IGNORE, Batch
+from train.data import load_examples, packed
 from train.objective import parse_objective
 from train.trainees import TRAINEES
 

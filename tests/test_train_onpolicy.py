@@ -17,8 +17,9 @@ from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
 from train import draft_setup
+from train.batch import IGNORE
 from train.config import OnPolicy, TrainConfig
-from train.data import IGNORE, Examples, collate, load_examples
+from train.data import Examples, collate, load_examples
 from train.onpolicy import Answerer, make_answerer
 from train.world import World
 

@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from draftsmith_core.errors import InputError
+from train.batch import IGNORE
 from train.config import TrainConfig
-from train.data import IGNORE, Examples, collate, load_examples, order, packed, units, with_replay
+from train.data import Examples, collate, load_examples, order, packed, units, with_replay
 from train.objective import parse_objective
 from train.packing import block_mask, document_layout, pack, packing_method
 from train.trainees.lm import LMTrainee

@@ -11,8 +11,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
+from train.batch import IGNORE, Batch, StoredRows
 from train.chunked import projected, token_measures
-from train.data import IGNORE, Batch, StoredRows, _stored
+from train.data import _stored
 from train.losses import LOSSES
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, teacher_for_draft

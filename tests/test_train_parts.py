@@ -24,8 +24,9 @@ from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from train.batch import IGNORE, Batch
 from train.config import Optim
-from train.data import IGNORE, Batch, Examples, collate, divide, load_examples, order
+from train.data import Examples, collate, divide, load_examples, order
 from train.loop import _curves, learning_rate, make_optimizer
 from train.losses import LOSSES, cross_entropy, forward_kl
 from train.objective import parse_objective

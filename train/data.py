@@ -16,20 +16,19 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows, whole
 from draftsmith_core.prompts import check_messages, prompt_hash
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
+from train.batch import IGNORE, Batch, StoredRows
 from train.check_rows import check_part
 from train.packing import document_layout, pack
 
 # Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
 
-IGNORE = -100
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
 # Which prompt of its source a row of a distilled set answers, as `prompt_hash` in 16 hex digits; empty elsewhere. All
 # turns of a conversation have one.
@@ -71,41 +70,6 @@ class Examples:
     def __len__(self) -> int:
         """How many units there are."""
         return len(self.valid_tokens)
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """The teacher's columns at the valid tokens of a batch, in the order of its labels; padded with -inf."""
-
-    top_ids_NK: Tensor
-    top_logprobs_NK: Tensor
-    tail_N: Tensor
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or IGNORE.
-
-    There is no attention mask: under causal attention no valid token attends to padding on its right, and without a
-    mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document, and
-    `documents_BT`, its number in the row (-1 for padding). `stored` is set when the data has the teacher's columns.
-    """
-
-    ids_BT: Tensor
-    labels_BT: Tensor
-    positions_BT: Tensor | None = None
-    documents_BT: Tensor | None = None
-    stored: StoredRows | None = None
-
-    def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
-
-        def move(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(device)
-
-        stored = None if self.stored is None else StoredRows(*(each.to(device) for each in vars(self.stored).values()))
-        ids_BT, labels_BT = self.ids_BT.to(device), self.labels_BT.to(device)
-        return Batch(ids_BT, labels_BT, move(self.positions_BT), move(self.documents_BT), stored)
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_file, hash_json, read_json, remove_leftovers, sha256_file, write_json_atomic
-from train.data import IGNORE, Batch
+from train.batch import IGNORE, Batch
 from train.packing import PackingMethod, forward_options, packing_method
 from train.teacher import find_projection
 

@@ -24,9 +24,10 @@ from draftsmith_core.memory import peak_memory
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from train import checkpoint, parallel
+from train.batch import Batch
 from train.checkpoint import BatchLayout, Position, Retention
 from train.config import Optim, TrainConfig
-from train.data import Batch, Examples, collate, units
+from train.data import Examples, collate, units
 from train.loss_sums import LossSums
 from train.memory_errors import memory_errors
 from train.onpolicy import Answerer

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith_core.errors import InputError
 
 if TYPE_CHECKING:
-    from train.data import Batch
+    from train.batch import Batch
 
 # How many documents are looked at together; more fills rows better and mixes lengths less.
 _WINDOW = 512

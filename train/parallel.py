@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith_core.errors import RunError
+from train.batch import Batch
 from train.config import TrainConfig
-from train.data import Batch
 from train.loss_sums import LossSums
 from train.world import World, silent
 

@@ -8,6 +8,7 @@ next step, right-aligned, so that the root is the last of them in every row.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,8 +17,17 @@ from transformers import PreTrainedModel
 from decode.packed_linear import Packs
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
-from decode.propose.static_tree import DraftingPlan, Frontier, Network, StaticTreeSession, fit_vocabulary, pending_block
+from decode.propose.static_tree import (
+    DraftingPlan,
+    Frontier,
+    Network,
+    StaticCall,
+    StaticTreeSession,
+    fit_vocabulary,
+    pending_block,
+)
 from decode.runner import Block, Runner
+from decode.static_steps import StaticSteps, steps_for
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
@@ -50,6 +60,8 @@ class DraftModelProposer(Proposer):
         self._limits = [context_length(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
         self._plans: Plans = {}
+        self._fast = fast
+        self.steps: list[StaticSteps] = []
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method for one draft. With several, only independent draws let each sibling have its own distribution."""
@@ -80,9 +92,11 @@ class DraftModelProposer(Proposer):
         """Prefill the drafts' caches with every prompt but its last token."""
         networks: list[DraftModelNetwork] = []
         roots = [prompt[-1] for prompt in setup.prompts]
-        parts = zip(self.models, self._windows, self._limits, self._packs, self._words, strict=True)
-        for model, windows, limit, packs, words in parts:
-            runner = Runner(model, windows, limit, fast=packs)
+        self.steps = steps_for(self.models, setup.compile, self._fast, self.steps)
+        every_steps: Sequence[StaticSteps | None] = self.steps or [None] * len(self.models)
+        parts = zip(self.models, self._windows, self._limits, self._packs, self._words, every_steps, strict=True)
+        for model, windows, limit, packs, words, steps in parts:
+            runner = Runner(model, windows, limit, packs, steps)
             if words is None:
                 known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
                 runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
@@ -140,6 +154,24 @@ class DraftModelNetwork:
         tokens_Be = frontier.tokens_Be if self._words is None else self._draft_of_V[frontier.tokens_Be]
         return self._forward(tokens_Be, frontier.block, 0)
 
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        """The forward of `open` (None) or `extend` as a function of tensors; None where nothing is recorded."""
+        if self.runner.steps is None or self._words is not None:
+            return None
+        if frontier is None:
+            tokens_Bq, self._lead = self.runner.open_pending(self._pending)
+            self.width = tokens_Bq.shape[1]
+            block = pending_block(self.width, self.runner.device)
+        else:
+            tokens_Bq, block = frontier.tokens_Be, frontier.block
+        run = self.runner.static(block.offsets_RT.shape[1], 1 if frontier is None else 0)
+
+        def forward(tokens_Bq: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            logits, _ = run(self._own_tokens(tokens_Bq), *rest)
+            return (fit_vocabulary(logits, self._vocabulary),)
+
+        return StaticCall(self.runner.steps, run.name, forward, (tokens_Bq, *self.runner.inputs(block)))
+
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Keep the accepted path in the cache; what was never forwarded becomes pending."""
         kept: list[list[int]] = []
@@ -167,12 +199,14 @@ class DraftModelNetwork:
         self._pending = [self._pending[row] for row in rows]
 
     def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
-        if self._words is None and self._own < self._vocabulary:
-            # The target may emit a token that the draft has no embedding for; whatever the draft then guesses is
-            # verified like anything else.
-            tokens_Bq = tokens_Bq.clamp(max=self._own - 1)
-        logits, _ = self.runner.forward(tokens_Bq, block, keep_logits=keep_logits)
+        logits, _ = self.runner.forward(self._own_tokens(tokens_Bq), block, keep_logits=keep_logits)
         return fit_vocabulary(logits, self._vocabulary) if self._words is None else self._words.to_target(logits)
+
+    def _own_tokens(self, tokens_Bq: Tensor) -> Tensor:
+        # The target may emit a token that the draft has no embedding for; whatever the draft then guesses is verified
+        # like anything else.
+        fewer = self._words is None and self._own < self._vocabulary
+        return tokens_Bq.clamp(max=self._own - 1) if fewer else tokens_Bq
 
 
 class SeveralNetworks:
@@ -196,6 +230,22 @@ class SeveralNetworks:
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits of every draft at every node."""
         return self._beside([network.extend(frontier) for network in self.networks])
+
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        """All forwards in one function, where they are recorded."""
+        found = [network.static(frontier) for network in self.networks]
+        calls = [call for call in found if call is not None]
+        if len(calls) < len(found):
+            return None
+        counts = [len(call.inputs) for call in calls]
+
+        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(inputs)
+            each = [call.function(*islice(rest, count))[0] for call, count in zip(calls, counts, strict=True)]
+            return (self._beside(each),)
+
+        inputs = tuple(tensor for call in calls for tensor in call.inputs)
+        return StaticCall(calls[0].steps, tuple(call.name for call in calls), forward, inputs)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """All of them learn the same."""

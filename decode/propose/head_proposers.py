@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.cache import TreeCache
 from decode.defaults import default_tree
 from decode.packed_linear import Packs
 from decode.propose.draft_model import Plans, make_session, slots_per_step
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
-from decode.propose.static_tree import Frontier, fit_vocabulary, pending_block
+from decode.propose.static_tree import Frontier, StaticCall, fit_vocabulary, pending_block
 from decode.runner import Block, Runner
+from decode.static_steps import StaticSteps, steps_for
 from decode.tree import Drawing, Tree, TreeShape
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
@@ -47,6 +49,7 @@ class HeadProposer(Proposer):
         self._plans: Plans = {}
         self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
         self._packs = Packs(self._model) if self._model is not None and fast else False
+        self.steps: list[StaticSteps] = []
 
     def default_tree(self) -> Tree:
         """The usual chain, no longer than there are heads."""
@@ -81,7 +84,9 @@ class HeadProposer(Proposer):
         network: EagleNetwork | MedusaNetwork | HydraNetwork
         if isinstance(self.head, EagleHead | Eagle3Head):
             assert self._model is not None
-            runner = Runner(self._model, {"full_attention": None}, None, fast=self._packs)  # type: ignore[arg-type]
+            self.steps = steps_for([self._model], setup.compile, False, self.steps)
+            steps = self.steps[0] if self.steps else None
+            runner = Runner(self._model, {"full_attention": None}, None, self._packs, steps)  # type: ignore[arg-type]
             network = EagleNetwork(self._model, runner, setup)
         elif isinstance(self.head, MedusaHeads):
             network = MedusaNetwork(self.head, setup)
@@ -137,6 +142,12 @@ class _HeadAsModel(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.head
 
+    def allocate(self, cache: TreeCache) -> None:
+        """Give the cache its memory, by a forward of one token."""
+        one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        size: int = self.config.hidden_size
+        self.head(one_11, torch.zeros(1, 1, size, dtype=self.dtype, device=self.device), None, one_11, cache)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -174,21 +185,44 @@ class EagleNetwork:
 
     def open(self) -> Tensor:
         """Forward the text that is new, with the target's features."""
-        tokens_BW, self._lead = self.runner.open_pending(self._tokens)
-        self.width = tokens_BW.shape[1]
-        features = [nn.functional.pad(f, (0, 0, lead, 0)) for f, lead in zip(self._features, self._lead, strict=True)]
-        block = pending_block(self.width, self.runner.device)
-        logits, features_BWH = self._forward(tokens_BW, torch.stack(features), block, 1)
+        logits, features_BWH = self._forward(*self._pending(), 1)
         self._outputs_BEH = features_BWH[:, -1:]
         return logits
 
     def extend(self, frontier: Frontier) -> Tensor:
         """Forward a level with the features that the head predicted for the parents."""
-        index = frontier.parents_Re.expand(frontier.tokens_Be.shape[0], -1).unsqueeze(2)
-        features = self._outputs_BEH.gather(1, index.expand(-1, -1, self._outputs_BEH.shape[2]))
-        logits, features_BeH = self._forward(frontier.tokens_Be, features, frontier.block, 0)
+        logits, features_BeH = self._forward(*self._level(frontier), 0)
         self._outputs_BEH = torch.cat([self._outputs_BEH, features_BeH], dim=1)
         return logits
+
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        """The forward of `open` (None) or `extend` as a function of tensors; None where nothing is recorded."""
+        if self.runner.steps is None:
+            return None
+        tokens_Bq, features_BqH, block = self._pending() if frontier is None else self._level(frontier)
+        run = self.runner.static(block.offsets_RT.shape[1], 0, (0,))
+
+        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+            logits, (features_BqH,) = run(*inputs)
+            return self._logits(logits[:, -1:] if frontier is None else logits), features_BqH
+
+        def learn(features_BqH: Tensor) -> None:
+            before = () if frontier is None else (self._outputs_BEH,)
+            self._outputs_BEH = torch.cat([*before, features_BqH[:, -1:] if frontier is None else features_BqH], dim=1)
+
+        inputs = (tokens_Bq, *self.runner.inputs(block), features_BqH)
+        return StaticCall(self.runner.steps, run.name, forward, inputs, learn)
+
+    def _pending(self) -> tuple[Tensor, Tensor, Block]:
+        tokens_BW, self._lead = self.runner.open_pending(self._tokens)
+        self.width = tokens_BW.shape[1]
+        features = [nn.functional.pad(f, (0, 0, lead, 0)) for f, lead in zip(self._features, self._lead, strict=True)]
+        return tokens_BW, torch.stack(features), pending_block(self.width, self.runner.device)
+
+    def _level(self, frontier: Frontier) -> tuple[Tensor, Tensor, Block]:
+        index = frontier.parents_Re.expand(frontier.tokens_Be.shape[0], -1).unsqueeze(2)
+        features = self._outputs_BEH.gather(1, index.expand(-1, -1, self._outputs_BEH.shape[2]))
+        return frontier.tokens_Be, features, frontier.block
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Keep only what was forwarded with true features; the emitted tokens now have theirs and are pending."""
@@ -214,12 +248,13 @@ class EagleNetwork:
         return self.head.fuse(hidden) if isinstance(self.head, Eagle3Head) else hidden[0]
 
     def _forward(self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int) -> tuple[Tensor, Tensor]:
-        self.model.features_BTH = features_BqH
-        logits, (features,) = self.runner.forward(tokens_Bq, block, hidden_layers=(0,))
-        logits = logits[:, -keep:]
+        logits, (features,) = self.runner.forward(tokens_Bq, block, hidden_layers=(0,), features_BqH=features_BqH)
+        return self._logits(logits[:, -keep:]), features
+
+    def _logits(self, logits: Tensor) -> Tensor:
         if isinstance(self.head, Eagle3Head):
             logits = self.head.to_target(logits)
-        return fit_vocabulary(logits, self._vocabulary), features
+        return fit_vocabulary(logits, self._vocabulary)
 
 
 class FeatureNetwork:
@@ -233,6 +268,10 @@ class FeatureNetwork:
         self._vocabulary = setup.vocabulary
         self._features = last_features(setup.prompts, setup.hidden_BTH[0])
         self._roots = [prompt[-1] for prompt in setup.prompts]
+
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        """Nothing is recorded: these heads are a few products, and have no cache."""
+        return None
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """The new root was chosen at the last accepted node."""

@@ -5,8 +5,8 @@ vocabulary, T prompt positions, H hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from decode.defaults import default_tree
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling
+
+if TYPE_CHECKING:
+    from decode.static_steps import StaticSteps
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,28 @@ class Proposal:
     drawing: Drawing
     drafts: int = 1
     finite: Tensor | None = None
+
+
+def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
+    """The same proposal with `nodes` drafted nodes, those that are new not there, and one tree for each row."""
+    tree, q_BEV = proposal.tree, proposal.q_BEV
+    new = nodes - tree.parents_RN.shape[1]
+    pad = torch.nn.functional.pad
+    own_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
+    arrays = (
+        pad(tree.parents_RN, (0, new), value=-1).expand(rows, -1),
+        pad(tree.depths_RN, (0, new), value=1).expand(rows, -1),
+        pad(tree.children_RMK, (0, 0, 0, new)).expand(rows, -1, -1),
+        pad(tree.groups_RM, (0, new)).expand(rows, -1),
+        (pad(tree.sees_RMM, (0, new, 0, new)) | own_MM).expand(rows, -1, -1),
+    )
+    return replace(
+        proposal,
+        tree=TreeBatch(*arrays, tree.widths),
+        tokens_BM=pad(proposal.tokens_BM, (0, new), value=-1),
+        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, nodes * proposal.drafts - q_BEV.shape[1])),
+        finite=None if proposal.finite is None else proposal.finite.expand(rows),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +84,8 @@ class SessionSetup:
     """What a proposer begins with: the options of one `generate` call.
 
     `hidden_BTH` are the target's states over each prompt but its last token, right-padded, one tensor for each of
-    `hidden_layers`. Proposals are to be made on `device`, over the target's `vocabulary` tokens.
+    `hidden_layers`. Proposals are to be made on `device`, over the target's `vocabulary` tokens. `compile` is the
+    decoder's: a proposer with a network records or compiles its forwards too.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -70,6 +96,7 @@ class SessionSetup:
     hidden_BTH: Sequence[Tensor]
     device: torch.device
     vocabulary: int
+    compile: bool | str = False
 
 
 class Session(Protocol):
@@ -123,6 +150,9 @@ class Proposer(Protocol):
 
     hidden_layers: tuple[int, ...] = ()
     """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for none."""
+
+    steps: "Sequence[StaticSteps]" = ()
+    """Its recorded forwards, where the decoder compiles."""
 
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""

@@ -8,16 +8,17 @@ A network forwards *pending* tokens (those of the text it has not seen, the root
 then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.06706) section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from decode.propose.protocol import Outcome, Proposal
 from decode.runner import Block
+from decode.static_steps import StaticSteps
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch, ancestor_mask, grow_batch
 from draftsmith_core.sampling import (
@@ -61,6 +62,11 @@ class Network(Protocol):
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
+    def static(self, frontier: Frontier | None) -> "StaticCall | None":
+        """The same (None: at the root) as a function of tensors, for a network whose forwards are recorded or compiled;
+        None for another.
+        """
+
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Learn the outcome. `expanded[b]` gives for each accepted node of row b its number among the nodes that were
         forwarded after the root (0 the first), None if it was not forwarded.
@@ -68,6 +74,23 @@ class Network(Protocol):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
+
+
+def _forget(*tensors: Tensor) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class StaticCall:
+    """One forward of a network as a function of tensors: `function(*inputs)` gives logits `[B, e * d, V]` and perhaps
+    what `learn` is to be called with. `name` tells it from others of the network.
+    """
+
+    steps: StaticSteps
+    name: object
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    learn: Callable[..., None] = _forget
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +192,19 @@ class DraftingPlan:
         return tuple(blocks)
 
 
+class Grown(NamedTuple):
+    """The children drawn in one level, and what the level below needs: those among the expanded ones that may have
+    children (-1 for others), the probability of their paths where the tree has a stop, and the tokens to forward.
+    """
+
+    tokens_Bc: Tensor
+    q_BeV: Tensor | None
+    finite: Tensor
+    live_Be: Tensor | None
+    confidence_Be: Tensor | None
+    inputs_Be: Tensor | None
+
+
 class StaticTreeSession:
     """A network drafting one static tree for the rows of one `generate` call."""
 
@@ -180,48 +216,92 @@ class StaticTreeSession:
         """Draw the tree, one forward of the network a level."""
         network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
-        logits_BeV = network.open()
-        rows = logits_BeV.shape[0]
-        drafted = [torch.full((rows, 1), -1, device=logits_BeV.device)]
+        drafted: list[Tensor] = []
         parts_q: list[Tensor] = []
-        finite = torch.ones((), dtype=torch.bool, device=logits_BeV.device)
-        previous_Be: Tensor | None = None
-        confidence_Be = torch.ones(rows, 1, device=logits_BeV.device)
-        paths_Bed = drafted[0].new_zeros(rows, 1, 0)
+        finite: Tensor | None = None
+        above: Grown | None = None
+        frontier: Frontier | None = None
         for depth, level in enumerate(plan.levels):
-            finite = finite & logits_BeV.amax().isfinite()
-            draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
-            if q_BeV is not None:
-                parts_q.append(q_BeV)
-            chain = level.parent_c.numel() == 1
-            tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
-            if previous_Be is not None and (stop or any(above.draws > 1 for above in plan.levels[:depth])):
-                # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
-                # or because q has fewer tokens than there are siblings, so that a chain without a stop skips this.
-                tokens_Bc = tokens_Bc.masked_fill(previous_Be[:, level.parent_c] < 0, -1)
-            drafted.append(tokens_Bc)
+            grown = self._level(depth, frontier, above, u_BN)
+            finite = grown.finite if finite is None else finite & grown.finite
+            if grown.q_BeV is not None:
+                parts_q.append(grown.q_BeV)
+            drafted.append(grown.tokens_Bc)
             if depth + 1 == len(plan.levels):
                 break
-            live_Bc = tokens_Bc
-            if stop:
-                believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
-                source_c = level.parent_c * network.drafts + level.rank_c % network.drafts
-                rows_B1 = torch.arange(rows, device=believed_BeV.device).unsqueeze(1)
-                own_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
-                confidence_Bc = own_Bc * confidence_Be[:, level.parent_c]
-                live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)
-                confidence_Be = confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
-            previous_Be = live_Bc if level.expanded_c is None else live_Bc[:, level.expanded_c]
-            if stop and not bool((previous_Be >= 0).any()):
+            assert grown.live_Be is not None and grown.inputs_Be is not None
+            if stop and not bool((grown.live_Be >= 0).any()):
                 break
-            # A node at which a row stops is forwarded too: it may be accepted, and is then in the cache.
-            inputs_Be = (tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]).clamp(min=0)
             self._forwarded += level.count
+            paths_Bed = grown.inputs_Be.new_zeros(0)
             if network.reads_paths:
-                paths_Bed = torch.cat([paths_Bed[:, level.parent_e], inputs_Be.unsqueeze(2)], dim=2)
+                paths_Bed = grown.inputs_Be.unsqueeze(2)
+                if frontier is not None:
+                    paths_Bed = torch.cat([frontier.paths_Bed[:, level.parent_e], paths_Bed], dim=2)
             block = plan.block(depth + 1, network.width)
-            logits_BeV = network.extend(Frontier(inputs_Be, level.parents_1e, block, paths_Bed))
-        return self._proposal(torch.cat(drafted, dim=1), parts_q, len(drafted) - 1, finite)
+            above, frontier = grown, Frontier(grown.inputs_Be, level.parents_1e, block, paths_Bed)
+        assert finite is not None
+        root_B1 = torch.full((drafted[0].shape[0], 1), -1, device=drafted[0].device)
+        return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
+
+    def _level(self, depth: int, frontier: Frontier | None, above: "Grown | None", u_BN: Tensor | None) -> "Grown":
+        """The forward of a level and the drawing of its children; where forwards are recorded, in one function."""
+        call = self.network.static(frontier)
+        if call is None:
+            logits_BeV = self.network.open() if frontier is None else self.network.extend(frontier)
+            return self._grow(depth, logits_BeV, logits_BeV.amax().isfinite(), above, u_BN)
+        before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
+        optional = [u_BN, *before]
+        given = [each for each in optional if each is not None]
+        count = len(call.inputs)
+
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(inputs[count:])
+            u_BN, live_Be, confidence_Be = (None if each is None else next(rest) for each in optional)
+            logits_BeV, *state = call.function(*inputs[:count])
+            finite_B = logits_BeV.amax((1, 2)).isfinite()
+            known = None if live_Be is None else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
+            grown = self._grow(depth, logits_BeV, finite_B, known, u_BN)
+            return *(each for each in grown if each is not None), *state
+
+        drawn = (self.drawing, self.sampling if u_BN is not None else None, [each is None for each in optional])
+        name = ("level", depth, self.plan, str(drawn), call.name)
+        outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *call.inputs, *given))
+        last, stop = depth + 1 == len(self.plan.levels), self.plan.tree.stop > 0
+        there = (True, u_BN is not None, True, not last, not last and stop, not last)
+        grown = Grown(*(next(outputs) if each else None for each in there))  # type: ignore[arg-type]
+        call.learn(*outputs)
+        return grown
+
+    def _grow(
+        self, depth: int, logits_BeV: Tensor, finite: Tensor, above: "Grown | None", u_BN: Tensor | None
+    ) -> "Grown":
+        """The children of the nodes that have these logits, as a function of tensors."""
+        plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
+        draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
+        chain = level.parent_c.numel() == 1
+        tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
+        if above is not None and (stop or any(each.draws > 1 for each in plan.levels[:depth])):
+            # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
+            # or because q has fewer tokens than there are siblings, so that a chain without a stop skips this.
+            assert above.live_Be is not None
+            tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
+        if depth + 1 == len(plan.levels):
+            return Grown(tokens_Bc, q_BeV, finite, None, None, None)
+        live_Bc, confidence_Be = tokens_Bc, None
+        if stop:
+            believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
+            source_c = level.parent_c * self.network.drafts + level.rank_c % self.network.drafts
+            rows_B1 = torch.arange(len(tokens_Bc), device=believed_BeV.device).unsqueeze(1)
+            confidence_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
+            if above is not None and above.confidence_Be is not None:
+                confidence_Bc = confidence_Bc * above.confidence_Be[:, level.parent_c]
+            live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)
+            confidence_Be = confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
+        live_Be = live_Bc if level.expanded_c is None else live_Bc[:, level.expanded_c]
+        # A node at which a row stops is forwarded too: it may be accepted, and is then in the cache.
+        inputs_Be = (tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]).clamp(min=0)
+        return Grown(tokens_Bc, q_BeV, finite, live_Be, confidence_Be, inputs_Be)
 
     def commit(self, outcome: Outcome) -> None:
         """Tell the network which expanded nodes were accepted."""
@@ -291,17 +371,14 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
     most = u_BeK.shape[2]
     if drafts > 1:
         assert drawing == "with_replacement"
-        nodes = range(0, q_BeV.shape[1], drafts)
-        sources = [torch.tensor([node + k % drafts for node in nodes], device=q_BeV.device) for k in range(most)]
-        return torch.stack([draw(q_BeV[:, at_e], u_BeK[:, :, k]) for k, at_e in enumerate(sources)], dim=2)
+        return torch.stack([draw(q_BeV[:, k % drafts :: drafts], u_BeK[:, :, k]) for k in range(most)], dim=2)
     if drawing == "top_and_one":
-        # The drawn child is the last one, so nodes are grouped by their number of children.
-        children_BeK = torch.full(u_BeK.shape, -1, dtype=torch.long, device=q_BeV.device)
-        for count in sorted(set(counts_e)):
-            chosen = [e for e, n in enumerate(counts_e) if n == count]
-            drawn = draw_top_and_one(q_BeV[:, chosen], u_BeK[:, chosen, count - 1], count)
-            children_BeK[:, chosen, :count] = drawn
-        return children_BeK
+        if len(set(counts_e)) == 1:
+            return draw_top_and_one(q_BeV, u_BeK[..., -1], most)
+        # The drawn child is the last one, so that nodes with fewer children are drawn by themselves.
+        drawn = [draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)]
+        padded = [torch.nn.functional.pad(each, (0, most - each.shape[1]), value=-1) for each in drawn]
+        return torch.stack(padded, dim=1)
     if most == 1:
         return draw(q_BeV, u_BeK[..., 0]).unsqueeze(-1)
     if drawing == "with_replacement":

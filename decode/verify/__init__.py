@@ -86,9 +86,12 @@ class Verifier:
 def _in(module: str) -> Rule:
     """The function `verify` of a module of this package, imported when it is first called."""
 
+    found: list[Rule] = []
+
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
-        verify: Rule = import_module(f"decode.verify.{module}").verify
-        return verify(proposal, p_BMV, u_BU)
+        if not found:
+            found.append(import_module(f"decode.verify.{module}").verify)
+        return found[0](proposal, p_BMV, u_BU)
 
     return run
 

@@ -21,7 +21,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     The output is drawn from the target alone, so this is lossless whatever was drafted. Every lossless rule comes to
     this when p is one-hot (`u_BU` is None).
     """
-    if u_BU is None and p_BMV.device.type == "cpu":
+    if u_BU is None and p_BMV.device.type == "cpu" and not torch.compiler.is_compiling():
         return _verify_on_host(proposal, p_BMV)
     tree, tokens_BM = proposal.tree, proposal.tokens_BM
     rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)

@@ -22,7 +22,7 @@ from decode.tree_batch import TreeBatch
 from decode.verify.block import keep_probability, weight
 from decode.verify.exact import verify as exact
 from decode.verify.mcsd import without
-from decode.verify.tree_walk import ALL, Rows, Verdict, finish_at, hit_by_target, known_empty, rows_of, walk
+from decode.verify.tree_walk import ALL, Rows, Verdict, finish_at, hit_by_target, known_empty, recording, rows_of, walk
 from draftsmith_core.sampling import draw
 
 
@@ -121,7 +121,7 @@ def visits(
     the order of the walk; None for a mask that is false everywhere. Node 0 stands for no node. `yes_B` is a mask that
     is true everywhere.
     """
-    if tree.rows == 1:
+    if tree.rows == 1 and not recording():
         for node, depth, group, *facts in _shared(tree):
             inner_B, entering_B, leaving_B = (yes_B if fact else None for fact in facts)
             yield node, depth, group, inner_B, entering_B, leaving_B

@@ -136,12 +136,19 @@ def known_empty(mask: Tensor) -> bool:
     """True when `mask` is false everywhere and it costs nothing to know: on a CPU. On an accelerator always False,
     because reading the mask would make the host wait for the device.
     """
-    return mask.device.type == "cpu" and not bool(mask.any())
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any())
+
+
+def recording() -> bool:
+    """Whether the present code is being compiled or recorded as a CUDA graph, so that no tensor may be read."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def rows_of(mask_B: Tensor) -> Rows:
     """The rows of a mask on a CPU; on an accelerator all rows, because reading the mask would make the host wait."""
-    return mask_B.nonzero()[:, 0] if mask_B.device.type == "cpu" and not bool(mask_B.all()) else ALL
+    if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
+        return ALL
+    return mask_B.nonzero()[:, 0]
 
 
 def chain_nodes(tree: TreeBatch, rows: int) -> Tensor:

@@ -65,6 +65,9 @@ class DecodeConfig:
     """Go on to max_new_tokens even when the target ends."""
     fast: bool = True
     """false: the models' own forward, without packed weights and the lean Llama code; outputs differ by rounding."""
+    compile: bool = False
+    """Record every step as a CUDA graph when it first occurs, and replay it from then on (CUDA only). Outputs differ by
+    rounding; the first ones take longer, which is told apart."""
     quantize: Quantize = "none"
     """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded model."""
     quantize_draft: Quantize | None = None

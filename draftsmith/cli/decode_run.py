@@ -34,6 +34,7 @@ _NOT_IDENTITY = (
     "out",
     "device",
     "fast",
+    "compile",
     "target",
     "draft",
     "proposer",
@@ -124,6 +125,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         tokenizer=tokenizer,
         heterogeneous_vocab=config.heterogeneous_vocab,
         fast=config.fast,
+        compile=config.compile,
     )
     shape = _plan(config, pair) if config.tree == "auto" else tree
     if method is None or (config.tree == "auto" and shape is None):

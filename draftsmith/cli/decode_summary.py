@@ -22,6 +22,7 @@ def summarise(
     seconds = sum(output.prefill_s + output.decode_s for output in outputs)
     prefill_s = sum(output.prefill_s for output in outputs)
     peak, kind = peak_memory(decoding.decoder.target.device)
+    recorded = decoding.decoder.every_steps
     summary: dict[str, Any] = {
         "rows": len(outputs),
         "prompts_read": prompts.rows,
@@ -45,6 +46,8 @@ def summarise(
         "prefill_s": prefill_s,
         "decode_s": seconds - prefill_s,
         "tokens_per_s": stats.emitted / seconds if seconds else None,
+        "recorded_steps": sum(steps.count for steps in recorded),
+        "recording_s": decoding.decoder.compile_s,
         "latency_s_per_token": sum(o.waited_s for o in outputs) / stats.emitted if stats.emitted else None,
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
@@ -79,6 +82,11 @@ def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
         method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
+    if summary["recorded_steps"]:
+        lines.append(
+            f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "
+            f"which are not in the time above"
+        )
     kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
     lines.append(f"{method}; peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB ({kind})")
     return lines

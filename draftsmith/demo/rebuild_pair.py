@@ -15,7 +15,8 @@ from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atom
 from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.progress import track
 from draftsmith_core.tokenization import load_tokenizer
-from train.data import IGNORE, collate, load_examples
+from train.batch import IGNORE
+from train.data import collate, load_examples
 from train.losses import cross_entropy
 
 BLOCK = 256

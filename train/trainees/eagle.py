@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.heads.eagle import EagleHead
-from train.data import Batch
+from train.batch import Batch
 from train.loss_sums import LossSums
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths, unroll
 

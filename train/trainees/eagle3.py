@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.output_projection import OutputProjection
-from train.data import Batch
+from train.batch import Batch
 from train.teacher import LiveTeacher, ReducedTeacher, Teacher
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, unroll
 

@@ -19,8 +19,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from drafts.heads import Head
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
+from train.batch import IGNORE, Batch
 from train.chunked import projected
-from train.data import IGNORE, Batch
 from train.features import FeatureCache, freeze
 from train.loss_sums import LossSums
 from train.objective import Objective

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
+from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
-from train.data import IGNORE, Batch
 from train.features import FrozenTarget, freeze
 from train.loss_sums import LossSums
 from train.losses import adaspec_weights

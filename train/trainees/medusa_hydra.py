@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from drafts.output_projection import OutputProjection
-from train.data import Batch
+from train.batch import Batch
 from train.trainees.head import HeadTrainee, Pairs, pairs_at
 
 

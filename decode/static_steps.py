@@ -1,0 +1,363 @@
+"""Steps of fixed shapes: functions of tensors that a GPU replays as CUDA graphs, or that torch.compile compiles.
+
+A forward of a few tokens launches hundreds of kernels, and on a GPU launching them takes longer than running them. A
+function whose shapes, addresses and control flow never change can be recorded once as a CUDA graph and replayed with
+one launch. So sizes are rounded up to a few buckets, the cache keeps its place from one `generate` call to the next,
+and what changes from step to step (tokens, lengths, the column that is written to, the tree) is passed in tensors that
+have one row for each row of the batch.
+
+Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q
+queries, T slots of a block, E head size. A slot is the place of one token in the cache.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from decode.attention_masks import additive
+from decode.cache import TreeCache
+from decode.llama_forward import LeanForward, lean_forward
+from decode.packed_linear import Packs
+from draftsmith_core.errors import RunError
+
+log = logging.getLogger(__name__)
+# One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's kernels accept.
+_SLOTS = 256
+# torch.compile keeps one version per key of `StaticSteps.call`, and refuses more than 8 unless told otherwise.
+_VERSIONS = 512
+# Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first call.
+_WARM_UP = 2
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def bucket(size: int) -> int:
+    """The next size that steps are made for: 1 to 8, then four to each doubling (10, 12, 14, 16, 20, 24, ...)."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return -(-size // step) * step
+
+
+class UnpackedProducts(Packs):
+    """The plain linear layers: calls into libraries of our own can be neither recorded nor compiled."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.native = self._one_dnn = False
+
+
+class StaticSteps:
+    """The steps of one model: its buffers, and what was recorded or compiled for them.
+
+    `backend` True records CUDA graphs; a name is a torch.compile backend ("inductor", "eager"), by which a step is
+    first compiled as one graph, and on CUDA then recorded. Replaying reads the model's tensors where they were: values
+    may change, tensors must not be replaced while a `generate` call runs; between calls that is noticed. One call at a
+    time. `seconds` counts what recording and compiling took, `count` how many steps there are.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
+        if backend is True and model.device.type != "cuda":
+            raise ValueError(
+                f"compile: CUDA graphs need a CUDA device, and the model is on {model.device.type}; "
+                f"leave compile out, or name a torch.compile backend such as 'inductor'"
+            )
+        self.model, self.backend, self._lean = model, backend, lean
+        self.packs = UnpackedProducts(model)
+        self.seconds, self.count = 0.0, 0
+        self.lean: LeanForward | None = None
+        self._stamp: tuple[int, ...] = ()
+        self._steps: dict[object, Function] = {}
+        self._pool: Any = None
+        self._cache: TreeCache | None = None
+        self._rows = 0
+
+    def begin(self, rows: int, layers: int, capacity: int, limit: int | None) -> TreeCache:
+        """A cache of at least this size for one `generate` call, at the same address as long as it is large enough."""
+        stamp = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        if stamp != self._stamp:
+            self._forget()
+            self._stamp = stamp
+            self.lean = lean_forward(self.model, self.packs) if self._lean else None
+        if self._cache is None or self._rows < rows or self._cache.capacity < capacity:
+            if self._steps:
+                log.info("compile: the buffers grow, so that %d steps are recorded again", len(self._steps))
+            self._forget()
+            self._rows = max(bucket(rows), self._rows)
+            known = 0 if self._cache is None else self._cache.capacity
+            self._cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
+            self._allocate(self._cache)
+            if self.lean is not None:
+                # Made now, so that no step makes it: the table of rotary embeddings.
+                self.lean.rotary_table(self._cache.capacity if limit is None else min(self._cache.capacity, limit - 1))
+        self._cache.reuse(rows)
+        return self._cache
+
+    def _allocate(self, cache: TreeCache) -> None:
+        """Only a forward knows the shape of a model's cache, and the first step may come before any."""
+        if isinstance(self.model, PreTrainedModel):
+            one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+            self.model(input_ids=one_11, position_ids=one_11, past_key_values=cache, use_cache=True)
+        else:
+            self.model.allocate(cache)
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        # One pool for the memory of all graphs: their outputs are copied before another is replayed.
+        self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
+
+    def take_seconds(self) -> float:
+        """Seconds of recording and compiling since the last call of this."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def call(self, name: object, function: Function, rows: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`function(*inputs)` as a recorded step. All inputs have `rows` rows, and so have the outputs.
+
+        `name` must differ when `function` differs in anything but the shapes of its inputs. Rows are padded with zeros
+        to the bucket, and the outputs are cut. Outputs are the caller's own: no replay writes over them.
+        """
+        padded_rows = min(bucket(rows), self._rows)
+        padded = tuple(_pad_rows(each, padded_rows) for each in inputs)
+        key = (name, tuple((each.shape, each.dtype) for each in padded))
+        step = self._steps.get(key)
+        if step is None:
+            began = time.perf_counter()
+            step = self._make(function, padded)
+            outputs = step(*padded)
+            if outputs and outputs[0].device.type == "cuda":
+                torch.cuda.synchronize(outputs[0].device)
+            self._steps[key] = step
+            self.count += 1
+            self.seconds += time.perf_counter() - began
+        else:
+            outputs = step(*padded)
+        return outputs if padded_rows == rows else tuple(each[:rows] for each in outputs)
+
+    def _make(self, function: Function, inputs: tuple[Tensor, ...]) -> Function:
+        if isinstance(self.backend, str):
+            # What is imported or made at a first call cannot be traced. Running a step again changes nothing: it writes
+            # the same states into the same slots.
+            function(*inputs)
+            compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend)
+
+            def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+                with torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=4 * _VERSIONS):
+                    outputs: tuple[Tensor, ...] = compiled(*tensors)
+                    return outputs
+
+            function = step
+        if inputs[0].device.type != "cuda":
+            return function
+        return _record(function, inputs, self._pool)
+
+    def slots(self, column: int, total: int) -> int:
+        """P of a forward whose block of `total` slots begins at this column."""
+        assert self._cache is not None
+        return min(_slots(column + total), self._cache.capacity)
+
+    def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first P slots, `[L, B, H, P, E]`."""
+        assert self._cache is not None
+        return self._cache.buffers(rows, slots)
+
+
+def steps_for(
+    models: Sequence[Any], backend: bool | str, lean: bool, known: Sequence[StaticSteps]
+) -> list[StaticSteps]:
+    """Static steps of a proposer's models: those that are known where they were made for the same; none without."""
+    if not backend:
+        return []
+    if [(each.model, each.backend) for each in known] == [(model, backend) for model in models]:
+        return list(known)
+    return [StaticSteps(model, backend, lean) for model in models]
+
+
+@dataclass(frozen=True)
+class StaticForward:
+    """A model's forward as a function of tensors alone, to be called in a function given to `StaticSteps.call`.
+
+    `slots` (P) is how many slots the attention reads, those of the block included. `name` tells such functions apart.
+    """
+
+    steps: StaticSteps
+    slots: int
+    windows: Mapping[str, int | None]
+    limit: int | None
+    keep_logits: int
+    hidden_layers: tuple[int, ...]
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """What it depends on beside the model and its inputs."""
+        return self.slots, self.keep_logits, self.hidden_layers
+
+    def __call__(
+        self,
+        tokens_Bq: Tensor,
+        offsets_BT: Tensor,
+        sees_BqT: Tensor,
+        state_B3: Tensor,
+        features_BqH: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `Runner.forward`. `state_B3` holds for each row its length, its padding slots and the common column."""
+        rows, queries = tokens_Bq.shape
+        total = offsets_BT.shape[1]
+        length_B1, lead_B1, column = state_B3[:, :1], state_B3[:, 1:2], state_B3[0, 2]
+        base_B1 = length_B1 - lead_B1
+        positions_Bq = (offsets_BT[:, total - queries :] + base_B1).clamp(min=0)
+        if self.limit is not None:
+            # What is predicted beyond the limit is cut, but no table may be read past its end.
+            positions_Bq = positions_Bq.clamp(max=self.limit - 1)
+        masks = self._masks(offsets_BT, sees_BqT, length_B1, lead_B1, column)
+        at_q = column + torch.arange(total - queries, total, device=column.device)
+        cache = _StepCache(*self.steps.buffers(rows, self.slots), at_q)
+        if self.steps.lean is not None:
+            # The table of rotary embeddings is there already, so that any position will do.
+            lean_cache = cast(TreeCache, cache)  # it has the part of one that the lean forward uses
+            return self.steps.lean.run(
+                tokens_Bq, positions_Bq, 0, masks, lean_cache, self.keep_logits, self.hidden_layers
+            )
+        if features_BqH is not None:
+            self.steps.model.features_BTH = features_BqH
+        options: dict[str, Any] = {"output_hidden_states": True} if self.hidden_layers else {}
+        output = self.steps.model(
+            input_ids=tokens_Bq,
+            attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+            position_ids=positions_Bq,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        )
+        logits = output.logits[:, -self.keep_logits :]
+        return logits, tuple(output.hidden_states[layer] for layer in self.hidden_layers)
+
+    def _masks(
+        self,
+        offsets_BT: Tensor,
+        sees_BqT: Tensor,
+        length_B1: Tensor,
+        lead_B1: Tensor,
+        column: Tensor,
+    ) -> dict[str, Tensor]:
+        """Additive masks `[B, 1, q, P]` by kind of layer: a row's prefix, then the block as its tree says."""
+        queries, total = sees_BqT.shape[1:]
+        slot_P = torch.arange(self.slots, device=column.device)
+        place_P = slot_P - column
+        inside_P = (place_P >= 0) & (place_P < total)
+        place_P = place_P.clamp(0, total - 1)
+        # A padding slot is seen by itself only: a query with nothing to see would give NaN.
+        query_q = torch.arange(total - queries, total, device=column.device)
+        itself_qP = query_q.unsqueeze(1) == place_P
+        unpadded_B1P = (place_P >= lead_B1).unsqueeze(1)
+        block_BqP = sees_BqT.index_select(2, place_P) & inside_P & (unpadded_B1P | itself_qP)
+        allowed_BqP = block_BqP | (slot_P < length_B1).unsqueeze(1)
+        masks = {}
+        for kind, window in self.windows.items():
+            seen_BqP = allowed_BqP
+            if window is not None:
+                position_BT = offsets_BT + length_B1 - lead_B1
+                position_BP = torch.where(inside_P, position_BT.index_select(1, place_P), slot_P)
+                distance_BqP = position_BT[:, total - queries :].unsqueeze(2) - position_BP.unsqueeze(1)
+                seen_BqP = seen_BqP & (distance_BqP < window)
+            masks[kind] = additive(seen_BqP.unsqueeze(1), self.steps.model.dtype)
+        return masks
+
+
+def _slots(count: int) -> int:
+    return bucket(-(-count // _SLOTS)) * _SLOTS
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+class _StepCache(Cache):
+    """The buffers as one forward sees them: it writes the slots `at_q` and attends to the first P."""
+
+    def __init__(self, keys_LBHPE: Tensor, values_LBHPE: Tensor, at_q: Tensor) -> None:
+        pairs = zip(keys_LBHPE.unbind(0), values_LBHPE.unbind(0), strict=True)
+        self.slots = [_StepLayer(keys, values, at_q) for keys, values in pairs]
+        super().__init__(layers=list(self.slots))
+
+    def views(self, rows: int, heads: int, size: int, queries: int, like: Tensor) -> Any:
+        """As `TreeCache.views`, for the lean forward."""
+        keys, values = [layer.keys for layer in self.slots], [layer.values for layer in self.slots]
+        new = [
+            [_Slots(each, layer.at_q) for each, layer in zip(side, self.slots, strict=True)] for side in (keys, values)
+        ]
+        return new, (keys, values)
+
+
+class _StepLayer(CacheLayerMixin):
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, at_q: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values, self.at_q = keys, values, at_q
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        return
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.at_q, key_states)
+        self.values.index_copy_(2, self.at_q, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    # Masks and positions are given, so that nothing rests on how much is cached.
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+class _Slots:
+    """The slots of a block in one layer; `copy_` fills them, as it does a view of a `TreeCache`."""
+
+    def __init__(self, states_BHPE: Tensor, at_q: Tensor) -> None:
+        self.states_BHPE, self.at_q = states_BHPE, at_q
+
+    def copy_(self, states_BHqE: Tensor) -> None:
+        self.states_BHPE.index_copy_(2, self.at_q, states_BHqE)
+
+
+def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:
+    """`function` as a CUDA graph that reads copies of its inputs; RunError where it cannot be recorded."""
+    held = tuple(each.clone() for each in inputs)
+    stream = torch.cuda.Stream(held[0].device)
+    stream.wait_stream(torch.cuda.current_stream(held[0].device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            function(*held)
+    torch.cuda.current_stream(held[0].device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = function(*held)
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RunError(f"compile: a step cannot be recorded as a CUDA graph ({reason}); run without compile") from None
+
+    def replay(*tensors: Tensor) -> tuple[Tensor, ...]:
+        for buffer, tensor in zip(held, tensors, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        # The next replay writes its outputs to the same place.
+        return tuple(each.clone() for each in outputs)
+
+    return replay
