@@ -352,32 +352,9 @@ class _Run:
             tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
             block = self.decoder.block(proposal.tree)
             logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            facts, p_BMV, states = self._judge(proposal, logits_BMV, hidden, u_BU)
+            facts, p_BMV, states = _judge(self.decoder.verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
         # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
         self._record(proposal, facts.tolist(), states, p_BMV)
-
-    def _judge(
-        self, proposal: Proposal, logits_BMV: Tensor, hidden: Sequence[Tensor], u_BU: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Verify a scored proposal. Returns what the host has to know, as integers `[B, ...]`; the target's
-        distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
-        """
-        p_BMV = probs(logits_BMV, self.sampling)
-        verdict = self.decoder.verifier.run(proposal, p_BMV, u_BU)
-        exists_BM = proposal.tokens_BM >= 0
-        drafted_B = exists_BM.sum(1)
-        offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
-        facts = torch.cat(
-            [
-                torch.stack([_finite(logits_BMV, proposal.finite), verdict.accepted_B, verdict.open_B], dim=1),
-                torch.stack([drafted_B, offered_B], dim=1),
-                verdict.nodes_BD,
-                verdict.tokens_BD1,
-            ],
-            dim=1,
-        )
-        path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
-        return facts, p_BMV, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
 
     def _static_step(
         self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
@@ -386,33 +363,26 @@ class _Run:
         rows, nodes = len(last_B), proposal.tokens_BM.shape[1]
         proposal = padded(proposal, rows, bucket(nodes - 1))
         tree, drawing, drafts = proposal.tree, proposal.drawing, proposal.drafts
+        widths, verifier, sampling = tree.widths, self.decoder.verifier, self.sampling
         run = self.runner.static(proposal.tokens_BM.shape[1], 0, self.hidden_layers)
         optional = {"u": u_BU, "q": proposal.q_BEV, "finite": proposal.finite}
         given = {key: value for key, value in optional.items() if value is not None}
+        keys = tuple(given)
 
         def step(last_B1: Tensor, state_B3: Tensor, tokens_BM: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             parents, depths, children, groups, sees = rest[:_TREE_ARRAYS]
-            now = TreeBatch(parents, depths, children, groups, sees, tree.widths)
-            extra = dict(zip(given, rest[_TREE_ARRAYS:], strict=True))
+            now = TreeBatch(parents, depths, children, groups, sees, widths)
+            extra = dict(zip(keys, rest[_TREE_ARRAYS:], strict=True))
             drafted = Proposal(now, tokens_BM, extra.get("q"), drawing, drafts, extra.get("finite"))
             inputs_BM = torch.cat([last_B1, tokens_BM[:, 1:].clamp(min=0)], dim=1)
             offsets_BM = torch.nn.functional.pad(now.depths_RN, (1, 0))
             logits_BMV, hidden = run(inputs_BM, offsets_BM, now.sees_RMM, state_B3)
-            facts, p_BMV, states = self._judge(drafted, logits_BMV, hidden, extra.get("u"))
+            facts, p_BMV, states = _judge(verifier, sampling, drafted, logits_BMV, hidden, extra.get("u"))
             return facts, p_BMV, *states
 
         last_B1 = torch.tensor(last_B, device=self.runner.device).unsqueeze(1)
         arrays = (tree.parents_RN, tree.depths_RN, tree.children_RMK, tree.groups_RM, tree.sees_RMM)
-        name = (
-            "verify",
-            run.name,
-            tree.widths,
-            drawing,
-            drafts,
-            tuple(given),
-            self.sampling,
-            self.decoder.verifier.name,
-        )
+        name = ("verify", run.name, widths, drawing, drafts, keys, sampling, verifier.name)
         facts, p_BMV, *states = steps.call(
             name, step, rows, last_B1, self.runner.state_B3, proposal.tokens_BM, *arrays, *given.values()
         )
@@ -490,6 +460,35 @@ class _Run:
         fresh = uniforms([self.rows[index].generator for index in self.batch], self.num_uniforms)
         # All uniforms of a step go over in one copy, so that no rule waits for the host.
         return fresh.to(self.runner.device)
+
+
+def _judge(
+    verifier: Verifier,
+    sampling: Sampling,
+    proposal: Proposal,
+    logits_BMV: Tensor,
+    hidden: Sequence[Tensor],
+    u_BU: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Verify a scored proposal. Returns what the host has to know, as integers `[B, ...]`; the target's
+    distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
+    """
+    p_BMV = probs(logits_BMV, sampling)
+    verdict = verifier.run(proposal, p_BMV, u_BU)
+    exists_BM = proposal.tokens_BM >= 0
+    drafted_B = exists_BM.sum(1)
+    offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
+    facts = torch.cat(
+        [
+            torch.stack([_finite(logits_BMV, proposal.finite), verdict.accepted_B, verdict.open_B], dim=1),
+            torch.stack([drafted_B, offered_B], dim=1),
+            verdict.nodes_BD,
+            verdict.tokens_BD1,
+        ],
+        dim=1,
+    )
+    path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
+    return facts, p_BMV, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:

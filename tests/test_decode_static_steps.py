@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode import DraftModelProposer, SpeculativeDecoder
+from decode import SpeculativeDecoder
 from decode.static_steps import bucket
 from draftsmith_core.sampling import Sampling
 
@@ -60,19 +60,3 @@ def test_buckets_waste_at_most_a_quarter() -> None:
 def test_graphs_without_a_gpu_are_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
         SpeculativeDecoder(model, compile=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [1, 3])
-def test_graphs_decode_as_eager_on_a_gpu(model: LlamaForCausalLM, rows: int) -> None:
-    torch.nn.Module.cuda(model)
-    prompts = [[1, 2, 3], [5], [4, 4]][:rows]
-    for tree in ("chain:3", "kary:2,2", "chain:4,stop=0.3", "eagle2:depth=3,beam=2,nodes=5"):
-        for temperature in (0.0, 1.0):
-            found = []
-            for graphs in (False, True):
-                decoder = SpeculativeDecoder(model, DraftModelProposer(model), tree, compile=graphs)
-                batch = decoder.generate(prompts, Sampling(temperature=temperature), 24, seed=1)
-                found.append([(each.output_ids, each.stats) for each in batch.generations])
-            assert found[0] == found[1], (tree, temperature)

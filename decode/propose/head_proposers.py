@@ -201,10 +201,11 @@ class EagleNetwork:
             return None
         tokens_Bq, features_BqH, block = self._pending() if frontier is None else self._level(frontier)
         run = self.runner.static(block.offsets_RT.shape[1], 0, (0,))
+        opening = frontier is None
 
         def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
             logits, (features_BqH,) = run(*inputs)
-            return self._logits(logits[:, -1:] if frontier is None else logits), features_BqH
+            return self._logits(logits[:, -1:] if opening else logits), features_BqH
 
         def learn(features_BqH: Tensor) -> None:
             before = () if frontier is None else (self._outputs_BEH,)

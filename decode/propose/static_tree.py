@@ -253,19 +253,19 @@ class StaticTreeSession:
         before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
         optional = [u_BN, *before]
         given = [each for each in optional if each is not None]
-        count = len(call.inputs)
+        # What is recorded must hold none of the present tensors: they are other ones in the next step.
+        function, count, present = call.function, len(call.inputs), [each is not None for each in optional]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs[count:])
-            u_BN, live_Be, confidence_Be = (None if each is None else next(rest) for each in optional)
-            logits_BeV, *state = call.function(*inputs[:count])
+            u_BN, live_Be, confidence_Be = (next(rest) if each else None for each in present)
+            logits_BeV, *state = function(*inputs[:count])
             finite_B = logits_BeV.amax((1, 2)).isfinite()
             known = None if live_Be is None else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
             grown = self._grow(depth, logits_BeV, finite_B, known, u_BN)
             return *(each for each in grown if each is not None), *state
 
-        drawn = (self.drawing, self.sampling if u_BN is not None else None, [each is None for each in optional])
-        name = ("level", depth, self.plan, str(drawn), call.name)
+        name = ("level", depth, self.plan, self.drawing, self.sampling, tuple(present), call.name)
         outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *call.inputs, *given))
         last, stop = depth + 1 == len(self.plan.levels), self.plan.tree.stop > 0
         there = (True, u_BN is not None, True, not last, not last and stop, not last)

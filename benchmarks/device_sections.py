@@ -1,0 +1,447 @@
+"""The sections of `device_check.py`. Each takes a `Check` and reports every figure as soon as it has it, so that what
+was measured before an error or the end of its time is kept.
+
+Legend: B rows of a batch, T tokens of a row; s seconds; memory is the most that was held at once, in GB.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from benchmarks.device_models import (
+    DRAFT,
+    LLAMA_1B,
+    LLAMA_8B,
+    ROOT,
+    TARGET,
+    TINY_DRAFT,
+    TINY_TARGET,
+    Shape,
+    enlarged,
+    random_model,
+)
+from benchmarks.methods import Pair, build, decoder
+from decode import PROPOSERS, DraftModelProposer, Proposer, SpeculativeDecoder
+from decode.suffix_index import SuffixIndex
+from drafts.heads import HEADS
+from drafts.heads.eagle3 import Eagle3Head
+from draftsmith.demo import corpus
+from draftsmith_core.memory import peak_memory, reset_peak_memory
+from draftsmith_core.packages import is_installed
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import encode_text, load_tokenizer
+from train.batch import Batch
+from train.objective import parse_objective
+from train.trainees.eagle3 import Eagle3Trainee
+from train.trainees.lm import LMTrainee
+
+GREEDY = Sampling(temperature=0.0)
+# Dense bf16 arithmetic without sparsity, from NVIDIA's data sheets, by a part of the device's name.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+TREES = ("chain:4", "chain:8,stop=0.3", "kary:4,2,2", "eagle2:depth=4,beam=4,nodes=16")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Where and how long: `until` is when the section's time is up, by `time.monotonic`; `report` keeps a figure."""
+
+    device: torch.device
+    tiny: bool
+    until: float
+    report: Callable[[str, Any], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bf16 on an accelerator, fp32 on a CPU."""
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    @property
+    def backend(self) -> bool | str:
+        """What `compile` is: CUDA graphs, or where there are none torch.compile's tracing alone."""
+        return True if self.device.type == "cuda" else "eager"
+
+    def late(self) -> bool:
+        """Whether no time is left for something else."""
+        return time.monotonic() > self.until
+
+    def synchronise(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, function: Callable[[], object], repeats: int = 5) -> float:
+        """The median time of a function after one call that is not counted."""
+        function()
+        times = []
+        for _ in range(1 if self.tiny else repeats):
+            self.synchronise()
+            began = time.perf_counter()
+            function()
+            self.synchronise()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    @contextmanager
+    def memory(self) -> Iterator[dict[str, float]]:
+        """Fills in `GB` at the end."""
+        found: dict[str, float] = {}
+        reset_peak_memory(self.device)
+        yield found
+        found["GB"] = round(peak_memory(self.device)[0] / 1e9, 3)
+
+
+def gpu_tests(check: Check) -> None:
+    """(a) The tests marked `gpu`."""
+    if not is_installed("pytest"):
+        check.report("skipped", "pytest is not installed; pip install pytest")
+        return
+    words = ["-m", "pytest", "--noconftest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rs", "tests/test_gpu.py"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    check.report("exit_code", done.returncode)
+    check.report("output", done.stdout[-4000:] + done.stderr[-1000:])
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_PLAIN = {key: value for key, value in _SMALL.items() if key not in ("intermediate_size", "num_key_value_heads")}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SMALL),
+    "mistral, window": ("mistral", {**_SMALL, "head_dim": 8, "sliding_window": 6}),
+    "qwen2, some layers with a window": (
+        "qwen2",
+        {**_SMALL, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {**_SMALL, "head_dim": 8}),
+    "gemma2": (
+        "gemma2",
+        {**_SMALL, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+    ),
+    "opt": ("opt", _PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt_neox": ("gpt_neox", _PLAIN | {"intermediate_size": 48}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+}
+_PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7, 2], [2, 7, 1, 8]]
+
+
+def tiny_model(kind: str, options: dict[str, Any], seed: int, device: torch.device) -> PreTrainedModel:
+    """A model of random weights, wide enough that its greedy outputs vary."""
+    special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config: Any = CONFIG_MAPPING[kind]
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(vocab_size=33, **special, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4)
+    torch.nn.Module.to(model, device=device, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def proposers(target: PreTrainedModel, draft: PreTrainedModel, other: PreTrainedModel) -> dict[str, Proposer]:
+    """Every proposer, for one target; heads have random weights. ValueError of a head that a target cannot have is
+    left to the caller.
+    """
+    found: dict[str, Proposer] = {"draft": DraftModelProposer(draft), "several": DraftModelProposer([draft, other])}
+    for name, kind in PROPOSERS.items():
+        if kind.needs == "nothing":
+            found[name] = kind.make(None)
+        elif kind.needs == "index":
+            found[name] = kind.make(SuffixIndex.build([list(range(33)), *_PROMPTS]))
+        elif kind.needs == "head":
+            head = HEADS["medusa" if name == "blockwise" else name].fresh(target)
+            torch.nn.Module.to(head, target.device)
+            head.eval()
+            found[name] = kind.make(head)
+    return found
+
+
+def greedy(check: Check) -> None:
+    """(b) Greedy outputs of every proposer, eager and compiled, beside `generate`, in fp32, by architecture."""
+    tokens = 8 if check.tiny else 16
+    for name, (kind, options) in list(ARCHITECTURES.items())[: 2 if check.tiny else None]:
+        target, draft, other = (tiny_model(kind, options, seed, check.device) for seed in (1, 2, 3))
+        with torch.no_grad():
+            for parameter, near in zip(draft.parameters(), target.parameters(), strict=True):
+                parameter.copy_(near + 0.1 * parameter)
+        expected = []
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        for prompt in _PROMPTS:
+            ids = torch.tensor([prompt], device=check.device)
+            out: Any = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
+            expected.append(out[0, len(prompt) :].tolist())
+        results: dict[str, Any] = {}
+        for way, proposer in {"none": None, **proposers(target, draft, other)}.items():
+            for backend in (False, check.backend):
+                if check.late():
+                    check.report(name, {**results, "cut": "out of time"})
+                    return
+                found = SpeculativeDecoder(target, proposer, compile=backend).generate(
+                    _PROMPTS, GREEDY, tokens, eos_ids=()
+                )
+                equal = [each.output_ids for each in found.generations] == expected
+                results[f"{way}{', compiled' if backend else ''}"] = equal
+        check.report(
+            name, {"all_equal": all(results.values()), "different": [key for key, ok in results.items() if not ok]}
+        )
+
+
+def passages(count: int, tokens: int) -> list[list[int]]:
+    """`count` held-out prompts of `tokens` tokens each; repeated where there are not so many."""
+    tokenizer = load_tokenizer(str(TARGET))
+    rows = (
+        encode_text(tokenizer, row["text"])[:tokens] for row in corpus.passages("prose", corpus.split("prose").heldout)
+    )
+    found = [ids for ids in rows if len(ids) == tokens][:count]
+    return [found[index % len(found)] for index in range(count)]
+
+
+def shapes(check: Check) -> tuple[Shape, Shape]:
+    """Target and draft."""
+    return (TINY_TARGET, TINY_DRAFT) if check.tiny else (LLAMA_8B, LLAMA_1B)
+
+
+def decoding(check: Check) -> None:
+    """(c) A target of Llama-3.1-8B's shape with a draft of Llama-3.2-1B's, greedy, by batch, eager and compiled."""
+    target_shape, draft_shape = shapes(check)
+    target = enlarged(TARGET, target_shape, check.device, check.dtype)
+    pair = Pair(target, enlarged(DRAFT, draft_shape, check.device, check.dtype))
+    check.report("parameters", [pair.target.num_parameters(), pair.draft.num_parameters()])
+    check.report("dtype", str(check.dtype))
+    new, length = (8, 16) if check.tiny else (64, 128)
+    for batch in (1, 2) if check.tiny else (1, 8, 32):
+        prompts = passages(batch, length)
+        rows = torch.tensor(prompts, device=check.device)
+        raw = {}
+        for queries in (1, 5, 17):
+            raw[queries] = 1e3 * check.seconds(partial(_forward, pair.target, rows, queries))
+        check.report(f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw)
+        ways: list[tuple[str, bool | str]] = [("hf", False), *([("hf-assisted", False)] if batch == 1 else [])]
+        ways += [(tree, backend) for tree in ("ar", *TREES) for backend in (False, check.backend)]
+        if check.device.type == "cuda" and batch == 1:
+            ways += [("ar", "inductor"), ("chain:4", "inductor")]
+        alone: list[list[int]] = []
+        for name, backend in ways:
+            if check.late():
+                check.report("cut", f"out of time before batch {batch}, {name}")
+                return
+            figures, outputs = _speed(check, pair, name, backend, prompts, new)
+            if name == "ar" and not alone:
+                alone = outputs
+            if alone and not name.startswith("hf"):
+                # In half precision a near tie may fall the other way; everything behind it then differs.
+                figures["outputs_equal_to_ar"] = sum(a == b for a, b in zip(outputs, alone, strict=True)) / batch
+                figures["ties_per_token"] = _ties(outputs, alone)
+            check.report(f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures)
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    rows = torch.tensor(passages(1, length), device=check.device)
+    check.report("raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(_forward, target, rows, 1)))
+
+
+@torch.inference_mode()
+def _forward(model: PreTrainedModel, rows: torch.Tensor, queries: int) -> object:
+    """One forward of the model as it is, behind the cached rows, less their prefill: the cache is made once."""
+    key = (id(model), rows.data_ptr())
+    if _forward.__dict__.get("key") != key:
+        _forward.__dict__.update(key=key, cache=model(rows, use_cache=True, logits_to_keep=1).past_key_values)
+    cache = _forward.__dict__["cache"]
+    logits = model(rows[:, :queries], past_key_values=cache, use_cache=True).logits
+    cache.crop(-queries)
+    return logits
+
+
+def _speed(
+    check: Check, pair: Pair, name: str, backend: bool | str, prompts: list[list[int]], new: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    with check.memory() as memory:
+        if name.startswith("hf"):
+            method = build(name, pair, 0.0, new)
+            outputs: list[list[int]] = method.decode(prompts, 0)
+            seconds = check.seconds(lambda: method.decode(prompts, 0), 1)
+            return {"tokens_per_s": len(prompts) * new / seconds, **memory}, outputs
+        made = _compiled(name, pair, backend)
+        first = made.generate(prompts, GREEDY, new, eos_ids=())
+        times, batch = [], first
+        for _ in range(1 if check.tiny else 3):
+            batch = made.generate(prompts, GREEDY, new, eos_ids=())
+            times.append((batch.decode_s, batch.prefill_s))
+    stats = sum((each.stats for each in batch.generations[1:]), batch.generations[0].stats)
+    decode_s, prefill_s = (statistics.median(column) for column in zip(*times, strict=True))
+    figures = {
+        "tokens_per_s": len(prompts) * new / (decode_s + prefill_s),
+        "decode_tokens_per_s": len(prompts) * new / decode_s,
+        "ms_per_step": 1e3 * decode_s / max(each.stats.target_calls for each in batch.generations),
+        "tau": stats.tau,
+        "recording_s": first.compile_s,
+        "recorded_steps": sum(steps.count for steps in made.every_steps),
+        **memory,
+    }
+    return figures, [each.output_ids for each in batch.generations]
+
+
+def _compiled(name: str, pair: Pair, backend: bool | str) -> SpeculativeDecoder:
+    if name == "ar":
+        return SpeculativeDecoder(pair.target, compile=backend)
+    plain = decoder(name, pair)
+    return SpeculativeDecoder(pair.target, plain.proposer, plain.tree, plain.verifier, compile=backend)
+
+
+def _ties(outputs: list[list[int]], alone: list[list[int]]) -> float:
+    """Divergences per token that was compared: a row is compared up to its first difference."""
+    compared = diverged = 0
+    for row, other in zip(outputs, alone, strict=True):
+        same = next((place for place, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row))
+        diverged += same < len(row)
+        compared += min(same + 1, len(row))
+    return diverged / compared
+
+
+def training(check: Check) -> None:
+    """(d) One step of training an LM draft (chunked, and plain) and an EAGLE-3 head, behind a target of that shape."""
+    target_shape, draft_shape = shapes(check)
+    target = random_model(target_shape, check.device, check.dtype)
+    rows, length = (1, 32) if check.tiny else (2, 1024)
+    ids = torch.randint(target_shape.vocabulary, (rows, length), device=check.device)
+    batch = Batch(ids, ids.roll(-1, 1))
+    check.report("tokens of a step", ids.numel())
+    _lm_drafts(check, random_model(draft_shape, check.device, torch.float32), target, batch)
+    if check.late():
+        check.report("cut", "out of time before EAGLE-3")
+        return
+    vocabulary = list(range(0, target_shape.vocabulary, 4))
+    head = torch.nn.Module.to(Eagle3Head.fresh(target, draft_vocab=vocabulary), check.device)
+    head.float().train()
+    steps = 2 if check.tiny else 7
+    trainee = Eagle3Trainee(head, parse_objective("fkl"), target, test_steps=steps).train()
+    size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    head_flops = ids.numel() * (2 * target.num_parameters() + steps * 6 * size)
+    _step(check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, head_flops)
+
+
+def _lm_drafts(check: Check, draft: LlamaForCausalLM, target: LlamaForCausalLM, batch: Batch) -> None:
+    """The draft's step: as this project makes it, as one writes it first, and that over a mesh of one device."""
+    draft.train()
+    objective = parse_objective("fkl")
+    trainee = LMTrainee(draft, objective, target).train()
+
+    def plain(batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            target_BTV = target(input_ids=batch.ids_BT, use_cache=False).logits
+        draft_BTV = draft(input_ids=batch.ids_BT, use_cache=False).logits
+        log_q, log_p = draft_BTV.float().log_softmax(-1), target_BTV.float().log_softmax(-1)
+        return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+    flops = batch.ids_BT.numel() * (2 * target.num_parameters() + 6 * draft.num_parameters())
+    _step(check, "LM draft, chunked", draft, lambda each: trainee(each).loss, batch, flops)
+    _step(check, "LM draft, plain", draft, plain, batch, flops)
+    if check.late():
+        check.report("cut", "out of time before FSDP2")
+        return
+    from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    with tempfile.TemporaryDirectory() as directory:
+        backend = "nccl" if check.device.type == "cuda" else "gloo"
+        init_process_group(backend, init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(check.device.type, (1,))
+            for layer in draft.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(draft, mesh=mesh)
+            _step(check, "LM draft, plain, FSDP2 over one device", draft, plain, batch, flops)
+        finally:
+            destroy_process_group()
+
+
+def _step(
+    check: Check, name: str, draft: torch.nn.Module, loss: Callable[[Batch], torch.Tensor], batch: Batch, flops: float
+) -> None:
+    """Seconds, memory and MFU (multiply-adds of the linear layers alone) of one step with AdamW under autocast."""
+    optimizer = torch.optim.AdamW([each for each in draft.parameters() if each.requires_grad], lr=1e-5, foreach=True)
+
+    def step() -> float:
+        with torch.autocast(check.device.type, torch.bfloat16, enabled=check.device.type == "cuda"):
+            value = loss(batch) / batch.ids_BT.numel()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(value.detach())
+
+    try:
+        with check.memory() as memory:
+            value = step()
+            seconds = check.seconds(step, 3)
+    except torch.OutOfMemoryError:
+        check.report(name, "out of memory")
+        return
+    device = torch.cuda.get_device_name(check.device) if check.device.type == "cuda" else ""
+    peak = next((figure for part, figure in PEAK_FLOPS.items() if part in device), None)
+    mfu = None if peak is None else flops / seconds / peak
+    check.report(
+        name, {"s": seconds, "tokens_per_s": batch.ids_BT.numel() / seconds, "mfu": mfu, "loss": value, **memory}
+    )
+
+
+def distillation(check: Check) -> None:
+    """(e) Answers of a target of that shape at temperature 1 and batch 64: ours, compiled, transformers, vLLM."""
+    target = enlarged(TARGET, shapes(check)[0], check.device, check.dtype)
+    rows, length, new = (4, 16, 8) if check.tiny else (64, 64, 128)
+    prompts = passages(rows, length)
+    sampling = Sampling(temperature=1.0)
+    for backend in (False, check.backend):
+        made = SpeculativeDecoder(target, compile=backend)
+        with check.memory() as memory:
+            made.generate(prompts, sampling, new, eos_ids=(), seed=1)
+            batch = made.generate(prompts, sampling, new, eos_ids=(), seed=2)
+        figures = {"tokens_per_s": rows * new / (batch.prefill_s + batch.decode_s), **memory}
+        check.report(f"ours{', compiled' if backend else ''}", figures)
+        del made
+    method = build("hf", Pair(target, target), 1.0, new)
+    with check.memory() as memory:
+        seconds = check.seconds(lambda: method.decode(prompts, 1), 1)
+    check.report("transformers generate", {"tokens_per_s": rows * new / seconds, **memory})
+    if not is_installed("vllm") or check.device.type != "cuda":
+        check.report(
+            "vllm", "skipped: not installed" if check.device.type == "cuda" else "skipped: needs a CUDA device"
+        )
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        target.save_pretrained(directory)
+        del target
+        torch.cuda.empty_cache()
+        from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+
+        engine = LLM(model=directory, skip_tokenizer_init=True, max_model_len=length + new, gpu_memory_utilization=0.8)
+        asked = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, seed=1)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        seconds = check.seconds(lambda: engine.generate(inputs, asked, use_tqdm=False), 1)
+    check.report("vllm", {"tokens_per_s": rows * new / seconds})
+
+
+# Name -> the function and its time limit in seconds; with starting five processes together at most 9 minutes.
+SECTIONS: dict[str, tuple[Callable[[Check], None], int]] = {
+    "tests": (gpu_tests, 60),
+    "greedy": (greedy, 80),
+    "decoding": (decoding, 190),
+    "training": (training, 100),
+    "distillation": (distillation, 80),
+}
