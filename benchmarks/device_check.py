@@ -34,6 +34,7 @@ from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import resolve_device
 from draftsmith_core.provenance import git_commit, versions
 
+_PATIENCE = 10  # tiny runs are tests, and a busy machine is no reason to fail
 _GRACE_S = 5  # between a section's own limit and the end of its process
 
 
@@ -62,7 +63,7 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     try:
-        function(Check(device, tiny, time.monotonic() + limit_s, report))
+        function(Check(device, tiny, time.monotonic() + limit_s * (_PATIENCE if tiny else 1), report))
     except Exception:
         report("error", traceback.format_exc(limit=-4))
         raise SystemExit(1) from None
@@ -70,7 +71,7 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
 
 def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one section in a process of its own, at most as long as it may take."""
-    limit_s = SECTIONS[name][1] + _GRACE_S
+    limit_s = SECTIONS[name][1] * (_PATIENCE if options.tiny else 1) + _GRACE_S
     words = [sys.executable, __file__, "--run", name, "--device", options.device, *(["--tiny"] if options.tiny else [])]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "found.json"
