@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,6 +28,7 @@ from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 
+ROOT = Path(__file__).parents[1]
 VOCAB = 61
 
 
@@ -343,3 +346,41 @@ def test_the_shipped_pair_is_what_the_readme_says() -> None:
     assert 95e6 < sizes[0] < 100e6
     assert 7e6 < sizes[1] < 8e6
     assert sum(file.stat().st_size for file in DRAFT.iterdir()) <= 2.6e6
+
+
+_WITHOUT = """
+import runpy, sys
+for package in ("datasets", "pyarrow", "jsonargparse", "wandb", "accelerate"):
+    sys.modules[package] = None
+sys.argv = ["benchmarks/device_check.py", *sys.argv[1:]]
+runpy.run_path("benchmarks/device_check.py", run_name="__main__")
+"""
+
+
+def test_the_device_check_needs_no_optional_package() -> None:
+    words = [sys.executable, "-c", _WITHOUT, "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "--tiny" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_device_check_runs_whole_on_tiny_models(tmp_path: Path) -> None:
+    # A directory of modules that cannot be imported hides the packages in the sections' own processes too.
+    for package in ("datasets", "pyarrow", "jsonargparse", "wandb", "accelerate"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')\n")
+    out = tmp_path / "device.json"
+    words = [sys.executable, "benchmarks/device_check.py", "--tiny", "--device", "cpu", "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    for name in ("tests", "greedy", "decoding", "training", "distillation"):
+        assert found[name]["exit_code"] == 0 and found[name]["figures"], found[name]
+        assert "cut" not in found[name]["figures"] and "error" not in found[name]["figures"], found[name]
+    assert found["tests"]["figures"]["exit_code"] == 0
+    assert all(not figures["different"] for figures in found["greedy"]["figures"].values())
+    decoding = found["decoding"]["figures"]
+    equal = [figures["outputs_equal_to_ar"] for figures in decoding.values() if "outputs_equal_to_ar" in figures]
+    assert equal and set(equal) == {1.0}
+    losses = [figures["loss"] for name, figures in found["training"]["figures"].items() if name.startswith("LM draft")]
+    assert len(losses) == 3

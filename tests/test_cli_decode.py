@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from decode import PROPOSERS, TREES, VERIFIERS
 from drafts.heads import HEADS, save_head
+from draftsmith.__main__ import main
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_run import _load
 from draftsmith.cli.method_table import method_rows, terminal
@@ -581,3 +582,8 @@ def test_outputs_that_cannot_be_written_name_the_file(
     )
     assert spawn(*words, cwd=tmp_path).wait()[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_graphs_without_a_gpu_are_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", "--target", "no/such/model", "--prompt", "x", "--compile", "--device", "cpu"]) == 2
+    assert "compile: CUDA graphs need a CUDA device" in capsys.readouterr().err

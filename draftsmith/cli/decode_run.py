@@ -20,6 +20,7 @@ from draftsmith.outputs import Output, OutputRequest, Settings
 from draftsmith.pair import Decoding, Pair, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json, hash_json, write_text_atomic, writing
+from draftsmith_core.models import resolve_device
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
@@ -92,6 +93,8 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
 def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     """The pair and its decoder; what can be refused from the options and small files is refused before loading."""
 
+    if config.compile and resolve_device(config.device).type != "cuda":
+        raise InputError("compile: CUDA graphs need a CUDA device, and there is none here; leave it out")
     kinds = {}
     for name in config.draft:
         check_source(name)
