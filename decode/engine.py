@@ -78,9 +78,9 @@ class SpeculativeDecoder:
     Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
     follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
     forward only, without packed weights or the lean LLaMA forward; decoders of one target may share one `Packs`.
-    `compile=True` records every step as a CUDA graph of fixed shapes, when it first occurs, and replays it from then on;
-    the name of a torch.compile backend compiles it too, and works on a CPU (`decode.static_steps`). Outputs differ by
-    rounding at most. Raises ValueError, one line with the fix, when the parts do not go together.
+    `compile=True` records every step as a CUDA graph of fixed shapes, when it first occurs, and replays it from then
+    on; the name of a torch.compile backend compiles it too, and works on a CPU (`decode.static_steps`). Outputs differ
+    by rounding at most. Raises ValueError, one line with the fix, when the parts do not go together.
     """
 
     def __init__(
@@ -117,7 +117,9 @@ class SpeculativeDecoder:
         self._blocks: dict[TreeBatch, Block] = {}
         self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
         self.compile, self.compile_s = compile, 0.0
-        self._packs = fast if isinstance(fast, Packs) else Packs(target) if fast and not compile else None
+        self._packs = None
+        if fast and not compile:
+            self._packs = fast if isinstance(fast, Packs) else Packs(target)
 
     @torch.inference_mode()
     def generate(

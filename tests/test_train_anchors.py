@@ -14,7 +14,8 @@ from torch import Tensor
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.models import load_model
-from train.data import IGNORE, collate, load_examples
+from train.batch import IGNORE
+from train.data import collate, load_examples
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
