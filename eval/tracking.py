@@ -8,7 +8,6 @@ from eval.config import EvalConfig
 from eval.results import Results
 from eval.schema import ResultsDocument
 
-
 # Tables of `Results.to_frame` that are logged.
 TABLES = ("alpha", "decoding", "speed", "transfer")
 

@@ -172,6 +172,15 @@ def test_headroom_stands_in_the_table_of_decoding() -> None:
     assert page.count("<td>1.14 [1.14, 1.14]</td>") == 1 and "headroom [95 %]" in page
 
 
+def test_trees_are_compared_with_their_numbers_of_nodes() -> None:
+    unequal = "Trees here have different numbers of nodes"
+    page = render_page(view({"base": BASE}, {"prose": "id"}, trees=("chain:2", "kary:2,1"), verifiers=("exact",)))
+    assert unequal in page and "<td>2</td>" in page and "<td>4</td>" in page
+    even = ("chain:6", "kary:2,2", "eagle2:depth=2,beam=3,nodes=6")
+    page = render_page(view({"base": BASE}, {"prose": "id"}, trees=even, verifiers=("exact",)))
+    assert unequal not in page and page.count("<td>6</td>") >= 6
+
+
 def test_one_prompt_or_one_draft_claims_nothing() -> None:
     one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
     assert one.headline.startswith("Not decided: too few prompts") and "on too few prompts to judge" in one.changes[0]

@@ -43,9 +43,9 @@ HEADLINES: dict[Verdict, str] = {
 DETAILS: dict[Verdict, str] = {
     "ship": "Decode with {method}: it pays on every set at every temperature measured.",
     "ship_for": "Decode with {method} there. {rest}",
-    "none_beats_none": "All are slower than the target alone. The fastest on the whole, {setting}: {speed} times its speed.",
+    "none_beats_none": "All are slower than the target alone; the fastest, {setting}, runs at {speed} times its speed.",
     "not_shown": "The fastest on the whole is {setting}, at {speed} times the speed of the target alone. {rest}",
-    "too_few": "{setting} was fastest on the whole, at {speed} times the target alone. Time more prompts: --speed_prompts.",
+    "too_few": "{setting} was the fastest, at {speed} times the target alone. Time more prompts: --speed_prompts.",
     "not_timed": "Whether a draft pays is a matter of time: measure again with --speed_prompts 8 or more.",
 }
 # What is said of the cells that do not pay, by their sign.

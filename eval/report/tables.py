@@ -121,9 +121,15 @@ def _accept_at(depth: int) -> Column:
     return (f"accept@{depth}", say)
 
 
-def _decoding(deepest: int) -> list[Column]:
+def tree_nodes(shape: dict[str, Any]) -> int:
+    """Drafted nodes of a tree, at most those of one that grows."""
+    return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
+
+
+def _decoding(deepest: int, nodes: dict[str, int]) -> list[Column]:
     return [
         *METHOD,
+        ("nodes", lambda row: str(nodes[row["tree"]])),
         ("τ [95 %]", lambda row: with_interval(row["tau"], 2)),
         ("per prompt", lambda row: number(row["tau"]["mean_per_prompt"], 2)),
         ("gain [95 %]", lambda row: with_interval(row["tau_gain"], 2, sign=True)),
@@ -185,6 +191,10 @@ def tables(results: Results) -> list[Table]:
     several = [kind for kind in KINDS if len(results.domains(kind)) > 1]
     pooled = [row for row in document["overall_alpha"] if row["kind"] in several]
     reasons = any(row["undefined"] for row in document["transfer"])
+    nodes = {method["tree"]: tree_nodes(method["shape"]) for method in document["methods"]}
+    unequal = " Trees here have different numbers of nodes: their τ is not for equal work." * (
+        len({*nodes.values()}) > 1
+    )
     deepest = max((len(row["accept_at"]) for row in document["decoding"]), default=0)
     speeds = document["speed"]["domains"]
     diagnosis: Any = document["diagnosis"] or {"why": [], "lost": [], "calibration": []}
@@ -209,9 +219,9 @@ def tables(results: Results) -> list[Table]:
         _table(
             "Decoding, measured",
             "τ pooled over the set, then the mean of per-prompt τ. A dash stands where nothing was on offer. "
-            "Identical outputs are compared at temperature 0 only, headroom is taken above it.",
+            f"Identical outputs are compared at temperature 0 only, headroom is taken above it.{unequal}",
             4,
-            _decoding(deepest),
+            _decoding(deepest, nodes),
             document["decoding"],
         ),
         _table(
