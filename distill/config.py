@@ -47,6 +47,8 @@ class DistillConfig:
     """The longest answer, in tokens."""
     temperature: float | None = None
     """Sample as you will serve; 0 is greedy. Default: of the target's generation_config.json, else 1."""
+    temperatures: list[str] = field(default_factory=list)
+    """Or a mixture of them, TEMPERATURE:SHARE each, such as 0.0:0.2 0.7:0.4 1.0:0.4: each sample draws its own."""
     top_p: float | None = None
     """Keep the smallest set of tokens with this mass; 1 keeps all. Default: of that file, else 1."""
     top_k: int | None = None
@@ -103,6 +105,24 @@ class DistillConfig:
         if not self.domain:
             raise InputError("domain: is empty; give it a name")
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        if self.temperatures and self.temperature is not None:
+            raise InputError("temperatures: are a mixture in place of --temperature; leave out one of them")
+        for value, _ in self.mixture():
+            check_sampling(value, None, None)
+
+    def mixture(self) -> list[tuple[float, float]]:
+        """(temperature, share) of each part of `temperatures`; shares add up to 1. InputError for what is neither."""
+        pairs = []
+        for each in self.temperatures:
+            value, _, share = each.partition(":")
+            try:
+                pairs.append((float(value), float(share)))
+            except ValueError:
+                raise InputError(f"temperatures: {each!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
+            if not 0 < pairs[-1][1] < math.inf:
+                raise InputError(f"temperatures: {each!r}: its share must be above 0")
+        total = sum(share for _, share in pairs)
+        return [(value, share / total) for value, share in pairs]
 
     def _check_servers(self) -> None:
         if self.engine != "openai":

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from distill.config import DistillConfig
 from distill.conversations import answer_text, turn_prompt
 from distill.decontaminate import WORDS, Suites
-from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed
+from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, at_temperature
 from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError
@@ -169,6 +169,7 @@ class _Run:
         self.out = Path(config.out)
         self.parts = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
+        self.mixture = config.mixture()
         self.tokens = 0
         self.making: dict[int, Part] = {}
         self.part_of: dict[int, Part] = {}
@@ -261,10 +262,20 @@ class _Run:
         if ids is None:
             return None
         # A prompt without an id of its own may stand in several rows, and is to be answered anew in each.
-        name = "/".join(
-            [prompt.id, *([] if prompt.own_id else [str(prompt.row)]), str(sample), *[str(turn)] * (turn > 0)]
+        name = f"{prompt.id}/{sample}" if prompt.own_id else f"{prompt.id}/{prompt.row}/{sample}"
+        seed = row_seed(self.config.seed, f"{name}/{turn}" if turn else name)
+        return AnswerRequest((prompt.row, sample, turn), tuple(ids), seed, self._temperature(name))
+
+    def _temperature(self, name: str) -> float | None:
+        """The part of the mixture that a sample, all turns of it, is drawn at; None without a mixture."""
+        if not self.mixture:
+            return None
+        point = row_seed(self.config.seed, f"temperature of {name}") / 2**63
+        heights = accumulate(share for _, share in self.mixture)
+        # Rounding can leave the last height just below 1.
+        return next(
+            (value for (value, _), top in zip(self.mixture, heights, strict=True) if point < top), self.mixture[-1][0]
         )
-        return AnswerRequest((prompt.row, sample, turn), tuple(ids), row_seed(self.config.seed, name))
 
     def _not_kept(self, request: AnswerRequest | None) -> AnswerRequest | None:
         """The request, or what follows once the answers that an earlier run kept are taken; None when nothing does."""
@@ -299,6 +310,7 @@ class _Run:
                 "prompt_ids": request.prompt_ids,
                 "response_ids": answer.response_ids,
                 "finish_reason": answer.finish_reason,
+                "temperature": at_temperature(self.engine.sampling.sampling, request.temperature).temperature,
                 "seed": request.seed,
                 "sample_index": sample,
                 "turn": turn,

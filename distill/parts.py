@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         pa.field("prompt_ids", pa.list_(pa.int32())),
         pa.field("response_ids", pa.list_(pa.int32())),
         pa.field("finish_reason", pa.string()),
+        pa.field("temperature", pa.float64()),
         pa.field("seed", pa.int64()),
         pa.field("sample_index", pa.int32()),
         pa.field("turn", pa.int32()),

@@ -109,6 +109,8 @@ def distilled_set_card(manifest: Values) -> str:
     }
     keys = ("prompts", "num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "teacher_top_k", "seed")
     rows = [(key, config[key]) for key in keys]
+    if config.get("temperatures"):
+        rows[keys.index("temperature")] = ("temperatures", " ".join(config["temperatures"]))
     rows += [(key.replace("_", " "), value) for key, value in manifest["counts"].items()]
     rows += [("response tokens", manifest["response_tokens"])]
     rows += [(f"ended by {key}", value) for key, value in manifest["finish_reasons"].items()]

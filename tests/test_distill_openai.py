@@ -278,6 +278,17 @@ def test_the_key_is_from_the_environment_and_nowhere_else(
     assert "sk-secret" not in out + err
 
 
+def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
+    server = serve()
+    code, _, err = door(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
+    assert code == 0, err
+    asked = {(tuple(body["prompt"]), body["seed"]): body["temperature"] for body in server.bodies[5:]}
+    rows = rows_of()
+    for row in rows:
+        assert row["temperature"] == asked[tuple(row["prompt_ids"]), row["seed"] & 0x7FFFFFFF]
+    assert {row["temperature"] for row in rows} == {0.5, 1.0}
+
+
 def test_servers_of_two_models_are_not_mixed(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
     one, other = serve(), serve(model="another")
     code, _, err = door(*words, one.url, other.url)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,35 @@ def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -
     assert len({row["id"] for row in rows}) == len({row["seed"] for row in rows}) == 16
     assert len({row["prompt_hash"] for row in rows}) == 1
     assert len({tuple(row["response_ids"]) for row in rows}) > 8
+
+
+def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str) -> None:
+    """Each row is what its own temperature gives, and the shares are those that were asked for."""
+    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"The {i}", "id": str(i)}) + "\n" for i in range(60)))
+    words = [*words, "--part_rows", "200"]
+    code, _, err = door(*words, "--temperatures", "0:1", "1.0:2", "0.5:2")
+    assert code == 0, err
+    rows = rows_of("set")
+    counts = Counter(row["temperature"] for row in rows)
+    # 120 draws with shares of 0.2, 0.4, 0.4: within four standard deviations.
+    assert 7 <= counts[0.0] <= 41 and all(27 <= counts[value] <= 69 for value in (0.5, 1.0)) and len(counts) == 3
+    for temperature in (0.0, 1.0):
+        assert door(*words, "--temperature", temperature, "--out", f"at{temperature}")[0] == 0
+        alone = {row["seed"]: row for row in rows_of(f"at{temperature}")}
+        assert {row["temperature"] for row in alone.values()} == {temperature}
+        for row in rows:
+            if row["temperature"] == temperature:
+                assert row["response_ids"] == alone[row["seed"]]["response_ids"]
+    assert "| temperatures | 0:1 1.0:2 0.5:2 |" in Path("set/README.md").read_text()
+    for wrong, said in (
+        (["0.7"], "expected TEMPERATURE:SHARE"),
+        (["x:1"], "expected TEMPERATURE:SHARE"),
+        (["0.7:0"], "its share must be above 0"),
+        (["-1:1"], "is not a finite number >= 0"),
+        (["1:1", "--temperature", "1"], "leave out one of them"),
+    ):
+        code, _, err = door(*words, "--out", "o", "--temperatures", *wrong)
+        assert code == 2 and said in err, (wrong, err)
 
 
 class _Echo:

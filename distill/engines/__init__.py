@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest, Done, Engine, Failed
+from distill.engines.protocol import Answer, AnswerRequest, Done, Engine, Failed, at_temperature
 from draftsmith_core.packages import require_package
 from draftsmith_core.tokenization import Tokenizer
 
@@ -23,4 +23,4 @@ def _openai(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
 
 ENGINES: dict[str, Callable[[DistillConfig, Tokenizer], Engine]] = {"hf": _hf, "openai": _openai}
 
-__all__ = ["ENGINES", "Engine", "AnswerRequest", "Answer", "Done", "Failed"]
+__all__ = ["ENGINES", "Engine", "AnswerRequest", "Answer", "Done", "Failed", "at_temperature"]

@@ -9,13 +9,13 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from distill.engines.dialects import Asked, Dialect, Garbage
-from distill.engines.protocol import Answer, AnswerRequest
+from distill.engines.protocol import Answer, AnswerRequest, at_temperature
 
 # Requests at a time to begin with; failures in a row after which a server rests; seconds of its first and longest rest.
 _START = 8
@@ -105,6 +105,7 @@ class Endpoint:
     async def ask(self, asked: Asked, request: AnswerRequest) -> tuple[Answer, int]:
         """One answer and the tokens it cost; Refusal or Trouble when there is none."""
         assert self.dialect is not None
+        asked = replace(asked, sampling=at_temperature(asked.sampling, request.temperature))
         body = self.dialect.body(asked, request.prompt_ids, request.seed)
         return await self.post(self.dialect, asked, body)
 

@@ -1,10 +1,11 @@
 """The target in this process, decoded on a preallocated cache: batches of unequal lengths, one generator per row."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest, Done
+from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
 from distill.score import TeacherRows, score
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
@@ -54,19 +55,24 @@ class HFEngine:
         for group in groups:
             waiting = list(group)
             while waiting:
-                waiting.sort(key=lambda request: len(request.prompt_ids))
+                waiting.sort(key=lambda request: (request.temperature or 0.0, len(request.prompt_ids)))
                 following = []
-                for start in range(0, len(waiting), self._batch_size):
-                    batch = waiting[start : start + self._batch_size]
+                for batch in self._batches(waiting):
                     for request, answer in zip(batch, self._generate(batch), strict=True):
                         if (after := done(request, answer)) is not None:
                             following.append(after)
                 waiting = following
 
+    def _batches(self, requests: Sequence[AnswerRequest]) -> Iterator[list[AnswerRequest]]:
+        """Requests of one temperature each, in their order."""
+        for _, alike in groupby(requests, key=lambda request: request.temperature):
+            while batch := list(islice(alike, self._batch_size)):
+                yield batch
+
     def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         batch = self._decoder.generate(
             [request.prompt_ids for request in requests],
-            self.sampling.sampling,
+            at_temperature(self.sampling.sampling, requests[0].temperature),
             self._max_new_tokens,
             [generator(request.seed) for request in requests],
             self._eos_ids,

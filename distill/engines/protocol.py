@@ -1,23 +1,25 @@
 """What `distill` needs of an engine that runs the target."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from distill.score import TeacherRows
 from draftsmith_core.generation_defaults import ResolvedSampling
+from draftsmith_core.sampling_options import Sampling
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
     """One answer to make: the prompt's tokens, and the seed of the only generator it draws from.
 
-    key: (row of the prompts, sample, turn), each of which is asked once.
+    key: (row of the prompts, sample, turn), each of which is asked once. temperature: in place of the engine's own.
     """
 
     key: tuple[int, int, int]
     prompt_ids: tuple[int, ...]
     seed: int
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Failed:
     """No answer, and why."""
 
     reason: str
+
+
+def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
+    """`sampling`, at the temperature of a request where it has one."""
+    return sampling if temperature is None else replace(sampling, temperature=temperature)
 
 
 # What an engine calls with each request it was given and the outcome. The request that comes back is asked next.
