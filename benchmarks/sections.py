@@ -18,6 +18,7 @@ from benchmarks.timing import (
     Run,
     bandwidth,
     bytes_per_token,
+    cache_bytes,
     hugging_face_forwards,
     medians_s,
     rotated,
@@ -59,7 +60,10 @@ class Bench:
 
 
 def forwards(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of one forward by number of rows, behind a short and a long context, and the ratio to one row."""
+    """Milliseconds of one forward by number of rows, behind a short and a long context, and the ratio to one row.
+
+    `share_of_memory_limit`: of ours for one row, what it reads (weights and cache) over the bandwidth.
+    """
     found: dict[str, Any] = {}
     for name, model, apart, row_counts in (
         ("target", bench.pair.target, bench.apart.target, FORWARD_ROWS),
@@ -69,7 +73,10 @@ def forwards(bench: Bench) -> dict[str, Any]:
         for context in FORWARD_CONTEXTS:
             if limit is not None and context + max(FORWARD_ROWS) > limit:
                 continue
-            found[f"{name}_behind_{context}"] = _by_rows(model, apart, bench.text[:context], row_counts)
+            made = _by_rows(model, apart, bench.text[:context], row_counts)
+            read = bytes_per_token(model) + cache_bytes(model, context)
+            limit_ms = 1e3 * read / bandwidth(model.device)
+            found[f"{name}_behind_{context}"] = made | {"share_of_memory_limit": limit_ms / made["ours"]["1"]["ms"]}
     found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: FORWARD_CONTEXTS[0]])
     return found
 

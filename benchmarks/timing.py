@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.packed_linear import Packs
 from decode.packed_weight import PackedWeight
 from decode.runner import Block, Runner
-from decode.supported_models import attention_windows
+from decode.supported_models import attention_windows, text_config
 from draftsmith_core.models import context_length
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
@@ -225,6 +225,14 @@ def bytes_per_token(model: PreTrainedModel) -> int:
         elif parameter is not lookup.weight or parameter is projection.weight:  # type: ignore[union-attr]
             read[id(parameter)] = parameter.numel() * parameter.element_size()
     return sum(read.values())
+
+
+def cache_bytes(model: PreTrainedModel, slots: int) -> int:
+    """Bytes of the keys and values of so many tokens, which every forward behind them reads."""
+    config = text_config(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # type: ignore[attr-defined]
+    heads = int(config.num_hidden_layers) * int(config.num_key_value_heads)  # type: ignore[attr-defined]
+    return 2 * heads * int(size) * slots * model.dtype.itemsize
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

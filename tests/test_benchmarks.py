@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
-from benchmarks import peers, sections, sixteen_bits
+from benchmarks import limits, peers, sections, sixteen_bits
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
@@ -213,7 +213,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     forwards = sections.forwards(bench)
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
-    assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain"}
+    assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain", "share_of_memory_limit"}
     methods = sections.methods(bench, ["chain:2"], [0.0, 1.0], rounds=2)
     assert methods["T=0"]["chain:2"]["greedy_equal"] == methods["T=0"]["hf"]["greedy_equal"] == "4 of 4"
     assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
@@ -308,6 +308,54 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(
     assert "no message" in found["openvino-genai f32"]["failed"]
     answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
     assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
+
+
+MEASURED: dict[str, Any] = {
+    "setting": {
+        "device": "a processor",
+        "threads": 2,
+        "load_average_before": [0.25, 0, 0],
+        "git_commit": "abc",
+        "versions": {"torch": "2"},
+    },
+    "methods": {
+        "T=0": {
+            "bandwidth_GB_per_s": 20.0,
+            "ar": {"share_of_memory_limit": 0.9, "tokens_per_s": 100.0, "tau": 1.0},
+            "chain:2": {"tokens_per_s": 150.0, "tau": 2.0, "overhead_fraction": 0.1},
+            "chain:4": {"tokens_per_s": 200.0, "tau": 3.0, "overhead_fraction": 0.05},
+        }
+    },
+    "sixteen_bits": {
+        "methods": {"ar": {"gain": 1.5}, "chain:4": {"gain": 1.8, "sixteen": 200.0, "fp32": 130.0}},
+        "forwards": {"5": {"sixteen_over_one_row": 1.1}, "29": {"sixteen_over_one_row": 4.0}},
+    },
+    "peers": {
+        "ar": {"tokens_per_s": [99.0, 101.0]},
+        "chain:4": {"tokens_per_s": [195.0, 205.0]},
+        "llama-server": {"F16": {"tokens_per_s": 125.0}},
+        "openvino-genai f32": {"ar": {"tokens_per_s": 70.0}, "draft, 4 tokens": {"tokens_per_s": 100.0}},
+    },
+}
+
+
+def test_the_table_of_limits_says_what_is_met_missed_and_not_measured(tmp_path: Path) -> None:
+    text = limits.table(MEASURED)
+    assert "| 0.90 | at least 0.85: met |" in text and "| 0.80 | at least 0.95: missed |" in text
+    assert "F16 | tau, and the draft's forwards | 1.60 | at least 1.5: met |" in text
+    assert "| 1.30 | at least 1.25: met |" in text and "| 1.10 | at most 1.15: met |" in text
+    assert "| 4.00 | at most 2: missed |" in text and "| Python | 0.05 |  |" in text
+    assert "nf4 over 16 bits | decoding the codes | not measured | at least 1 |" in text
+    assert "a processor, 2 threads, load 0.2 before; commit abc; torch 2." in text
+    page = tmp_path / "page.md"
+    page.write_text(f"# A\n\n{limits.BEGIN}\nold\n{limits.END}\n\n## B\n")
+    limits.put(page, text)
+    limits.put(page, text)
+    assert page.read_text() == f"# A\n\n{limits.BEGIN}\n\n{text}\n\n{limits.END}\n\n## B\n"
+    page.write_text("# A\n")
+    with pytest.raises(ValueError, match="has no lines"):
+        limits.put(page, text)
+    assert limits.BEGIN in (Path(limits.__file__).parent / "README.md").read_text()
 
 
 def test_prompts_are_held_out_passages_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
