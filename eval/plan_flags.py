@@ -36,7 +36,7 @@ ENGINES: dict[str, tuple[tuple[str, str], dict[str, str]]] = {
     ),
     "llama.cpp": (
         _GREEDY_DRAFT,
-        {"draft": "llama-server -m {target}.gguf -md {draft}.gguf --draft-max {n} --draft-min 0 --draft-p-min 0"},
+        {"draft": "llama-server -m {target}.gguf -md {draft}.gguf --spec-type draft-simple --spec-draft-n-max {n}"},
     ),
     "transformers": (
         _SPECULATIVE,
