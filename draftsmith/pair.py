@@ -19,6 +19,7 @@ from decode import (
     Verifier,
 )
 from decode.engine import OnTokens
+from decode.propose.string_match import StringMatchProposer
 from decode.suffix_index import SuffixIndex
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -367,7 +368,8 @@ def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fa
     kind = PROPOSERS[name]
     match kind.needs:
         case "models":
-            return DraftModelProposer([draft for draft in drafts if isinstance(draft, PreTrainedModel)], fast=fast)
+            make = StringMatchProposer if name == "string_match" else DraftModelProposer
+            return make([draft for draft in drafts if isinstance(draft, PreTrainedModel)], fast=fast)
         case "head":
             return kind.make(drafts[0])
         case "index":

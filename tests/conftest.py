@@ -161,7 +161,7 @@ def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
     path = tmp_path_factory.mktemp("donor")
     torch.manual_seed(6)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "th", "e", "dog"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "th", "e"]
     backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafts.load import load_pair
-from drafts.vocabulary import vocabulary_map
+from drafts.vocabulary import map_vocabulary, vocabulary_map
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import model_logits
@@ -70,7 +70,8 @@ def test_the_command_decodes_as_the_target_alone(
     door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
     found = []
-    for name, words in {"alone": (), "drafted": ("--draft", donor_dir, "--heterogeneous_vocab", "true")}.items():
+    foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
+    for name, words in {"alone": (), "shared": foreign, "text": (*foreign, "--proposer", "string_match")}.items():
         out = tmp_path / f"{name}.jsonl"
         code, _, err = door(
             *("decode", "--target", target_dir, "--prompts", prompts_file, "--out", out, "--temperature", 0),
@@ -78,8 +79,9 @@ def test_the_command_decodes_as_the_target_alone(
         )
         assert code == 0, err
         found.append([json.loads(line) for line in out.read_text().splitlines()])
-    assert [row["output_ids"] for row in found[0]] == [row["output_ids"] for row in found[1]]
-    assert sum(row["stats"]["proposed"] for row in found[1]) > 0
+    for drafted in found[1:]:
+        assert [row["output_ids"] for row in found[0]] == [row["output_ids"] for row in drafted]
+        assert sum(row["stats"]["proposed"] for row in drafted) > 0
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu")
     assert code == 2 and "--heterogeneous_vocab true" in err
 
@@ -100,3 +102,40 @@ def test_eval_gives_its_alpha(
     assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
     rows = {row["draft"]: row for row in results["alpha"]}
     assert 0 < rows["foreign"]["alpha"]["value"] < 1
+
+
+def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir: str) -> None:
+    """Behind the last token of the text, in the target's tokens, up to a token of the draft that has no text."""
+    target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
+    words = map_vocabulary(target, draft, 290, len(draft))
+    written = draft.encode("dog and", add_special_tokens=False)
+    before = target.encode("the ", add_special_tokens=False)[-1]
+    spelled = words.spell(before, [*written, draft.eos_token_id, *written])
+    assert str(target.decode(spelled)).strip() == "dog and"
+    assert words.spell(before, [draft.eos_token_id, *written]) == []
+    # Half a character is not spelled until it is whole.
+    accent = draft.encode("\u00e9", add_special_tokens=False)[-2:]
+    assert target.decode(words.spell(before, accent)) == "\u00e9" and words.spell(before, accent[:1]) == []
+    # The other way round: a tokenizer that puts a space before any text.
+    back = map_vocabulary(draft, target, len(draft), 290)
+    ids = back.spell(draft.encode("the", add_special_tokens=False)[-1], target.encode(" dog", add_special_tokens=False))
+    assert str(draft.decode(ids)).strip() == "dog"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--draft", "{own}", "--proposer", "string_match"), "string_match is for a draft of another tokenizer"),
+        (
+            ("--draft", "{donor}", "--heterogeneous_vocab", "true", "--proposer", "string_match", "--tree", "kary:2,2"),
+            "tree: string_match drafts one text; use chain:4",
+        ),
+        (("--draft", "{donor}", "{own}", "--heterogeneous_vocab", "true"), "cannot draft together; use one"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(
+    words: tuple[str, ...], message: str, door: Door, target_dir: str, draft_dir: str, donor_dir: str
+) -> None:
+    named = [word.format(own=draft_dir, donor=donor_dir) for word in words]
+    code, out, err = door("decode", "--target", target_dir, "--prompt", "a", "--device", "cpu", *named)
+    assert (code, out) == (2, "") and message in err

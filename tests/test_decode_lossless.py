@@ -31,10 +31,11 @@ from decode import (
     SpeculativeDecoder,
     Tree,
 )
+from decode.propose.string_match import StringMatchProposer
 from decode.suffix_index import SuffixIndex
 from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.vocabulary import VocabularyMap, attach
+from drafts.vocabulary import VocabularyMap, attach, pieces
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
 
 VOCAB = 5
@@ -94,11 +95,28 @@ def blockwise() -> HeadProposer:
 def of_another_vocabulary() -> DraftModelProposer:
     """A draft of seven tokens that shares four with the target; the target's token 2 is two of its own."""
     draft = llama(7, VOCAB + 2)
-    words = VocabularyMap(
-        torch.tensor([2, 0, 5, 6]), torch.tensor([0, 1, 3, 4]), ((2,), (0,), (1, 4), (5,), (6,)), VOCAB
-    )
-    attach(draft, words)
+    attach(draft, words())
     return DraftModelProposer(draft)
+
+
+def words() -> VocabularyMap:
+    """Token 2 of the target is the text of tokens 0 and 1 together, so that text of the draft can merge."""
+    target, own = dict(enumerate([b"a", b"b", b"ab", b"c", b"d"])), [b"b", b"a", b"a", b"ab", b"b", b"c", b"d"]
+
+    def encode(text: str) -> list[int]:
+        found = pieces(text.encode(), {each: token for token, each in target.items()}, 2)
+        assert found is not None
+        return found
+
+    shared = torch.tensor([2, 0, 5, 6]), torch.tensor([0, 1, 3, 4])
+    in_draft = ((2,), (0,), (1, 4), (5,), (6,))
+    return VocabularyMap(*shared, in_draft, VOCAB, frozenset(), encode, dict(enumerate(own)), target)
+
+
+def string_match() -> StringMatchProposer:
+    draft = llama(8, VOCAB + 2)
+    attach(draft, words())
+    return StringMatchProposer(draft)
 
 
 WAYS: dict[str, Callable[[], Proposer]] = {
@@ -106,6 +124,7 @@ WAYS: dict[str, Callable[[], Proposer]] = {
     "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
     "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
     "draft, of another vocabulary": of_another_vocabulary,
+    "string_match": string_match,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
     "eagle3": lambda: head("eagle3"),
@@ -179,6 +198,7 @@ VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
     "draft, of another vocabulary": 44,
     "several drafts": 12,
+    "string_match": 6,
     "blockwise": 20,
     "prompt_lookup": 10,
     "lookahead": 24,

@@ -107,7 +107,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         print(f"draftsmith decode: {tree}: no draft is faster here, so the target decodes alone", file=sys.stderr)
         tree = None
     drafts = config.draft if method is not None else []
-    if method is not None and drafts and not PROPOSERS[method.proposer].draws:
+    if method is not None and drafts and PROPOSERS[method.proposer].needs not in ("models", "head"):
         raise InputError(
             f"proposer: {method.proposer} uses no draft, and --draft {drafts[0]} was given; leave out one of them"
         )
