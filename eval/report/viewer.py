@@ -10,6 +10,7 @@ from eval.schema import ViewedText
 # Tokens on the page in all: about 400 bytes each.
 MOST_TOKENS = 600
 LEVELS = 5
+RETURN = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class Token:
 
     text: str
     level: int
-    newline: bool
     said: str
 
 
@@ -50,9 +50,9 @@ def viewed_texts(results: Results) -> list[Text]:
 def _text(row: ViewedText, most: int) -> Text:
     tokens = [
         Token(
-            text=_visible(token["text"]),
+            # The page keeps white space, so that lines end where the text's do.
+            text=token["text"].replace("\n", f"{RETURN}\n"),
             level=min(LEVELS - 1, int(token["alpha"] * LEVELS)),
-            newline="\n" in token["text"],
             said=f"{_visible(token['text'])}: acceptance {number(token['alpha'], 2)}, p {number(token['p'])}, "
             f"q {number(token['q'])}. {row['draft']} would draft "
             + ", ".join(f"{_visible(g['text'])} (q {number(g['q'])}, p {number(g['p'])})" for g in token["guesses"]),
@@ -64,4 +64,4 @@ def _text(row: ViewedText, most: int) -> Text:
 
 def _visible(text: str) -> str:
     """A token with its white space seen."""
-    return text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW TO BAR}")
+    return text.replace("\n", RETURN).replace("\t", "\N{RIGHTWARDS ARROW TO BAR}")
