@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith_core.errors import InputError
+
 _FEW_MOVES = 8
 
 
@@ -124,9 +126,9 @@ class TreeCache(Cache):
                 layer.keys, layer.values = store.keys[place], store.values[place]
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[L, rows, H, slots, E]`, always at one address. ValueError where layers differ."""
+        """Keys and values `[L, rows, H, slots, E]`, always at one address. InputError where layers differ."""
         if len(self._stores) != 1:
-            raise ValueError("compile: layers of this model have caches of different shapes; leave compile out")
+            raise InputError("compile: layers of this model have caches of different shapes; leave compile out")
         ((store, _),) = self._stores
         return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
 

@@ -25,7 +25,7 @@ from decode.attention_masks import additive
 from decode.cache import TreeCache
 from decode.llama_forward import LeanForward, lean_forward
 from decode.packed_linear import Packs
-from draftsmith_core.errors import RunError
+from draftsmith_core.errors import InputError, RunError
 
 log = logging.getLogger(__name__)
 # One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's kernels accept.
@@ -62,7 +62,7 @@ class StaticSteps:
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
         if backend is True and model.device.type != "cuda":
-            raise ValueError(
+            raise InputError(
                 f"compile: CUDA graphs need a CUDA device, and the model is on {model.device.type}; "
                 f"leave compile out, or name a torch.compile backend such as 'inductor'"
             )
