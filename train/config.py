@@ -96,6 +96,20 @@ class OnPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank updates in place of all weights, through peft; merged in the checkpoint, and kept beside it."""
+
+    rank: int = 0
+    """Rank of the update of each layer; 0 trains all weights."""
+    alpha: float | None = None
+    """Updates are multiplied by alpha / rank; null is twice the rank."""
+    dropout: float = 0.0
+    """Of what goes into the updates, while training."""
+    targets: list[str] = field(default_factory=list)
+    """Names of the linear layers, such as q_proj v_proj; empty is all but the output projection."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Fit a draft model to a distilled set (or to text)."""
 
@@ -138,6 +152,7 @@ class TrainConfig:
     knew; it holds on the tokens of `data` and `replay`. 0: none. For language models."""
     anchor_l2: float = 0.0
     """Weight of half the squared distance between the weights and those before training (L2-SP). 0: none."""
+    lora: Lora = field(default_factory=Lora)
     on_policy: OnPolicy = field(default_factory=OnPolicy)
     head: HeadOptions = field(default_factory=HeadOptions)
     batch_size: int = 8
@@ -212,6 +227,7 @@ class TrainConfig:
         for key in ("anchor_kl", "anchor_l2"):
             if getattr(self, key) and self.draft is None:
                 raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
+        self._check_lora()
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
         if not 0 < self.epochs < math.inf:
@@ -235,6 +251,23 @@ class TrainConfig:
         ):
             if not 0 <= value < math.inf:
                 raise InputError(f"{key}: {value} must not be negative")
+
+    def _check_lora(self) -> None:
+        lora = self.lora
+        if lora.rank < 0:
+            raise InputError(f"lora.rank: {lora.rank} must not be negative")
+        if not lora.rank:
+            if lora != Lora():
+                raise InputError("lora: is not used while lora.rank is 0; leave it out, or set the rank")
+            return
+        if self.kind != "lm" or self.draft is None:
+            raise InputError("lora.rank: updates a language model that is there; name it as `draft`, with kind lm")
+        if self.anchor_l2:
+            raise InputError("anchor_l2: with lora the weights themselves stay as they are; leave out one of them")
+        if not 0 < (1.0 if lora.alpha is None else lora.alpha) < math.inf:
+            raise InputError(f"lora.alpha: {lora.alpha} must be above 0")
+        if not 0 <= lora.dropout < 1:
+            raise InputError(f"lora.dropout: {lora.dropout} must be at least 0 and below 1")
 
     def _check_unused(self) -> None:
         """InputError for an option that was set and that this run would not use."""

@@ -30,7 +30,7 @@ from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from train import checkpoint, draft_setup, tracking
+from train import checkpoint, draft_setup, lora, tracking
 from train.config import TrainConfig
 from train.data import Examples, divide, load_examples, packed, trained_prompts, with_replay
 from train.loop import TrainingJob, fit
@@ -132,6 +132,13 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         training, heldout = _examples(config, tokenizer)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
+    if config.lora.rank:
+        if world.sharing.startswith("zero"):
+            raise InputError(
+                "lora.rank: was not tried under DeepSpeed; launch with configs/accelerate/ddp.yaml or fsdp2.yaml"
+            )
+        assert isinstance(draft, PreTrainedModel)
+        lora.attach(draft, config.lora)
     _check_models(config, draft, target, reference, tokenizer)
     for examples in (training, heldout):
         _check_data(config, objective, examples, draft, target)
@@ -248,7 +255,10 @@ def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> d
     def write() -> None:
         # The trained draft may be sharded over processes; its best weights are whole in `run/best`.
         best = draft_setup.build(config, run.target, training)
+        adapted = lora.attach(best, config.lora) if config.lora.rank and isinstance(best, PreTrainedModel) else None
         draft_setup.load_state(best, checkpoint.load_best(run.run_dir))
+        if adapted is not None:
+            best = lora.write_and_merge(adapted, run.out / "adapter")
         record["fingerprint"] = draft_fingerprint(best)
 
         def write_files(directory: Path) -> None:
