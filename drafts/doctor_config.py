@@ -14,3 +14,4 @@ class DoctorConfig:
     plan: str | None = None
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands; 4 without one."""
     trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""

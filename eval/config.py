@@ -147,11 +147,11 @@ class PlanConfig:
     temperature: float | None = None
     """What is planned for; 0 is greedy. Default: of the target's generation_config.json where that samples, else 0."""
     top_k: int | None = None
-    """Default: of that file, else 0, which keeps all tokens."""
+    """Keep the k most probable tokens; 0 keeps all. Default: of that file, else 0."""
     top_p: float | None = None
-    """Default: of that file, else 1, which keeps all tokens."""
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: of that file, else 1."""
     min_p: float | None = None
-    """Default: of that file, else 0, which keeps all tokens."""
+    """Keep tokens of at least this share of the greatest probability; 0 keeps all. Default: of that file, else 0."""
     batch_size: int = 1
     """Rows that are decoded together where the plan is used."""
     max_prompts: int = 32

@@ -27,6 +27,7 @@ class ExportConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights on disk; auto: as the draft's are, for openvino float32."""
     trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
         path = Path(self.out)
