@@ -10,6 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import draftsmith as ds
 from drafts.heads import save_head
@@ -173,6 +183,52 @@ def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path: Path) 
         for text in texts:
             tokens = ask(port, "tokenize", {"content": text, "add_special": True})["tokens"]
             assert tokens == tokenizer(text)["input_ids"]
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+} | {
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.3,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+} | {"original_max_position_embeddings": 32}
+FAMILIES: dict[str, Any] = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "llama3 rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+    "linear rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_continues_as_models_of_every_family_do(family: str, tmp_path: Path) -> None:
+    """`export` itself compares 24 greedy tokens, and raises where they differ."""
+    engine("llama-server")
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(str(PAIR / "target")).save_pretrained(tmp_path / "model")
+    config = ds.ExportConfig(draft=str(tmp_path / "model"), format="gguf", out=str(tmp_path / "out"))
+    assert ds.export(config)["proof"]["engine"].startswith("llama.cpp")
 
 
 @pytest.fixture(scope="module")
