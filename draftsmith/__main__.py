@@ -119,7 +119,9 @@ def _interrupt(error: BaseException | None) -> BaseException | None:
 
 def _say(line: str, error: BaseException) -> None:
     """To standard error; of several processes one speaks where all of them know the same."""
-    if os.environ.get("RANK", "0") == "0" or not isinstance(error, InputError | KeyboardInterrupt | Terminated):
+    if os.environ.get("RANK", "0") == "0" or not isinstance(
+        error, InputError | RequirementError | KeyboardInterrupt | Terminated
+    ):
         print(line, file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from safetensors import SafetensorError
 
@@ -20,6 +20,7 @@ from draftsmith_core.errors import InputError, RunError
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+T = TypeVar("T")
 TIMEOUT = timedelta(hours=12)
 # The exit code that a shell reports for a program that SIGTERM ended: 128 + 15.
 TERMINATED = 143
@@ -181,6 +182,31 @@ def on_main(work: Callable[[], None]) -> None:
     if failure[0] is not None:
         by_user, message = failure[0]
         raise (InputError if by_user else RunError)(" ".join(message.split()))
+
+
+def divided(count: int, work: Callable[[int], T]) -> list[T]:
+    """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them, in turn.
+
+    All processes must call it with the same `count`; it waits for the slowest. What `work` raises as InputError or
+    RunError in one process is raised in all.
+    """
+    if launched() == 1:
+        return [work(index) for index in range(count)]
+    from accelerate.utils import gather_object
+
+    own: dict[int, T] = {}
+    failure: tuple[bool, str] | None = None
+    try:
+        for index in range(int(os.environ.get("RANK", "0")), count, launched()):
+            own[index] = work(index)
+    except (InputError, RunError) as error:
+        failure = (isinstance(error, InputError), str(error))
+    merged: dict[int, T] = {}
+    for part, failed in gather_object([(own, failure)]):
+        if failed is not None:
+            raise (InputError if failed[0] else RunError)(failed[1])
+        merged |= part
+    return [merged[index] for index in range(count)]
 
 
 def check_process_count(found: int) -> None:

@@ -19,6 +19,7 @@ from decode.propose.static_tree import fit_vocabulary
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
+from draftsmith_core.processes import divided, launched
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Trace, draft_logits, model_logits, rank_chances
@@ -274,9 +275,10 @@ def read_traces(
     tick: Tick = no_tick,
 ) -> dict[str, Traces]:
     """By draft, the traces of all rows (`eval.acceptance.Trace`), as far as these methods need them; many drafts share
-    one forward of the target. `rows` hold continuations by the target at this `sampling`. Never more than about
-    `max_logits` logits per model are held at once, but for heads at least those of one whole row. Raises RunError with
-    the model, of `names` (the target's under ""), and the prompt where logits are not finite.
+    one forward of the target; processes that were launched together divide the batches. `rows` hold continuations by
+    the target at this `sampling`. Never more than about `max_logits` logits per model are held at once, but for heads
+    at least those of one whole row. Raises RunError with the model, of `names` (the target's under ""), and the prompt
+    where logits are not finite.
     """
     called = {"": "the target"} | {name: f"draft {name}" for name in drafts} | dict(names or {})
     asked = _Asked(
@@ -288,15 +290,33 @@ def read_traces(
         names=called,
         target_name=called[""],
     )
-    read: dict[str, list[Trace]] = {name: [] for name in drafts}
-    for start in range(0, len(rows), batch_size):
+
+    def read_batch(index: int) -> dict[str, list[Trace]]:
+        start = index * batch_size
         batch = rows[start : start + batch_size]
-        for name, found in _read(
-            target, drafts, batch, asked, max_logits, roots or {}, diagnosers or {}, start
-        ).items():
-            read[name] += found
+        found = _read(target, drafts, batch, asked, max_logits, roots or {}, diagnosers or {}, start)
         tick(len(batch))
+        return found
+
+    read: dict[str, list[Trace]] = {name: [] for name in drafts}
+    for batch in divided(-(-len(rows) // batch_size), read_batch):
+        for name, found in batch.items():
+            read[name] += found
+    # What was summed up on the way, every process has of its own prompts.
+    for own in (roots or {}).values():
+        sums = divided(launched(), lambda _, own=own: own.sums)
+        own.sums = {step: _of_owners([part[step] for part in sums], batch_size) for step in own.sums}
+    for each in (diagnosers or {}).values():
+        each.found = _of_owners(divided(launched(), lambda _, each=each: each.found), batch_size)
     return {name: Traces(rows, isinstance(drafts[name], PreTrainedModel)) for name, rows in read.items()}
+
+
+def _of_owners(parts: Sequence[Any], batch_size: int) -> Any:
+    """Lists by prompt, each prompt's entry from the process that worked on its batch (see `divided`)."""
+    return {
+        key: [parts[row // batch_size % len(parts)][key][row] for row in range(len(values))]
+        for key, values in parts[0].items()
+    }
 
 
 def measure_alphas(

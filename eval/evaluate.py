@@ -15,6 +15,7 @@ from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.models import context_length, resolve_device
+from draftsmith_core.processes import is_main, join_processes, launched, on_main
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
@@ -36,16 +37,19 @@ from eval.tracking import check_tracker, track
 def evaluate(config: EvalConfig) -> Results:
     """Measure every draft on every suite; writes results.json, report.html and plots/ and returns the results.
 
-    Everything that can be wrong with the input is found before the first measurement. A run that was killed
-    continues: finished measurements are in OUT/cells. Raises InputError (input), RunError (while running), and
-    RequirementError when all is written and a requirement of `config.require` is not met.
+    Processes that were launched together divide the prompts; results are the same bytes as of one, but for the clock,
+    which runs in one of them. Everything that can be wrong with the input is found before the first measurement. A run
+    that was killed continues: finished measurements are in OUT/cells. Raises InputError (input), RunError (while
+    running), and RequirementError when all is written and a requirement of `config.require` is not met.
     """
     started = time.time()
     request = check(config)
     check_tracker(config)
+    if launched() > 1:
+        join_processes(config.device)
     out = Path(config.out)
     with hold(out):
-        for directory in (out, out / "plots"):
+        for directory in (out, out / "plots") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
         suites, pair, said = _load(config, request)
@@ -67,20 +71,25 @@ def evaluate(config: EvalConfig) -> Results:
             bootstrap=config.bootstrap,
             seed=config.seed,
         )
-        document = assemble.assemble(
-            setting,
-            measured,
-            config=asdict(config),
-            models=models,
-            provenance=provenance(command_line("eval", asked), asdict(config)),
-            clock=clock(started, cache, pair.target),
-            remarks=said,
-            diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
-        )
-        write_json_atomic(out / "results.json", document)
-        results = Results.load(out)
-        write_report(results)
-        track(config, results)
+
+        def write() -> None:
+            document = assemble.assemble(
+                setting,
+                measured,
+                config=asdict(config),
+                models=models,
+                provenance=provenance(command_line("eval", asked), asdict(config)),
+                clock=clock(started, cache, pair.target),
+                remarks=said,
+                diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
+            )
+            write_json_atomic(out / "results.json", document)
+            results = Results.load(out)
+            write_report(results)
+            track(config, results)
+
+        on_main(write)
+    results = Results.load(out)
     if config.strict and busy:
         raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
     results.require(*config.require)
@@ -147,7 +156,7 @@ def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig
         top_p=config.top_p,
         min_p=config.min_p,
     )
-    if found.note:
+    if found.note and is_main():
         sys.stderr.write(f"eval: {found.note}\n")
     sampling = found.sampling
     return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)

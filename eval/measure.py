@@ -11,8 +11,9 @@ from typing import Any, TypedDict, cast
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, SpeculativeDecoder
+from decode import PROPOSERS, Generation, SpeculativeDecoder
 from drafts.load import Draft, kind_of
+from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -92,16 +93,33 @@ def baseline(
 ) -> BaselineMeasurement:
     """Continue every prompt with the target alone. `tick(n)` is told of every n prompts done."""
     decoder = SpeculativeDecoder(target, None)
-    counted = BaselineMeasurement(output_ids=[], finish_reason=[])
-    for start in range(0, len(prompts), batch_size):
-        rows = prompts[start : start + batch_size]
-        batch = decoder.generate(
-            [row.ids for row in rows], sampling, max_new_tokens, _generators(rows, seed, _stream(sampling, None)), eos
-        )
-        counted["output_ids"] += [row.output_ids for row in batch.generations]
-        counted["finish_reason"] += [row.finish_reason for row in batch.generations]
+    batches = _in_batches(decoder, prompts, sampling, None, eos, max_new_tokens, batch_size, seed, tick)
+    return BaselineMeasurement(
+        output_ids=[row.output_ids for row in batches], finish_reason=[row.finish_reason for row in batches]
+    )
+
+
+def _in_batches(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    method: Method | None,
+    eos: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    tick: Tick,
+) -> list[Generation]:
+    """Outputs of all prompts, batch by batch; batches are the same however many processes divide them."""
+
+    def decode(index: int) -> list[Generation]:
+        rows = prompts[index * batch_size : (index + 1) * batch_size]
+        seeds = _generators(rows, seed, _stream(sampling, method))
+        batch = decoder.generate([row.ids for row in rows], sampling, max_new_tokens, seeds, eos)
         tick(len(rows))
-    return counted
+        return batch.generations
+
+    return [row for rows in divided(-(-len(prompts) // batch_size), decode) for row in rows]
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
@@ -152,18 +170,11 @@ def decoding(
     decoder = decoder_of(target, draft, method)
     outputs: list[list[int]] = []
     counted: dict[str, list[Any]] = {key: [] for key in COUNTED}
-    for start in range(0, len(prompts), batch_size):
-        rows = prompts[start : start + batch_size]
-        batch = decoder.generate(
-            [row.ids for row in rows], sampling, max_new_tokens, _generators(rows, seed, _stream(sampling, method)), eos
-        )
-        for generation in batch.generations:
-            stats = generation.stats
-            outputs.append(generation.output_ids)
-            for key, values in counted.items():
-                value = getattr(stats, key)
-                values.append(list(value) if key.endswith("_by_depth") else value)
-        tick(len(rows))
+    for generation in _in_batches(decoder, prompts, sampling, method, eos, max_new_tokens, batch_size, seed, tick):
+        outputs.append(generation.output_ids)
+        for key, values in counted.items():
+            value = getattr(generation.stats, key)
+            values.append(list(value) if key.endswith("_by_depth") else value)
     identical = _compare(target, prompts, outputs, expected["output_ids"]) if sampling.greedy else None
     return cast(DecodingMeasurement, {**counted, "identical": identical})
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from drafts.load import LoadedPair
 from draftsmith_core.models import eos_ids
+from draftsmith_core.processes import is_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
@@ -79,7 +80,8 @@ def measure_all(
         run = _Run(config, request, pair, models, cache, advance)
         for suite, sampling in parts:
             _count(run, suite, sampling, measured)
-        if config.speed_prompts:
+        # One process times while the others wait.
+        if config.speed_prompts and is_main():
             for suite, sampling in parts:
                 measured.speeds[suite.name, sampling.temperature] = _time(run, suite, sampling)
     return measured

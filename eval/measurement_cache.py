@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftsmith_core.io import hash_json, remove_leftovers, write_json_atomic
+from draftsmith_core.processes import is_main
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
@@ -25,7 +26,7 @@ class MeasurementCache:
         self.directory = directory
         self.reused = 0
         self.measured = 0
-        if directory.is_dir():
+        if directory.is_dir() and is_main():
             remove_leftovers(directory)
 
     def get(self, request: dict[str, Any], measure: Callable[[], T]) -> T:
@@ -46,9 +47,9 @@ class MeasurementCache:
         self.reused += len(outcomes)
         if missing := [name for name in requests if name not in outcomes]:
             for name, outcome in measure(missing).items():
-                write_json_atomic(
-                    self._path(requests[name]), {"request": _versioned(requests[name]), "outcome": outcome}
-                )
+                if is_main():
+                    kept = {"request": _versioned(requests[name]), "outcome": outcome}
+                    write_json_atomic(self._path(requests[name]), kept)
                 outcomes[name] = outcome
                 self.measured += 1
         return {name: outcomes[name] for name in requests}

@@ -13,6 +13,7 @@ import numpy as np
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
+from draftsmith_core.processes import is_main
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes
 from eval.config import EvalConfig
 from eval.schema import ModelRow, Remark, SpeedConditions
@@ -29,7 +30,7 @@ def announce(remarks: Sequence[Remark], *, strict: bool) -> list[Remark]:
     if strict and remarks:
         more = f" (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
         raise InputError(f"--strict: {remarks[0]['text']}{more}")
-    for remark in remarks:
+    for remark in remarks if is_main() else ():
         sys.stderr.write(f"remark: {remark['text']}\n")
     return list(remarks)
 

@@ -1,7 +1,10 @@
 """A whole evaluation on tiny models: its counts, what it resumes from, and what it refuses."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli.eval import run
 from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.processes import divided
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
 from eval.results import Results
@@ -333,3 +337,39 @@ def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"schema_version": 1}')
     with pytest.raises(InputError, match="not results of schema versions 2 to 4"):
         render(str(tmp_path))
+
+
+def test_work_is_divided_by_index_and_comes_back_in_order() -> None:
+    asked: list[int] = []
+
+    def square(index: int) -> int:
+        asked.append(index)
+        return index * index
+
+    assert divided(5, square) == [0, 1, 4, 9, 16]
+    assert asked == [0, 1, 2, 3, 4] and divided(0, square) == []
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same_bytes(world: EvalConfig, tmp_path: Path, launch: Callable[..., Any]) -> None:
+    """But for the clock, and for what is said of it."""
+    words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
+    words += ["--tree", *world.tree, "--max_new_tokens", "10", "--batch_size", "2", "--bootstrap", "100"]
+    words += ["--speed_prompts", "1", "--device", "cpu", "--out", "out"]
+    found = []
+    for launcher in ([], ["--multi_gpu", "--num_processes", "2"]):
+        there = tmp_path / str(len(launcher))
+        there.mkdir()
+        if launcher:
+            run = launch(launcher, "-m", "draftsmith", "eval", *words, cwd=there)
+        else:
+            command = [sys.executable, "-m", "draftsmith", "eval", *words]
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            run = subprocess.run(command, cwd=there, env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("results:") == 1
+        document = json.loads((there / "out" / "results.json").read_text())
+        found.append({key: value for key, value in document.items() if key not in CLOCK_KEYS})
+        cells = [path for path in (there / "out" / "cells").glob("*.json") if '"speed"' not in path.read_text()[:80]]
+        found.append({path.name: path.read_bytes() for path in cells})
+    assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8

@@ -3,7 +3,7 @@
 from draftsmith.cli.output import finish
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.options import parse
-from draftsmith_core.processes import require_single_process
+from draftsmith_core.processes import is_main, require_single_process
 from eval.config import CompareConfig, EvalConfig, RenderConfig, WatchConfig
 from eval.request import check
 
@@ -28,7 +28,6 @@ def run(argv: list[str]) -> None:
         _watch(argv)
         return
     config, as_json = parse(EvalConfig, "eval", argv)
-    require_single_process("eval")
     check(config)
     # After the options are checked, because these import torch, which takes seconds.
     from eval.evaluate import evaluate
@@ -41,7 +40,8 @@ def run(argv: list[str]) -> None:
     except RequirementError as error:
         results, missed = Results.load(config.out), error
     found = summary(results)
-    finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
+    if is_main():
+        finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
     if missed is not None:
         raise missed
 
