@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from draftsmith.demo import corpus
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
@@ -27,7 +24,6 @@ from eval.evaluate import evaluate
 from eval.predict import not_predicted
 from eval.request import Method
 
-ROOT = Path(__file__).parents[1]
 SOME_WORDS = (
     "socket thread queue json string random calendar decimal logging email html zipfile bisect heapq enum".split()
 )
@@ -184,40 +180,38 @@ def test_what_is_not_predicted_says_why() -> None:
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Predictions beside what was decoded: two pairs, two heads, five domains, three temperatures, four methods."""
     root = tmp_path_factory.mktemp("cells")
-    source = ROOT / "draftsmith" / "demo" / "pair"
-    model = load_model(str(source / "target"), device="cpu")
+    model = load_model(target_dir, device="cpu")
     save_head(EagleHead.fresh(model, seed=1), root / "eagle")
     save_head(MedusaHeads.fresh(model, num_heads=4), root / "medusa")
-    domains = {}
-    for name in corpus.DOMAINS:
-        domains[name] = [row["text"] for row in islice(corpus.passages(name, corpus.split(name).heldout, 300), 10)]
-    domains["sums"] = [f"{i} + {i * i % 17} = {i + i * i % 17}; {7 * i} - {i} =" for i in range(3, 13)]
-    domains["names"] = [
-        f"import {a}\nclass {a.title()}({b}):\n    " for a, b in zip(SOME_WORDS, SOME_WORDS[3:], strict=False)
-    ][:14]
-    for name, texts in domains.items():
-        rows = [{"id": f"{name}{i}", "text": text} for i, text in enumerate(texts)]
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.12 * parameter.std() * torch.randn(parameter.shape, generator=random))
+    model.save_pretrained(root / "near")
+    starts = {
+        "dogs": "The quick dog",
+        "models": "A draft",
+        "sums": "12 +",
+        "names": "import",
+        "unicode": "\u6f22 \u00e9",
+    }
+    for name, start in starts.items():
+        rows = [{"id": f"{name}{i}", "prompt": f"{start} {i * i + 3} {i}"} for i in range(16)]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = EvalConfig(
-        target=str(source / "target"),
-        draft=[
-            f"base={source / 'base'}",
-            f"bench={ROOT / 'configs' / 'bench' / 'draft'}",
-            f"eagle={root / 'eagle'}",
-            f"medusa={root / 'medusa'}",
-        ],
-        id=[f"{name}={root / name}.jsonl" for name in domains],
+        target=target_dir,
+        draft=[f"far={draft_dir}", f"near={root / 'near'}", f"eagle={root / 'eagle'}", f"medusa={root / 'medusa'}"],
+        id=[f"{name}={root / name}.jsonl" for name in starts],
         out=str(root / "out"),
         tree=["chain:2", "chain:4", "kary:2,2", "kary:3,1,1"],
         temperature=[0.0, 0.7, 1.0],
-        max_new_tokens=20,
-        prompt_tokens=12,
+        max_new_tokens=16,
         speed_prompts=0,
         batch_size=16,
-        bootstrap=1000,
+        bootstrap=500,
         device="cpu",
         seed=5,
     )
