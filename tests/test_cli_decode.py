@@ -32,13 +32,13 @@ TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes
 KILL_AT_ROW = """
 import os, signal
 import draftsmith.pair as command
-make, made = command._output, []
+make, made = command.make_output, []
 def dying(*words):
     made.append(1)
     if len(made) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
     return make(*words)
-command._output = dying
+command.make_output = dying
 """
 
 
@@ -309,6 +309,7 @@ FAMILIES = [
     ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
     ("--draft {hydra}", "hydra", "chain:3", "speculative"),
     ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),
+    ("--draft {donor} --proposer string_match", "string_match", "chain:4", "exact"),
     ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
     ("--proposer lookahead", "lookahead", "its own", "exact"),
     ("--proposer retrieval --datastore {datastore} --tree kary:2,2", "retrieval", "kary:2,2", "exact"),
@@ -326,12 +327,13 @@ def files(
     target_dir: str,
     draft_dir: str,
     other_vocabulary_dir: str,
+    donor_dir: str,
     heads: dict[str, str],
     tree_files: dict[str, str],
     datastore: str,
 ) -> dict[str, str]:
     """Every file that options may name, by what stands for it in braces."""
-    models = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir}
+    models = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir, "donor": donor_dir}
     return {**models, **heads, **tree_files, "datastore": datastore}
 
 

@@ -355,7 +355,7 @@ def test_curves(words: list[str], target_dir: str, tmp_path: Path, door: Door) -
         prefix = "heldout_" if "heldout_loss" in line else ""
         alpha = line[f"{prefix}alpha"]
         assert 0 < alpha < 1
-        assert line[f"{prefix}tau"] == pytest.approx((1 - alpha**6) / (1 - alpha))
+        assert line[f"{prefix}tau"] == pytest.approx((1 - alpha**5) / (1 - alpha))
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
