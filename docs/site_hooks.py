@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import importlib
 import json
 import re
 import sys
@@ -15,20 +14,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-# The dataclass with the options of each command of `draftsmith.__main__.COMMANDS`.
-OPTIONS = {
-    "demo": "draftsmith.cli.demo:DemoConfig",
-    "align": "draftsmith.alignment.config:AlignConfig",
-    "init": "draftsmith.starting.config:InitConfig",
-    "distill": "distill.config:DistillConfig",
-    "train": "train.config:TrainConfig",
-    "merge": "drafts.merge_config:MergeConfig",
-    "decode": "draftsmith.cli.decode_options:DecodeConfig",
-    "eval": "eval.config:EvalConfig",
-    "doctor": "drafts.doctor_config:DoctorConfig",
-    "export": "drafts.layouts.config:ExportConfig",
-    "plan": "eval.config:PlanConfig",
-}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -55,9 +40,8 @@ def of_the_root(name: str) -> str:
 def commands() -> str:
     """Every command with its options, their types, defaults and meanings."""
     from draftsmith.__main__ import COMMANDS
+    from draftsmith.cli.completion import options_of
 
-    if set(COMMANDS) != set(OPTIONS):
-        raise ValueError(f"OPTIONS in {__file__} must have the commands of draftsmith: {sorted(COMMANDS)}")
     parts = [
         "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m draftsmith COMMAND ...` on "
         "several processes. Every command also takes `--config FILE.yaml` (the same keys; what is typed wins), "
@@ -68,9 +52,7 @@ def commands() -> str:
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
     for name, (_, what) in COMMANDS.items():
-        module, _, cls = OPTIONS[name].partition(":")
-        config = getattr(importlib.import_module(module), cls)
-        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(config))
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(options_of(name)))
         head = f"## {name}\n\n{what[0].upper()}{what[1:]}."
         parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
     return "\n\n".join(parts) + "\n"

@@ -9,7 +9,7 @@ Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from eval.headroom import RootMeasurement, RootStep, RootSums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
 from eval.request import Method
 
+T = TypeVar("T")
 # Logits held at once, as a number of elements (256 MiB in fp32). Columns, or rows where a head drafts, are cut to fit.
 MAX_LOGITS = 2**26
 
@@ -304,11 +305,16 @@ def read_traces(
             read[name] += found
     # What was summed up on the way, every process has of its own prompts.
     for own in (roots or {}).values():
-        sums = divided(launched(), lambda _, own=own: own.sums)
+        sums = _of_all(own.sums)
         own.sums = {step: _of_owners([part[step] for part in sums], batch_size) for step in own.sums}
     for each in (diagnosers or {}).values():
-        each.found = _of_owners(divided(launched(), lambda _, each=each: each.found), batch_size)
+        each.found = _of_owners(_of_all(each.found), batch_size)
     return {name: Traces(rows, isinstance(drafts[name], PreTrainedModel)) for name, rows in read.items()}
+
+
+def _of_all(own: T) -> list[T]:
+    """What every process has, in their order."""
+    return divided(launched(), lambda _: own)
 
 
 def _of_owners(parts: Sequence[Any], batch_size: int) -> Any:

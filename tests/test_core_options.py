@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from draftsmith.__main__ import COMMANDS
+from draftsmith.cli.completion import CONFIGS, SHELLS, options_of
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import option_types, parse
@@ -198,11 +199,19 @@ def test_every_option_of_every_command_says_what_it_is(command: str) -> None:
     assert found is not None and found.loader is not None
     hooks = importlib.util.module_from_spec(found)
     found.loader.exec_module(hooks)
-    module, _, name = hooks.OPTIONS[command].partition(":")
-    options = hooks.options(getattr(importlib.import_module(module), name))
+    options = hooks.options(options_of(command))
     assert options
     for option, _, _, meaning in options:
         assert meaning and not meaning.startswith("Default"), f"{command} {option}: {meaning!r} does not say what it is"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_command(door: Door, shell: str) -> None:
+    assert list(CONFIGS) == list(COMMANDS)
+    pytest.importorskip("shtab")
+    code, script, err = door("--print_shtab", shell)
+    assert code == 0, err
+    assert all(command in script for command in COMMANDS) and "max_new_tokens" in script
 
 
 def test_the_door_itself(door: Door) -> None:

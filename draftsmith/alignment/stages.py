@@ -69,8 +69,8 @@ def align(config: AlignConfig) -> Results:
     """Distil, train, evaluate and report; returns the results. What `config` leaves open is chosen, and printed.
 
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
-    checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate
-    and train, and the main one evaluates while the others wait. Raises InputError for what cannot be done, RunError for
+    checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate,
+    train and evaluate. Raises InputError for what cannot be done, RunError for
     what failed; Ctrl-C and SIGTERM carry a note that says what was kept.
     """
     out = Path(config.out)
@@ -90,10 +90,7 @@ def align(config: AlignConfig) -> Results:
         if config.policy != "id":
             on_main(lambda: _keep_general(config, out))
         say("\n3/3 evaluate")
-        measured: list[Results] = []
-        on_main(lambda: measured.append(evaluate(_eval_config(config))))
-        # Only the main process has measured; the others read what it wrote.
-        results = measured[0] if measured else Results.load(out / "eval")
+        results = evaluate(_eval_config(config))
         for name in config.drafts() | config.offered():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
