@@ -135,7 +135,7 @@ def test_the_file_of_a_run_is_run_again_by_hand(
 KILLS = [
     ("draftsmith.alignment.stages", "hold_out", 1),
     ("draftsmith.alignment.stages", "distill", 1),
-    ("distill.generate", "atomic_file", 3),
+    ("distill.parts", "atomic_file", 2),
     ("draftsmith.alignment.stages", "train", 1),
     ("train.checkpoint", "save", 2),
     ("train.checkpoint", "publish", 1),

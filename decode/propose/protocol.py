@@ -58,7 +58,8 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
         proposal,
         tree=TreeBatch(*arrays, tree.widths),
         tokens_BM=pad(proposal.tokens_BM, (0, new), value=-1),
-        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, nodes * proposal.drafts - q_BEV.shape[1])),
+        # A tree that grew has a distribution for every node, the root too.
+        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])),
         finite=None if proposal.finite is None else proposal.finite.expand(rows),
     )
 
