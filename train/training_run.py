@@ -4,6 +4,7 @@ import atexit
 import json
 import logging
 import math
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,14 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.processes import is_main, leave_processes, on_main, terminable, without_fsdp_variable
+from draftsmith_core.processes import (
+    Terminated,
+    is_main,
+    leave_processes,
+    on_main,
+    terminable,
+    without_fsdp_variable,
+)
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
@@ -103,7 +111,16 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
             record = _claim(run)
             if record is None:
                 tracking.start(run.world.accelerator, run.config, run.identity, run.run_dir)
-                position = fit(job, stop)
+                try:
+                    position = fit(job, stop)
+                except (KeyboardInterrupt, Terminated) as stopped:
+                    if stop.agreed:
+                        # As below; the frames of the loop hold the wrappers too.
+                        traceback.clear_frames(stopped.__traceback__)
+                        del job
+                        run.world.accelerator.free_memory()
+                        atexit.register(leave_processes)
+                    raise
                 # Free the wrappers before the process group: their destructors join its threads while they hold
                 # Python's global lock and can deadlock. So a run that fails leaves the group to the interpreter.
                 del job
