@@ -372,8 +372,16 @@ def test_a_step_is_one_graph(way: str, tree: str, verifier: str) -> None:
     check_one_graph(way, tree, verifier, "eager", SAMPLED)
 
 
+# Drafts whose vocabulary is not the target's: torch.compile makes a graph more than there are steps (docs/gpu.md).
+_MORE_GRAPHS = ("draft, fewer tokens", "draft, of another vocabulary")
+_ONE_GRAPH = [
+    pytest.param(way, marks=pytest.mark.xfail(way in _MORE_GRAPHS, reason="compiled twice: not mended yet"))
+    for way in WAYS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", _ONE_GRAPH)
 def test_every_step_is_one_graph(way: str) -> None:
     pairs = valid(way)
     # Every verifier and every tree once; tracing takes a second a step.
