@@ -46,6 +46,9 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
     tree, q_BEV = proposal.tree, proposal.q_BEV
     new = nodes - tree.parents_RN.shape[1]
     pad = torch.nn.functional.pad
+    # A tree that grew has a distribution for every node, the root too; one that confidence has cut short keeps the
+    # numbers, and so the distributions, that its groups have in the whole tree.
+    missing = 0 if q_BEV is None else max(0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])
     own_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
     arrays = (
         pad(tree.parents_RN, (0, new), value=-1).expand(rows, -1),
@@ -58,8 +61,7 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
         proposal,
         tree=TreeBatch(*arrays, tree.widths),
         tokens_BM=pad(proposal.tokens_BM, (0, new), value=-1),
-        # A tree that grew has a distribution for every node, the root too.
-        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])),
+        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, missing)),
         finite=None if proposal.finite is None else proposal.finite.expand(rows),
     )
 
