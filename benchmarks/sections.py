@@ -140,16 +140,17 @@ def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: 
             made[name].decode([bench.prompts[0][1]], 0)
         for turn, share in enumerate(shares):
             raw_s.append(medians_s(raw, target.device, 5))
-            read.append(bandwidth(target.device))
+            before = bandwidth(target.device)
             for place, (_, prompt) in enumerate(share):
                 for name in rotated(names, turn * len(share) + place):
                     run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
                     runs[name][turn].append(run)
+            read.append((before + bandwidth(target.device)) / 2)
     limit_s = statistics.median(min(each.values()) for each in raw_s)
     found: dict[str, Any] = {
         "raw_forward_ms": {name: 1e3 * statistics.median(each[name] for each in raw_s) for name in raw},
         "limit_tokens_per_s_without_draft": 1 / limit_s,
-        "bandwidth_GB_per_s": max(read) / 1e9,
+        "bandwidth_GB_per_s": [each / 1e9 for each in read],
     }
     domains = [[domain for domain, _ in share] for share in shares]
     for name in names:
@@ -161,7 +162,11 @@ def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: 
         if name in ("hf", "ar"):
             weights = bytes_per_token((bench.apart if name == "hf" else bench.pair).target)
             found[name]["weight_MB_per_token"] = weights / 1e6
-            found[name]["share_of_memory_limit"] = found[name]["tokens_per_s"] * weights / max(read)
+            found[name]["share_of_memory_limit"] = statistics.median(
+                _speed(each) * weights / limit for each, limit in zip(runs[name], read, strict=True)
+            )
+            step_s = found[name]["ms_per_step_after_prefill"] / 1e3
+            found[name]["share_of_memory_limit_after_prefill"] = weights / step_s / statistics.median(read)
         if temperature == 0:
             found[name]["greedy_equal"] = _equal(runs[name], runs["ar"])
     return found

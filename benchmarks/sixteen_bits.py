@@ -52,16 +52,18 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
             with kept_in_fp32() if kept == "fp32" else nullcontext():
                 Runner(model, attention_windows(model), None)  # packs
     device = bench.pair.target.device
-    read = [bandwidth(device)]
+    before = bandwidth(device)
     found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
-    read.append(bandwidth(device))
-    found["methods"] = _methods(pairs, bench, names, rounds, read)
-    limit = max(read)
-    found["bandwidth_GB_per_s"] = limit / 1e9
+    limit = (before + bandwidth(device)) / 2
+    speeds, outputs, read = _speeds(pairs, bench, names, rounds)
+    found["methods"] = {name: _compared(name, speeds, outputs) for name in names}
+    found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
         weights = bytes_per_token(pair.target)
         found[f"{kept}_MB_per_token"] = weights / 1e6
-        found[f"{kept}_ar_share_of_memory_limit"] = found["methods"]["ar"][kept] * weights / limit
+        found[f"{kept}_ar_share_of_memory_limit"] = statistics.median(
+            speed * weights / each for speed, each in zip(speeds["ar", kept], read, strict=True)
+        )
         found[f"{kept}_forward_share_of_memory_limit"] = weights / limit / found["forwards"]["1"][f"{kept}_ms"] * 1e3
     with tempfile.TemporaryDirectory() as directory:
         # As checkpoints are: an fp32 file would stay mapped into memory after the weights were packed from it.
@@ -87,13 +89,12 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
         rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
     pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
     packs = {kept: Packs(pair.target) for kept, pair in pairs.items()}
-    read = [bandwidth(bench.pair.target.device)]
     found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
-    speeds, _ = _speeds(pairs, bench, ["ar"], rounds, read)
+    speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
     found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
     ratios = [a / b for a, b in zip(speeds["ar", "nf4"], speeds["ar", "sixteen"], strict=True)]
     found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
-    found["bandwidth_GB_per_s"] = max(read) / 1e9
+    found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
         Runner(pair.target, attention_windows(pair.target), None, packs[kept])  # packs
         found[f"{kept}_MB_per_token"] = packs[kept].nbytes() / 1e6
@@ -111,36 +112,38 @@ def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any
     }
 
 
-def _methods(
-    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int, read: list[float]
-) -> dict[str, dict[str, Any]]:
-    """Greedy tokens per second; the gain is the median over rounds of the ratio within a round."""
-    speeds, outputs = _speeds(pairs, bench, names, rounds, read)
+Speeds = dict[tuple[str, str], list[float]]
+Outputs = dict[tuple[str, str], list[list[int]]]
+
+
+def _compared(name: str, speeds: Speeds, outputs: Outputs) -> dict[str, Any]:
+    """Greedy tokens per second of a method; the gain is the median over rounds of the ratio within a round."""
+    sixteen, fp32 = speeds[name, "sixteen"], speeds[name, "fp32"]
     return {
-        name: {kept: statistics.median(speeds[name, kept]) for kept in pairs}
-        | {
-            "gain": statistics.median(
-                a / b for a, b in zip(speeds[name, "sixteen"], speeds[name, "fp32"], strict=True)
-            ),
-            "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
-        }
-        for name in names
+        "sixteen": statistics.median(sixteen),
+        "fp32": statistics.median(fp32),
+        "gain": statistics.median(a / b for a, b in zip(sixteen, fp32, strict=True)),
+        "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
     }
 
 
 def _speeds(
-    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int, read: list[float]
-) -> tuple[dict[tuple[str, str], list[float]], dict[tuple[str, str], list[list[int]]]]:
-    """By method and pair: tokens per second of every round, in turn within it, and the outputs."""
+    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int
+) -> tuple[Speeds, Outputs, list[float]]:
+    """By method and pair: tokens per second of every round, in turn within it, and the outputs; and the bandwidth of
+    every round.
+    """
     made = {
         (name, kept): build(name, pair, 0.0, bench.max_new_tokens) for name in names for kept, pair in pairs.items()
     }
     count = len(bench.prompts) // rounds
-    speeds: dict[tuple[str, str], list[float]] = {key: [] for key in made}
-    outputs: dict[tuple[str, str], list[list[int]]] = {key: [] for key in made}
+    speeds: Speeds = {key: [] for key in made}
+    outputs: Outputs = {key: [] for key in made}
+    read: list[float] = []
     for turn in range(-1, rounds):
         share = bench.prompts[:1] if turn < 0 else bench.prompts[turn * count : (turn + 1) * count]
         seconds = dict.fromkeys(made, 0.0)
+        before = bandwidth(bench.pair.target.device)
         for place, (_, prompt) in enumerate(share):
             for key in rotated(list(made), turn * len(share) + place):
                 took_s, out = _timed(partial(made[key].decode, [prompt], turn))
@@ -148,10 +151,10 @@ def _speeds(
                 if turn >= 0:
                     outputs[key] += out
         if turn >= 0:
-            read.append(bandwidth(bench.pair.target.device))
+            read.append((before + bandwidth(bench.pair.target.device)) / 2)
             for key in made:
                 speeds[key].append(len(share) * bench.max_new_tokens / seconds[key])
-    return speeds, outputs
+    return speeds, outputs, read
 
 
 def _timed(call: Any) -> tuple[float, list[list[int]]]:

@@ -9,7 +9,6 @@ afterwards.
 """
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from decode.native.large_pages import empty_bytes
 from decode.packed_linear import Packs
 from decode.packed_weight import PackedWeight
 from decode.runner import Block, Runner
@@ -198,18 +198,21 @@ _READ_BYTES = 1 << 28
 
 
 def bandwidth(device: torch.device, repeats: int = 10) -> float:
-    """Bytes per second of reading a tensor that no cache holds, with all threads; the fastest of `repeats`, because
-    what disturbs a reading only makes it slower.
+    """Bytes per second of reading memory that no cache holds, with all threads and, on a CPU, in the pages that weights
+    are kept in; the median of `repeats`. What other guests of the same computer leave over changes within minutes, so
+    it is read again in every round, and set beside that round's speeds.
     """
-    values = torch.ones(_READ_BYTES // 4, device=device)
-    fastest_s = math.inf
+    count = _READ_BYTES // 4
+    values = empty_bytes(_READ_BYTES).view(torch.float32) if device.type == "cpu" else torch.empty(count, device=device)
+    values.fill_(1)
+    times_s = []
     for _ in range(repeats):
         synchronise(device)
         started = time.perf_counter()
         values.sum()
         synchronise(device)
-        fastest_s = min(fastest_s, time.perf_counter() - started)
-    return _READ_BYTES / fastest_s
+        times_s.append(time.perf_counter() - started)
+    return _READ_BYTES / statistics.median(times_s)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decode.native.large_pages import empty_bytes
 from draftsmith_core.io import atomic_file, sha256_file, write_text_atomic
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class PackedMatrix:
     def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self._functions, self._kind = functions, _KINDS[dtype]
         self.outputs, self.inputs = outputs, inputs
-        self.values = torch.empty(functions.packed_bytes(self._kind, outputs, inputs), dtype=torch.uint8).view(dtype)
+        self.values = empty_bytes(functions.packed_bytes(self._kind, outputs, inputs)).view(dtype)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None) -> Tensor:
         """`x W^T + bias + other`, `[X, O]`; contiguous fp32. A row's bits do not depend on other rows or threads."""

@@ -217,7 +217,8 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
 }
 
 /* Add to the sums of ROWS rows what `inputs` inputs contribute, and fetch `lines` cache lines from `ahead` on meanwhile.
-   `table` is of CODES, whose panel begins with the scales of its one block. */
+   `table` is of CODES, whose panel begins with the scales of its one block. Few rows only wait for memory, and wait less
+   when the lines go to the first-level cache; more rows need its space. */
 INLINE void tile(
     const int kind, const vec *table, const int ROWS, const float *x, size_t x_stride, const char *panel, size_t inputs,
     float *sums, const char *ahead, size_t lines) {
@@ -239,7 +240,12 @@ INLINE void tile(
         for (int v = 0; v < VECTORS; v++)
             w[v] = kind == CODES ? decoded(table, codes + i * PANEL / 2, v) * scale[v]
                                  : load(kind, panel, i * PANEL + v * LANES);
-        for (owed += lines; owed >= inputs; owed -= inputs, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        for (owed += lines; owed >= inputs; owed -= inputs, ahead += 64) {
+            if (ROWS <= 3)
+                __builtin_prefetch(ahead, 0, 3);
+            else
+                __builtin_prefetch(ahead, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             float value = x[r * x_stride + i];

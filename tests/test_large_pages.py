@@ -1,0 +1,65 @@
+"""Memory of packed weights: handed out without overlap, freed with its tensors, large pages where Linux has them."""
+
+import gc
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode.native import large_pages
+from decode.native.large_pages import empty_bytes
+
+SMAPS = Path("/proc/self/smaps")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_pages, "_open", None)
+
+
+def test_pieces_do_not_overlap_and_begin_at_cache_lines() -> None:
+    # The last is larger than what is left of an area, and than an area.
+    sizes = [1, 1000, 128, 5 << 20, 30 << 20, 0, 33 << 20]
+    pieces = [empty_bytes(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    assert [len(piece) for piece in pieces] == sizes
+    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+
+
+def test_an_area_lives_as_long_as_one_of_its_pieces() -> None:
+    first, second = empty_bytes(1 << 20), empty_bytes(1 << 20)
+    assert large_pages._open is not None
+    memory = large_pages._open.memory
+    second.fill_(7)
+    del first
+    gc.collect()
+    assert memory() is not None and bool((second == 7).all())
+    view = second[5:9]
+    del second
+    gc.collect()
+    assert memory() is not None and view.tolist() == [7] * 4
+    del view
+    gc.collect()
+    assert memory() is None
+    # What is asked for now is new memory, not what was freed.
+    assert bool((empty_bytes(100).fill_(1) == 1).all())
+
+
+@pytest.mark.skipif(not SMAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+def test_large_pages_are_asked_for_and_the_weights_begin_one() -> None:
+    piece = empty_bytes(8 << 20).fill_(1)
+    assert piece.data_ptr() % (2 << 20) == 0
+    mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", SMAPS.read_text(), re.DOTALL | re.MULTILINE)
+    (flags,) = [flags for begin, end, flags in mappings if int(begin, 16) <= piece.data_ptr() < int(end, 16)]
+    assert "hg" in flags.split()
+
+
+def test_without_large_pages_it_is_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert empty_bytes(1000).fill_(3).sum() == 3000
+    assert large_pages._open is None
+    assert empty_bytes(4).dtype == torch.uint8
