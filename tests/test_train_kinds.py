@@ -267,7 +267,7 @@ def test_packed_rows_train_a_head_as_rows_of_their_own_do(
 
 
 REFUSED = [
-    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has none"),
+    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has features"),
     (["--kind", "medusa", "--head.noise", "0.1"], "head.noise: kind medusa has no such option; it has features"),
     (["--kind", "eagle", "--draft_config", "x.json"], "draft_config: a head has the shape that its target gives it"),
     (["--kind", "hydra", "--on_policy.fraction", "0.5"], "on_policy: kind hydra drafts from the target's states"),

@@ -34,7 +34,7 @@ DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
 
 # The options under `head` that each kind has.
 _HEAD_OPTIONS: dict[str, frozenset[str]] = {
-    "lm": frozenset(),
+    "lm": frozenset({"features", "features_gib"}),
     "eagle": frozenset({"noise", "features", "features_gib"}),
     "eagle3": frozenset({"draft_vocab_size", "test_steps", "step_decay", "features", "features_gib"}),
     "medusa": frozenset({"num_heads", "num_layers", "step_decay", "features", "features_gib"}),
@@ -59,7 +59,8 @@ class HeadOptions:
     noise: float | None = None
     """EAGLE-1: while training, input features are shifted at random by up to this much; 0.1."""
     features: str | None = None
-    """A directory to keep the target's hidden states in, for other epochs and runs; null computes them every time."""
+    """A directory to keep the target's hidden states in, for other epochs and runs. null: computed every time; of an lm
+    on a CPU up to 2 GiB are held in memory for later epochs."""
     features_gib: float | None = None
     """The most that directory may hold, GiB; 16."""
 
@@ -300,6 +301,9 @@ class TrainConfig:
             if self.packing:
                 raise InputError("packing: answers that are generated later cannot be packed now; set it to false")
         if self.kind == "lm":
+            if self.head.features is not None and (self.target is None or policy.fraction > 0):
+                why = "no target is given" if self.target is None else "answers of on_policy do not come back"
+                raise InputError(f"head.features: {why}; leave it out")
             return
         for key, why in (
             ("draft_config", "a head has the shape that its target gives it"),

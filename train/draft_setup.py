@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +17,11 @@ from drafts.make.shape import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
+from draftsmith_core.processes import is_main
 from train import onpolicy, parallel
 from train.config import TrainConfig
 from train.data import Examples
-from train.features import FeatureCache, cached_layers
+from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
 from train.onpolicy import Answerer
 from train.trainees import TRAINEES
@@ -31,6 +33,8 @@ _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
 # Options of a head that are arguments of its trainee.
 _TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
 _CACHE_GIB = 16.0
+# Of hidden states in memory, in each process.
+_MEMORY_BYTES = 2 * 2**30
 log = logging.getLogger(__name__)
 
 
@@ -159,8 +163,12 @@ def make_trainee(
     target: PreTrainedModel | None,
     reference: PreTrainedModel | None,
     anchor: PreTrainedModel | None = None,
+    memory: StateMemory | None = None,
 ) -> nn.Module:
-    """The trainee of this kind of draft, on this process's device, set up as the options say."""
+    """The trainee of this kind of draft, on this process's device, set up as the options say.
+
+    memory: of the frozen models of a language model; `state_memory` says which.
+    """
     if config.anchor_l2 and world.sharing.startswith("zero"):
         raise InputError(
             "anchor_l2: adds to gradients, which DeepSpeed keeps to itself; launch with configs/accelerate/ddp.yaml or "
@@ -171,10 +179,13 @@ def make_trainee(
         assert target is not None
         options = {key: getattr(config.head, key) for key in _TRAINEE_OPTIONS}
         given = {key: value for key, value in options.items() if value is not None}
-        cache = _feature_cache(config, world, draft, target)
+        cache = _feature_cache(config, world, draft.hidden_layers, target)
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **given)
     near = None if anchor is None else (anchor, config.anchor_kl)
-    trainee = TRAINEES["lm"](draft, objective, target, reference, config.packing, anchor=near)
+    cache = None if target is None else _feature_cache(config, world, (-1,), target)
+    trainee = TRAINEES["lm"](
+        draft, objective, target, reference, config.packing, anchor=near, cache=cache, memory=memory
+    )
     if config.gradient_checkpointing:
         if not draft.supports_gradient_checkpointing:
             raise InputError(f"gradient_checkpointing: {type(draft).__name__} cannot do it; leave it out")
@@ -197,7 +208,44 @@ def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTr
     return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
 
 
-def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTrainedModel) -> FeatureCache | None:
+def state_memory(
+    config: TrainConfig,
+    world: World,
+    frozen: Mapping[str, PreTrainedModel],
+    training: Examples,
+    heldout: Examples,
+    steps: int,
+) -> StateMemory | None:
+    """Where the states of a language model's frozen models are held between epochs and evaluations, which is said;
+    None where they are not.
+
+    On a CPU only: documents run one at a time, which would leave another device idle. Answers that the draft generates
+    do not come back, nor does training data in a single epoch; then held-out data alone is held.
+    """
+    held = {name: model for name, model in frozen.items() if name != "target" or config.head.features is None}
+    if config.kind != "lm" or not held or world.device.type != "cpu":
+        return None
+    drawn = steps * config.batch_size * config.accumulation * world.size * (1 - config.replay_fraction)
+    epochs = drawn / (training.replay_from or len(training))
+    again = epochs > 1 and config.on_policy.fraction == 0
+    tokens = int(heldout.valid_tokens.sum()) + (int(training.valid_tokens.sum()) if again else 0)
+    widths = [model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize for model in held.values()]
+    needed = tokens * sum(widths)
+    if is_main():
+        line = f"train: hidden states of {', '.join(held)} for {tokens:,} tokens are held in memory"
+        if needed <= _MEMORY_BYTES:
+            sys.stderr.write(f"{line}: {needed / 2**20:,.1f} MiB\n")
+        else:
+            sys.stderr.write(
+                f"{line} up to {_MEMORY_BYTES / 2**30:g} of {needed / 2**30:,.1f} GiB; the rest is computed every time "
+                f"(--head.features DIR keeps the target's on disk)\n"
+            )
+    return StateMemory(_MEMORY_BYTES, again)
+
+
+def _feature_cache(
+    config: TrainConfig, world: World, layers: Sequence[int], target: PreTrainedModel
+) -> FeatureCache | None:
     if config.head.features is None:
         return None
     place = Path(config.head.features)
@@ -207,7 +255,7 @@ def _feature_cache(config: TrainConfig, world: World, head: Head, target: PreTra
     return FeatureCache(
         config.head.features,
         fingerprint(target),
-        cached_layers(head.hidden_layers),
+        cached_layers(layers),
         target.dtype,
         int((config.head.features_gib or _CACHE_GIB) * 2**30),
         world.accelerator.process_index,

@@ -1,9 +1,10 @@
-"""The target's hidden states that heads are trained on: from its forward in the step, or from a cache on disk.
+"""The target's hidden states that drafts are trained on: from its forward in the step, from memory, or from disk.
 
 A document's states depend only on the target, the tokens, the layers and the dtype; the key of a cached row is a hash
 of these four. With a cache, states are made one document at a time, outside autocast and rounded to the cache's dtype,
 whether or not they were found. So a run trains on the same bits whatever was cached when it began, as long as the cache
-was filled on a like machine: another device or number of threads rounds otherwise.
+was filled on a like machine: another device or number of threads rounds otherwise. `StateMemory`, of one process, is
+filled and read in the same way, and holds of a document only the positions that predict a token.
 
     DIR/<16 hex digits of (target, layers, dtype)>/p<process>/manifest.json
                                                              /00000.safetensors   one tensor [L, T, H] per document
@@ -11,10 +12,12 @@ was filled on a like machine: another device or number of threads rounds otherwi
 Legend: B rows, T tokens, L layers, H hidden size.
 """
 
+import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,33 @@ class FeatureCache:
     def flush(self) -> None:
         """Write what is still in memory."""
         self._shards.flush()
+
+
+class StateMemory:
+    """Last hidden states of the frozen models of a run, in memory, never more than `max_bytes` of them.
+
+    Of a document only the positions are held whose label counts: the others are read by no language model's loss. Like
+    the cache on disk it takes nothing more in when it is full. training: whether the documents of training batches
+    will come back, and are held; without it only those of held-out data are.
+    """
+
+    def __init__(self, max_bytes: int, training: bool) -> None:
+        self.max_bytes, self.training = max_bytes, training
+        self.bytes = 0
+        self._held: dict[bytes, Tensor] = {}
+
+    def states(self, name: str, ids_T: Tensor, first: int, make: Callable[[], Tensor]) -> Tensor:
+        """What the model called `name` makes of a document from position `first` on: held from before, or made now."""
+        tokens = ids_T.cpu().numpy().tobytes()
+        key = hashlib.blake2b(b"%s %d %s" % (name.encode(), first, tokens), digest_size=16).digest()
+        found = self._held.get(key)
+        if found is None:
+            found = make()
+            if self.bytes + found.nbytes <= self.max_bytes:
+                # A copy, because a part of a tensor keeps all of it.
+                self._held[key] = found = found.clone()
+                self.bytes += found.nbytes
+        return found
 
 
 class _Shards:
@@ -237,25 +267,33 @@ def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class FrozenTarget:
-    """A model that is read and never trained, in a plain object so that a trainee does not register its weights."""
+    """A model that is read and never trained, in a plain object so that a trainee does not register its weights.
+
+    cache and memory: where its states are kept, if anywhere; `memory` serves models of which only the last is read.
+    """
 
     model: PreTrainedModel
     projection: OutputProjection
     layers: tuple[int, ...]
     packing: PackingMethod | None
     cache: FeatureCache | None
+    memory: StateMemory | None
+    name: str
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> tuple[list[Tensor], Tensor]:
+    def read(self, batch: Batch, training: bool = True) -> tuple[list[Tensor], Tensor]:
         """States `[B, T, H]` of `layers`, in that order, and the last (after the final norm), without gradients.
 
-        From the cache they are zero where a batch is padding.
+        training: whether it is a training batch, for `memory`. From the cache states are zero where a batch is padding,
+        from memory wherever no label counts.
         """
         wanted = cached_layers(self.layers)
-        if self.cache is None:
-            states = self._forward(batch.ids_BT, forward_options(batch, self.packing, self.model.dtype))
-        else:
+        if self.cache is not None:
             states = self._cached(batch, self.cache)
+        elif self.memory is not None and (self.memory.training or not training):
+            states = [self._remembered(batch, self.memory)]
+        else:
+            states = self._forward(batch.ids_BT, forward_options(batch, self.packing, self.model.dtype))
         by_layer = dict(zip(wanted, states, strict=True))
         return [by_layer[layer] for layer in self.layers], by_layer[-1]
 
@@ -265,20 +303,37 @@ class FrozenTarget:
         out = self.model.base_model(input_ids=ids_BT, use_cache=False, **more, **options)
         return [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted]
 
-    def _cached(self, batch: Batch, cache: FeatureCache) -> list[Tensor]:
-        device = batch.ids_BT.device
+    def _alone(self, ids_T: Tensor) -> list[Tensor]:
+        """States `[T, H]` of one document. What else is in a batch moves the rounding of a forward of all of it."""
+        with torch.autocast(ids_T.device.type, enabled=False):
+            return [state[0] for state in self._forward(ids_T[None], {})]
+
+    def _empty(self, batch: Batch, count: int, dtype: torch.dtype) -> Tensor:
         size = int(self.model.config.get_text_config(decoder=True).hidden_size)
-        states_LBTH = torch.zeros(len(cache.layers), *batch.ids_BT.shape, size, dtype=cache.dtype, device=device)
+        return torch.zeros(count, *batch.ids_BT.shape, size, dtype=dtype, device=batch.ids_BT.device)
+
+    def _remembered(self, batch: Batch, memory: StateMemory) -> Tensor:
+        last_BTH = self._empty(batch, 1, self.model.dtype)[0]
+        for row, start, stop in documents(batch):
+            ids_T = batch.ids_BT[row, start:stop]
+            first = int((batch.labels_BT[row, start:stop] != IGNORE).nonzero()[0])
+            make = partial(self._alone_from, ids_T, first)
+            last_BTH[row, start + first : stop] = memory.states(self.name, ids_T, first, make)
+        return last_BTH
+
+    def _alone_from(self, ids_T: Tensor, first: int) -> Tensor:
+        return self._alone(ids_T)[-1][first:]
+
+    def _cached(self, batch: Batch, cache: FeatureCache) -> list[Tensor]:
+        states_LBTH = self._empty(batch, len(cache.layers), cache.dtype)
         for row, start, stop in documents(batch):
             ids_T = batch.ids_BT[row, start:stop]
             ids = ids_T.tolist()
             found_LTH = cache.get(ids)
             if found_LTH is None:
-                with torch.autocast(device.type, enabled=False):
-                    states = self._forward(ids_T[None], {})
-                found_LTH = torch.stack([state[0].to(cache.dtype) for state in states])
+                found_LTH = torch.stack([state.to(cache.dtype) for state in self._alone(ids_T)])
                 cache.put(ids, found_LTH)
-            states_LBTH[:, row, start:stop] = found_LTH.to(device)
+            states_LBTH[:, row, start:stop] = found_LTH.to(states_LBTH.device)
         return list(states_LBTH)
 
 
@@ -304,13 +359,16 @@ def freeze(
     layers: Sequence[int],
     packing: bool = False,
     cache: FeatureCache | None = None,
+    memory: StateMemory | None = None,
     name: str = "target",
 ) -> FrozenTarget:
     """A target (or a reference draft) to read states from; InputError, one line, for one that cannot be used so.
 
-    packing: whether batches will be packed. cache: made for this model with `cached_layers(layers)`. name: for errors.
+    packing: whether batches will be packed. cache: made for this model with `cached_layers(layers)`. memory: may be
+    shared by models that are read at their last layer. name: in `memory` and for errors.
     """
     model.eval()
     assert cache is None or cache.layers == cached_layers(layers), "this cache is of other layers"
+    assert memory is None or tuple(layers) == (-1,), "memory is for the last layer"
     method = packing_method(model, name) if packing and cache is None else None
-    return FrozenTarget(model, find_projection(model, name), tuple(layers), method, cache)
+    return FrozenTarget(model, find_projection(model, name), tuple(layers), method, cache, memory, name)

@@ -175,10 +175,11 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
     steps = config.steps or math.ceil(config.epochs * len(training) / identity["rows_per_step"])
     run = PreparedRun(config, world, Path(config.out), tokenizer, target, training, heldout, identity)
-    trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference, anchor)
-    answerer = draft_setup.make_answerer(config, world, draft, target)
     named = {"target": target, "reference": reference, "anchor": anchor}
     frozen = {name: model for name, model in named.items() if model is not None}
+    memory = draft_setup.state_memory(config, world, frozen, training, heldout, steps)
+    trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference, anchor, memory)
+    answerer = draft_setup.make_answerer(config, world, draft, target)
     job = TrainingJob(config, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))

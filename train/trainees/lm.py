@@ -4,6 +4,7 @@ Legend: B rows, T tokens, N valid response tokens, M selected ones of them, H hi
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
-from train.features import FrozenTarget, freeze
+from train.features import FeatureCache, FrozenTarget, StateMemory, freeze
 from train.loss_sums import LossSums
 from train.losses import adaspec_weights
 from train.objective import Objective, parse_objective
@@ -29,6 +30,7 @@ class LMTrainee(nn.Module):
     anchor: the draft before training and a weight: the loss gets that weight times KL(anchor || draft) of every valid
     token. chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be
     padded to another size than the draft's; what the target gives to tokens that the draft lacks is then in `missing`.
+    cache: of the target's states, on disk. memory: of those of every frozen model.
     Raises InputError, one line, when a model cannot be trained this way.
     """
 
@@ -41,6 +43,8 @@ class LMTrainee(nn.Module):
         packing: bool = False,
         chunk: int | None = None,
         anchor: tuple[PreTrainedModel, float] | None = None,
+        cache: FeatureCache | None = None,
+        memory: StateMemory | None = None,
     ) -> None:
         super().__init__()
         self.draft = draft
@@ -48,9 +52,10 @@ class LMTrainee(nn.Module):
         self.chunk = chunk
         self.projection = find_projection(draft, "draft")
         self.packing = packing_method(draft, "draft") if packing else None
-        self.target = None if target is None else freeze(target, (-1,), packing)
-        self.reference = None if reference is None else freeze(reference, (-1,), packing, name="reference")
-        self.anchor = None if anchor is None else freeze(anchor[0], (-1,), packing, name="anchor")
+        last = partial(freeze, layers=(-1,), packing=packing, memory=memory)
+        self.target = None if target is None else last(target, cache=cache)
+        self.reference = None if reference is None else last(reference, name="reference")
+        self.anchor = None if anchor is None else last(anchor[0], name="anchor")
         self.anchor_objective = None if anchor is None else parse_objective(f"{anchor[1]}*fkl")
         self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
@@ -78,9 +83,12 @@ class LMTrainee(nn.Module):
             sums = self._projected(hidden_NH, teacher, tokens_N, self.objective)
         if self.anchor is None or self.anchor_objective is None:
             return sums
-        base = LiveTeacher(_at(self.anchor.read(batch)[1], rows_N), self.anchor.projection)
+        base = LiveTeacher(self._states(self.anchor, batch, rows_N), self.anchor.projection)
         kept = self._projected(hidden_NH, base, tokens_N, self.anchor_objective, alpha=False)
         return replace(sums, loss=sums.loss + kept.loss)
+
+    def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
+        return _at(frozen.read(batch, self.training)[1], rows_N)
 
     def _projected(
         self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, objective: Objective, alpha: bool = True
@@ -103,7 +111,7 @@ class LMTrainee(nn.Module):
         losses_N, alpha_N, missing_N = token_measures(
             hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
         )
-        reference_NH = _at(reference.read(batch)[1], rows_N)
+        reference_NH = self._states(reference, batch, rows_N)
         reference_N, _, _ = token_measures(
             reference_NH, reference.projection, teacher, tokens_N, self.objective, self.chunk
         )
@@ -130,7 +138,7 @@ class LMTrainee(nn.Module):
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.target is not None:
-            live = LiveTeacher(_at(self.target.read(batch)[1], rows_N), self.target.projection)
+            live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
         if batch.stored is not None:
             return StoredTeacher(batch.stored.top_ids_NK, batch.stored.top_logprobs_NK, batch.stored.tail_N)
