@@ -126,7 +126,7 @@ class TrainConfig:
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it must have."""
     target: str | None = None
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns; with `ce` it
-    adds alpha."""
+    adds held-out alpha."""
     tokenizer: str | None = None
     """The tokenizer to save with the draft, and for rows of text. Default: the target's, else the draft's."""
     objective: str = "ce"

@@ -210,6 +210,7 @@ def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTr
 
 def state_memory(
     config: TrainConfig,
+    objective: Objective,
     world: World,
     frozen: Mapping[str, PreTrainedModel],
     training: Examples,
@@ -220,14 +221,16 @@ def state_memory(
     None where they are not.
 
     On a CPU only: documents run one at a time, which would leave another device idle. Answers that the draft generates
-    do not come back, nor does training data in a single epoch; then held-out data alone is held.
+    do not come back, nor does training data in a single epoch or where training reads no such model; then held-out
+    data alone is held.
     """
     held = {name: model for name, model in frozen.items() if name != "target" or config.head.features is None}
     if config.kind != "lm" or not held or world.device.type != "cpu":
         return None
     drawn = steps * config.batch_size * config.accumulation * world.size * (1 - config.replay_fraction)
     epochs = drawn / (training.replay_from or len(training))
-    again = epochs > 1 and config.on_policy.fraction == 0
+    read = objective.needs_target or list(frozen) != ["target"]
+    again = epochs > 1 and read and config.on_policy.fraction == 0
     tokens = int(heldout.valid_tokens.sum()) + (int(training.valid_tokens.sum()) if again else 0)
     widths = [model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize for model in held.values()]
     needed = tokens * sum(widths)

@@ -177,7 +177,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
     run = PreparedRun(config, world, Path(config.out), tokenizer, target, training, heldout, identity)
     named = {"target": target, "reference": reference, "anchor": anchor}
     frozen = {name: model for name, model in named.items() if model is not None}
-    memory = draft_setup.state_memory(config, world, frozen, training, heldout, steps)
+    memory = draft_setup.state_memory(config, objective, world, frozen, training, heldout, steps)
     trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference, anchor, memory)
     answerer = draft_setup.make_answerer(config, world, draft, target)
     job = TrainingJob(config, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)

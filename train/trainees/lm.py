@@ -137,6 +137,8 @@ class LMTrainee(nn.Module):
         return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
+        if self.training and not self.objective.needs_target:
+            return None  # alpha alone would need it, and held-out data has that: it would double the time of a step
         if self.target is not None:
             live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
