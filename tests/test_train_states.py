@@ -51,9 +51,7 @@ def made(out: Path) -> dict[str, bytes]:
     return {name: (out / name).read_bytes() for name in ("model.safetensors", "run/metrics.jsonl")}
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--packing", "true"], ["--anchor_kl", "0.3"]], ids=["rows", "packed", "anchored"]
-)
+@pytest.mark.parametrize("more", [["--packing", "true"], ["--anchor_kl", "0.3"]], ids=["packed", "anchored"])
 def test_held_states_save_forwards_and_change_no_bit(
     more: list[str], words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,14 +66,15 @@ def test_held_states_save_forwards_and_change_no_bit(
 
     monkeypatch.setattr(LlamaModel, "forward", counted)
     found, counts = {}, {}
-    for name, limit in (("all", 2**31), ("some", 30_000), ("none", 0), ("disk", 0)):
+    for name, limit in (("all", 2**31), ("some", 10_000), ("none", 0), ("disk", 0)):
         forwards.clear()
         monkeypatch.setattr(draft_setup, "_MEMORY_BYTES", limit)
         place = ["--head.features", str(tmp_path / "features")] if name == "disk" else []
         code, _, err = door(*words, *more, *place, "--out", tmp_path / name)
         assert code == 0, err
-        assert ("are held in memory" in err) == (name != "disk" or "--anchor_kl" in more), err
-        assert ("the rest is computed every time" in err) == (name in ("some", "none") or "anchor" in err), err
+        in_memory = name != "disk" or "--anchor_kl" in more
+        assert ("are held in memory" in err) == in_memory, err
+        assert ("the rest is computed every time" in err) == (in_memory and name != "all"), err
         found[name], counts[name] = made(tmp_path / name), len(forwards)
     assert found["some"] == found["all"]
     assert found["none"] == found["all"]
@@ -84,6 +83,7 @@ def test_held_states_save_forwards_and_change_no_bit(
     assert counts["disk"] < counts["none"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_holds_states_ends_with_the_same_bytes(
     words: list[str], tmp_path: Path, spawn: Spawn, door: Door
 ) -> None:

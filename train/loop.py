@@ -143,7 +143,7 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
 
 
 def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal) -> dict[str, float]:
-    """One optimizer step; returns its loss per valid token, gradient norm, rate, tokens, and alpha if a teacher is read.
+    """One optimizer step; its loss per valid token, gradient norm, rate, tokens, and alpha where a teacher is read.
 
     Afterwards `stop.agreed` is set in every process if `stop.asked` was set in any.
     """
