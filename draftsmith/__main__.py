@@ -18,6 +18,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
+from draftsmith_core.threads import settle_threads  # noqa: E402
 
 # command: (module with `run(argv)`, what it does). A module is imported when its command is called.
 COMMANDS = {
@@ -70,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    if "torch" not in sys.modules:
+        settle_threads(name)
     module = "draftsmith.cli.completion" if name == "--print_shtab" else COMMANDS[name][0]
     try:
         importlib.import_module(module).run(words[1:])
