@@ -74,6 +74,8 @@ size_t draftsmith_scratch(const struct model *m, const struct step *s) {
     return s->batch * s->queries * token + (size_t)omp_get_max_threads() * TOGETHER * score_slots(s);
 }
 
+typedef double doubles __attribute__((vector_size(LANES * 8)));
+
 INLINE vec at(const float *place) { return *(const vec *)place; }
 
 /* exp(x); 0 below what fp32 holds as a normal number. */
@@ -177,9 +179,9 @@ INLINE vec scores_of(const float *query, const float *keys, size_t count, size_t
     return sum[0];
 }
 
-/* Add to COUNT outputs what `slots` slots contribute, and to their totals the weights. */
+/* Add to COUNT outputs what `slots` slots contribute. */
 INLINE void mix(
-    const int COUNT, float *const *to, float *totals, const float *weights, size_t weight_stride, const float *values,
+    const int COUNT, float *const *to, const float *weights, size_t weight_stride, const float *values,
     size_t slots, size_t size) {
     size_t e = 0;
     for (; e + LANES <= size; e += LANES) {
@@ -189,15 +191,13 @@ INLINE void mix(
         for (size_t p = 0; p < slots; p++)
 #pragma GCC unroll 8
             for (int t = 0; t < COUNT; t++)
-                sum[t] = multiply_add(at(values + p * size + e), (vec){0} + weights[t * weight_stride + p], sum[t]);
+                sum[t] = multiply_add(at(values + p * size + e), weights[t * weight_stride + p] - (vec){0}, sum[t]);
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; t++) *(vec *)(to[t] + e) = sum[t];
     }
-    for (int t = 0; t < COUNT; t++)
-        for (size_t p = 0; p < slots; p++) {
+    for (int t = 0; t < COUNT && e < size; t++)
+        for (size_t p = 0; p < slots; p++)
             for (size_t rest = e; rest < size; rest++) to[t][rest] += values[p * size + rest] * weights[t * weight_stride + p];
-            totals[t] += weights[t * weight_stride + p];
-        }
 }
 
 /* `count` queries of one row that share keys and values: softmax(q . k * scale + mask) . v */
@@ -206,12 +206,14 @@ static void attend_together(
     size_t count, const float *keys, const float *values, float *scores, size_t stride) {
     size_t size = m->size;
     vec most[TOGETHER];
-    float totals[TOGETHER] = {0};
+    float totals[TOGETHER];
     for (size_t t = 0; t < count; t++) most[t] = (vec){0} - FLT_MAX;
     for (size_t p = 0; p < slots; p += LANES) {
         size_t here = slots - p < LANES ? slots - p : LANES;
         for (size_t t = 0; t < count; t++) {
-            vec score = scores_of(queries[t], keys + p * size, here, size) * m->scale;
+            /* Known to be whole, a block takes no comparisons. */
+            vec score = m->scale * (here == LANES ? scores_of(queries[t], keys + p * size, LANES, size)
+                                                  : scores_of(queries[t], keys + p * size, here, size));
             if (here < LANES)
                 for (size_t k = 0; k < LANES; k++) score[k] = k < here ? score[k] : -FLT_MAX;
             if (masks[t] && here == LANES)
@@ -226,24 +228,31 @@ static void attend_together(
     for (size_t t = 0; t < count; t++) {
         float top = most[t][0];
         for (int lane = 1; lane < LANES; lane++) top = most[t][lane] > top ? most[t][lane] : top;
+        /* Multiples of 2^-35 up to 2^17 add up without rounding, so that the sum by lanes does not depend on where in the
+           cache a token lies. The largest weight is 1. */
+        doubles total = {0};
         for (size_t p = 0; p < slots; p += LANES) {
             vec *score = (vec *)(scores + t * stride + p);
             *score = exponential(*score - top);
+            total += (__builtin_convertvector(*score, doubles) + 0x1.8p17) - 0x1.8p17;
         }
+        double sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+        totals[t] = (float)sum;
         memset(to[t], 0, size * sizeof(float));
     }
     for (size_t p = 0; p < slots; p += 64) {
         size_t here = slots - p < 64 ? slots - p : 64;
         const float *from = values + p * size;
         switch (count) {
-            case 1: mix(1, to, totals, scores + p, stride, from, here, size); break;
-            case 2: mix(2, to, totals, scores + p, stride, from, here, size); break;
-            case 3: mix(3, to, totals, scores + p, stride, from, here, size); break;
-            case 4: mix(4, to, totals, scores + p, stride, from, here, size); break;
-            case 5: mix(5, to, totals, scores + p, stride, from, here, size); break;
-            case 6: mix(6, to, totals, scores + p, stride, from, here, size); break;
-            case 7: mix(7, to, totals, scores + p, stride, from, here, size); break;
-            default: mix(8, to, totals, scores + p, stride, from, here, size); break;
+            case 1: mix(1, to, scores + p, stride, from, here, size); break;
+            case 2: mix(2, to, scores + p, stride, from, here, size); break;
+            case 3: mix(3, to, scores + p, stride, from, here, size); break;
+            case 4: mix(4, to, scores + p, stride, from, here, size); break;
+            case 5: mix(5, to, scores + p, stride, from, here, size); break;
+            case 6: mix(6, to, scores + p, stride, from, here, size); break;
+            case 7: mix(7, to, scores + p, stride, from, here, size); break;
+            default: mix(8, to, scores + p, stride, from, here, size); break;
         }
     }
     for (size_t t = 0; t < count; t++)

@@ -250,7 +250,7 @@ INLINE void tile(
         for (int r = 0; r < ROWS; r++) {
             float value = x[r * x_stride + i];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(w[v], (vec){0} + value, sum[r][v]);
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(w[v], value - (vec){0}, sum[r][v]);
         }
     }
 #pragma GCC unroll 8
