@@ -39,6 +39,19 @@ class _Store:
         self.all_values = values.new_zeros(layers, rows, values.shape[1], capacity, values.shape[3])
         self.narrow(keys.shape[0])
 
+    def grow(self, rows: int, capacity: int) -> None:
+        """Use `rows` rows of at least `capacity` slots. What is cached stays; it is copied where there was no room."""
+        there = self.keys.shape[1]
+        most, slots = self.all_keys.shape[1], self.all_keys.shape[3]
+        if rows > most or capacity > slots:
+            sizes = max(rows, most), max(capacity, slots)
+            for name in ("all_keys", "all_values"):
+                old = getattr(self, name)
+                new = old.new_zeros(old.shape[0], sizes[0], old.shape[2], sizes[1], old.shape[4])
+                new[:, :there, :, :slots] = old[:, :there]
+                setattr(self, name, new)
+        self.narrow(rows)
+
     def narrow(self, rows: int) -> None:
         """Use the first rows of the allocation."""
         self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
@@ -122,8 +135,11 @@ class TreeCache(Cache):
         self.column = 0
         for store, members in self._stores:
             store.narrow(rows)
-            for layer, place in members:
-                layer.keys, layer.values = store.keys[place], store.values[place]
+            self._show(store, members)
+
+    def _show(self, store: _Store, members: "list[tuple[_TreeLayer, int]]") -> None:
+        for layer, place in members:
+            layer.keys, layer.values = store.keys[place], store.values[place]
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[L, rows, H, slots, E]`, always at one address. InputError where layers differ."""
@@ -194,8 +210,20 @@ class TreeCache(Cache):
                 store.values.copy_(values)
             self.bytes_moved += store.keys.numel() * store.keys.element_size()
             self.bytes_moved += store.values.numel() * store.values.element_size()
-            for layer, place in members:
-                layer.keys, layer.values = store.keys[place], store.values[place]
+            self._show(store, members)
+
+    def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:
+        """Take the rows of another cache of the same model, with `lengths[b]` slots in row b, behind this one's."""
+        self.capacity = max(self.capacity, other.capacity)
+        for index, (store, members) in enumerate(self._stores):
+            first = store.keys.shape[1]
+            store.grow(first + len(lengths), self.capacity)
+            # A cache of prompts without a token to forward has no memory yet.
+            for theirs, _ in other._stores[index : index + 1]:
+                for mine, new in ((store.keys, theirs.keys), (store.values, theirs.values)):
+                    for row, slots in enumerate(lengths):
+                        mine[:, first + row, :, :slots] = new[:, row, :, :slots]
+            self._show(store, members)
 
     def move_rows(self, moves: Sequence[tuple[int, int, int]], rows: int) -> None:
         """Narrow the batch to its first `rows` rows after moves of (row, to which row, how many slots).
@@ -209,5 +237,4 @@ class TreeCache(Cache):
                     block[:, target, :, :slots] = block[:, source, :, :slots]
                     self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
             store.keys, store.values = store.keys[:, :rows], store.values[:, :rows]
-            for layer, place in members:
-                layer.keys, layer.values = store.keys[place], store.values[place]
+            self._show(store, members)

@@ -9,10 +9,11 @@ At temperature 0 none are taken. A row that has ended leaves the batch at once; 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,11 @@ _TREE_ARRAYS = 5  # of a `TreeBatch`
 _ALL_FINITE = 3  # see `_finite`
 log = logging.getLogger(__name__)
 OnTokens = Callable[[int, list[int], list[bool]], None]
+Key = TypeVar("Key")
+# Given a number of free places, at most so many prompts to fill them, each with what names it and its generator.
+Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
+# Free places are filled when they are this share of all: a prefill by itself for every single one would cost more.
+_FREE = 1 / 20
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,56 @@ class SpeculativeDecoder:
         generations = [row.generation for row in run.rows]
         return BatchOutput(generations, prefilled - began, ended - prefilled - compile_s, compile_s)
 
+    @torch.inference_mode()
+    def continuous(
+        self,
+        source: Source[Key],
+        rows: int,
+        sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008 (frozen)
+        max_new_tokens: int = 128,
+        eos_ids: Collection[int] | None = None,
+    ) -> Iterator[tuple[Key, Generation]]:
+        """Continue prompts in a batch of at most `rows` in which the next prompt takes the place of one that has ended;
+        yields what ended, with its key.
+
+        `source(free)` gives the next prompts, at most `free`, and is asked once all that ended before has been handed
+        out, so that an answer may lead to another prompt; when it gives none the batch goes on without, and ends when
+        it is empty. Who shares a batch with whom follows from the prompts and their generators alone. Memory is that of
+        `rows` rows as long as the longest prompt and its answer. Raises ValueError as `generate` does, and where steps
+        are compiled.
+        """
+        if self.steps is not None:
+            raise ValueError("compile: recorded steps keep the rows that they began with; leave compile out")
+        eos = frozenset(eos_of(self.target) if eos_ids is None else eos_ids)
+        run: _Run | None = None
+        keys: dict[int, Key] = {}
+        count = 0
+        while True:
+            free = rows - (run.live if run is not None else 0)
+            joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
+            if not joining and (run is None or not run.live):
+                return
+            with self._packs.inside(self.target, 0) if self._packs else nullcontext():
+                if joining:
+                    prompts = [prompt for _, prompt, _ in joining]
+                    generators = [generator for _, _, generator in joining]
+                    self._check(prompts, sampling, max_new_tokens, generators)
+                    keys |= {count + place: key for place, (key, _, _) in enumerate(joining)}
+                    runner = run.runner.fresh() if run is not None else None
+                    if run is not None and not run.live:
+                        run = None  # frees its cache before another is made
+                    joins = _Run(self, prompts, sampling, max_new_tokens, generators, eos, None, None, count, runner)
+                    count += len(joining)
+                    if run is None:
+                        run = joins
+                    else:
+                        run.join(joins)
+                    del joins
+                assert run is not None
+                ended = run.step()
+            for row in ended:
+                yield keys.pop(row.index), row.generation
+
     @property
     def every_steps(self) -> list[StaticSteps]:
         """What is recorded or compiled of the target and of the proposer's models; empty without `compile`."""
@@ -261,7 +317,8 @@ def _drawing(verifier: Verifier, proposer: Proposer | None, tree: TreeShape) -> 
 class _Row:
     """What one prompt has produced so far."""
 
-    def __init__(self, prompt: Sequence[int], generator: torch.Generator, depth: int) -> None:
+    def __init__(self, index: int, prompt: Sequence[int], generator: torch.Generator, depth: int) -> None:
+        self.index = index
         self.last = prompt[-1]
         self.generator = generator
         self.ids: list[int] = []
@@ -290,10 +347,13 @@ class _NoDraft:
     def select_rows(self, rows: Sequence[int]) -> None:
         self._tokens_BM = self._tokens_BM[: len(rows)]
 
+    def join(self, other: "_NoDraft") -> None:
+        self._tokens_BM = torch.cat([self._tokens_BM, other._tokens_BM])
+
 
 class _Run:
-    """One `generate` call. `rows` are all prompts, `batch` the indices of those in the tensors, `live` the number of
-    those that have not ended.
+    """Prompts that are decoded together. `rows` are those it began with, `batch` all that have not ended, in the order
+    of the tensors.
     """
 
     def __init__(
@@ -306,18 +366,21 @@ class _Run:
         eos_ids: frozenset[int],
         on_tokens: OnTokens | None,
         stop: StopCondition | None,
+        first: int = 0,
+        runner: Runner | None = None,
     ) -> None:
+        """first: the index of the first prompt; the others count on. runner: one of the same target, to begin as."""
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
         self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
         tree, proposer = decoder.tree, decoder.proposer
         # From a one-hot distribution there is nothing to draw: every proposer then takes the most probable tokens.
         drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
-        pairs = zip(prompts, generators, strict=True)
-        self.rows = [_Row(prompt, generator, tree.depth) for prompt, generator in pairs]
-        self.batch = list(range(len(self.rows)))
-        self.live = len(self.rows)
+        pairs = enumerate(zip(prompts, generators, strict=True), first)
+        self.rows = [_Row(index, prompt, generator, tree.depth) for index, (prompt, generator) in pairs]
+        self.batch = list(self.rows)
         self.hidden_layers = proposer.hidden_layers if proposer else ()
-        self.runner = Runner(decoder.target, decoder._windows, decoder._limit, decoder._packs or False, decoder.steps)
+        packs = decoder._packs or False
+        self.runner = runner or Runner(decoder.target, decoder._windows, decoder._limit, packs, decoder.steps)
         hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
         device = self.runner.device
         self.session: Session
@@ -339,13 +402,24 @@ class _Run:
         self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
         self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
 
-    def step(self) -> None:
-        """Draft, score, verify, and record; one forward of the target."""
+    @property
+    def live(self) -> int:
+        """How many rows have not ended."""
+        return len(self.batch)
+
+    def join(self, other: "_Run") -> None:
+        """Take the rows of another run of the same options, which has made no step, behind this one's."""
+        self.runner.join(other.runner)
+        self.session.join(other.session)
+        self.batch += other.batch
+
+    def step(self) -> list[_Row]:
+        """Draft, score, verify, and record; one forward of the target. Returns the rows that it ended."""
         u_BU = self._uniforms()
         split = self.num_draft_uniforms
         proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
         u_BU = None if u_BU is None else u_BU[:, split:]
-        last_B = [self.rows[index].last for index in self.batch]
+        last_B = [row.last for row in self.batch]
         self.runner.open()
         if self.runner.steps is not None:
             facts, p_BMV, states = self._static_step(self.runner.steps, proposal, last_B, u_BU)
@@ -356,7 +430,7 @@ class _Run:
             logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
             facts, p_BMV, states = _judge(self.decoder.verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
         # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
-        self._record(proposal, facts.tolist(), states, p_BMV)
+        return self._record(proposal, facts.tolist(), states, p_BMV)
 
     def _static_step(
         self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
@@ -390,44 +464,50 @@ class _Run:
         )
         return facts, p_BMV[:, :nodes], states
 
-    def _record(self, proposal: Proposal, facts: list[list[int]], hidden: Sequence[Tensor], p_BMV: Tensor) -> None:
+    def _record(
+        self, proposal: Proposal, facts: list[list[int]], hidden: Sequence[Tensor], p_BMV: Tensor
+    ) -> list[_Row]:
         depth = proposal.tree.depth
         paths: list[list[int]] = []
         blocks: list[list[int]] = []
-        for index, (finite, accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
+        for row, (finite, accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
             if finite != _ALL_FINITE:
-                self._refuse(finite, index)
+                self._refuse(finite, row)
             tokens = rest[depth : depth + accepted + 1]
-            tokens = self._emit(index, tokens, accepted, bool(is_open), drafted, offered)
-            ended = bool(self.rows[index].finish_reason)
+            tokens = self._emit(row, tokens, accepted, bool(is_open), drafted, offered)
+            ended = bool(row.finish_reason)
             paths.append([] if ended else rest[:accepted])
             blocks.append([] if ended else tokens)
-        ended_rows = [row for row, block in enumerate(blocks) if not block]
+        places = [place for place, block in enumerate(blocks) if not block]
+        ended_rows = [self.batch[place] for place in places]
         if len(ended_rows) == len(self.batch):
-            return
+            self.batch = []
+            return ended_rows
         self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [[layer[row, : len(path) + 1] for layer in hidden] if hidden else [] for row, path in enumerate(paths)]
+        states = [
+            [layer[place, : len(path) + 1] for layer in hidden] if hidden else [] for place, path in enumerate(paths)
+        ]
         self.session.commit(Outcome(paths, blocks, states, p_BMV))
-        if ended_rows:
-            rows = self.runner.remove(ended_rows)
-            self.batch = [self.batch[place] for place in rows]
-            self.session.select_rows(rows)
+        if places:
+            left = self.runner.remove(places)
+            self.batch = [self.batch[place] for place in left]
+            self.session.select_rows(left)
+        return ended_rows
 
-    def _refuse(self, finite: int, index: int) -> None:
+    def _refuse(self, finite: int, row: _Row) -> None:
         """Raise InputError that names the model whose logits are NaN or infinite."""
         target, proposer = self.decoder.target, self.decoder.proposer
         name = f"target {target.name_or_path or type(target).__name__}"
         if finite & 1 and proposer is not None:
             name = proposer.name
         raise InputError(
-            f"the {name} gave logits that are not finite (NaN or infinite) after {len(self.rows[index].ids)} new "
-            f"tokens of prompt {index}; its weights are damaged, or its dtype is too narrow for them: "
+            f"the {name} gave logits that are not finite (NaN or infinite) after {len(row.ids)} new "
+            f"tokens of prompt {row.index}; its weights are damaged, or its dtype is too narrow for them: "
             f"check the checkpoint, or use another dtype such as float32"
         )
 
-    def _emit(self, index: int, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
+    def _emit(self, row: _Row, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
-        row = self.rows[index]
         room = self.max_new_tokens - len(row.ids)
         tokens = tokens[:room]
         for place, token in enumerate(tokens):
@@ -450,16 +530,14 @@ class _Run:
             emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth
         )
         row.last = tokens[-1]
-        if row.finish_reason:
-            self.live -= 1
         if self.on_tokens is not None:
-            self.on_tokens(index, tokens, from_draft)
+            self.on_tokens(row.index, tokens, from_draft)
         return tokens
 
     def _uniforms(self) -> Tensor | None:
         if self.sampling.greedy:
             return None
-        fresh = uniforms([self.rows[index].generator for index in self.batch], self.num_uniforms)
+        fresh = uniforms([row.generator for row in self.batch], self.num_uniforms)
         # All uniforms of a step go over in one copy, so that no rule waits for the host.
         return fresh.to(self.runner.device)
 

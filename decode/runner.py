@@ -10,6 +10,7 @@ slot depends only on how far the slot is from the end of the prefix. The mask of
 a step takes a view of it.
 """
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -275,6 +276,18 @@ class Runner:
         order = [movers.pop() if row in gone else row for row in range(rows)]
         self.select_rows(order)
         return order
+
+    def fresh(self) -> "Runner":
+        """A runner of the same model without rows, for rows that will join; it shares what was made of the weights."""
+        other = copy.copy(self)
+        other.lengths, other._live = [], None
+        return other
+
+    def join(self, other: "Runner") -> None:
+        """Take the rows of another runner of the same model behind this one's. Its cache is copied."""
+        self.cache.join(other.cache, other.lengths)
+        self.lengths += other.lengths
+        self._live = None
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         total = block.offsets_RT.shape[1]

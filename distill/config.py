@@ -58,7 +58,7 @@ class DistillConfig:
     seed: int = 0
     """Of every draw; each output has its own from it."""
     batch_size: int = 32
-    """Rows that are generated together."""
+    """Rows that are generated together; the next prompt takes the place of one that has ended."""
     part_rows: int = 1024
     """About so many rows per Parquet file: a file has the answers to part_rows / num_samples prompts, at least to one.
     A killed run loses at most the files in the making; `openai` keeps every answer."""

@@ -26,6 +26,7 @@ from decode import (
     Outcome,
     Proposal,
     Proposer,
+    Session,
     SessionSetup,
     SpeculativeDecoder,
     Tree,
@@ -335,7 +336,7 @@ def test_a_rope_that_changes_with_length_ends_the_context() -> None:
     assert got == wanted[0, 3:].tolist()
 
 
-class TwoShapes(Proposer):
+class TwoShapes(Proposer, Session):
     """A proposer for the protocol's promises: a tree per row, and the target's hidden states.
 
     Even rows get the chain a-b-c, odd rows the siblings a, b with c under b; the tokens are fixed.

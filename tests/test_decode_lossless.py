@@ -237,6 +237,26 @@ def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
             )
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_that_joins_a_batch_is_what_it_is_alone(way: str) -> None:
+    """Rows join one that has been decoded for a while, as others end; every proposer, with trees of each kind."""
+    own = [tree for tree in ("chain:3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5")]
+    for tree in own if way == "draft" else own[:1]:
+        made = decoder(way, tree, "exact")
+        waiting = list(range(9))[::-1]
+
+        def source(free: int, waiting: list[int] = waiting) -> list[tuple[int, list[int], torch.Generator]]:
+            taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
+            return [(row, PROMPTS[row % len(PROMPTS)], generator(row)) for row in taken]
+
+        found = dict(made.continuous(source, 3, SAMPLED, NEW_TOKENS, {0}))
+        assert sorted(found) == list(range(9))
+        for row, joined in found.items():
+            alone = made.generate([PROMPTS[row % len(PROMPTS)]], SAMPLED, NEW_TOKENS, [generator(row)], {0})
+            assert joined == alone.generations[0], (tree, row)
+        assert len({len(each.output_ids) for each in found.values()}) > 3
+
+
 @torch.inference_mode()
 def exact_distribution(sampling: Sampling) -> Tensor:
     """Probability of every continuation of PROMPT, `[V ** LENGTH]`."""

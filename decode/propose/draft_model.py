@@ -198,6 +198,11 @@ class DraftModelNetwork:
         self.runner.select_rows(rows)
         self._pending = [self._pending[row] for row in rows]
 
+    def join(self, other: "DraftModelNetwork") -> None:
+        """Take the rows of another one behind this one's."""
+        self.runner.join(other.runner)
+        self._pending += other._pending
+
     def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
         logits, _ = self.runner.forward(self._own_tokens(tokens_Bq), block, keep_logits=keep_logits)
         return fit_vocabulary(logits, self._vocabulary) if self._words is None else self._words.to_target(logits)
@@ -256,6 +261,11 @@ class SeveralNetworks:
         """Go on with these rows of the batch, in this order."""
         for network in self.networks:
             network.select_rows(rows)
+
+    def join(self, other: "SeveralNetworks") -> None:
+        """Take the rows of another one behind this one's."""
+        for network, theirs in zip(self.networks, other.networks, strict=True):
+            network.join(theirs)
 
     def _beside(self, logits: list[Tensor]) -> Tensor:
         device = logits[0].device

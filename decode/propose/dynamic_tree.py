@@ -85,6 +85,10 @@ class DynamicTreeSession:
         """Go on with these rows of the batch, in this order."""
         self.network.select_rows(rows)
 
+    def join(self, other: "DynamicTreeSession") -> None:
+        """Take the rows of another session behind this one's."""
+        self.network.join(other.network)
+
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The `beam` best tokens below each node and their log-confidences, from logits `[B, ..., 1, V]`; the node
         axis of length 1 is dropped.

@@ -245,6 +245,12 @@ class EagleNetwork:
         self._tokens = [self._tokens[row] for row in rows]
         self._features = [self._features[row] for row in rows]
 
+    def join(self, other: "EagleNetwork") -> None:
+        """Take the rows of another one behind this one's."""
+        self.runner.join(other.runner)
+        self._tokens += other._tokens
+        self._features += other._features
+
     def _fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         return self.head.fuse(hidden) if isinstance(self.head, Eagle3Head) else hidden[0]
 
@@ -284,6 +290,11 @@ class FeatureNetwork:
         """Go on with these rows of the batch, in this order."""
         self._features = [self._features[row] for row in rows]
         self._roots = [self._roots[row] for row in rows]
+
+    def join(self, other: "FeatureNetwork") -> None:
+        """Take the rows of another one behind this one's."""
+        self._features += other._features
+        self._roots += other._roots
 
 
 class MedusaNetwork(FeatureNetwork):

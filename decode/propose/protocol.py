@@ -6,7 +6,7 @@ vocabulary, T prompt positions, H hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -115,6 +115,10 @@ class Session(Protocol):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
+
+    def join(self, other: Any) -> None:
+        """Take the rows of another session, which the same proposer has just started, behind this one's."""
+        raise ValueError(f"{type(self).__name__} cannot take more rows into its batch; give it a method `join`")
 
 
 class Proposer(Protocol):

@@ -11,7 +11,7 @@ then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.067
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,9 @@ class Network(Protocol):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
+
+    def join(self, other: Any) -> None:
+        """Take the rows of another network of the same kind behind this one's."""
 
 
 def _forget(*tensors: Tensor) -> None:
@@ -319,6 +322,10 @@ class StaticTreeSession:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.network.select_rows(rows)
+
+    def join(self, other: "StaticTreeSession") -> None:
+        """Take the rows of another session behind this one's."""
+        self.network.join(other.network)
 
     def _draw(self, logits_BeV: Tensor, level: Level, u_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Children of the expanded nodes of one depth, `[B, e, K]`, -1 for those that do not exist, and q."""

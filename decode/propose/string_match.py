@@ -119,3 +119,9 @@ class StringMatchSession:
         self.runner.select_rows(rows)
         self._roots = [self._roots[row] for row in rows]
         self._pending = [self._pending[row] for row in rows]
+
+    def join(self, other: "StringMatchSession") -> None:
+        """Take the rows of another session behind this one's."""
+        self.runner.join(other.runner)
+        self._roots += other._roots
+        self._pending += other._pending

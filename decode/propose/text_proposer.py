@@ -75,6 +75,10 @@ class TextSession(Generic[Text]):
         """Go on with these rows, in this order."""
         self.rows = [self.rows[row] for row in rows]
 
+    def join(self, other: "TextSession[Text]") -> None:
+        """Take the rows of another session behind this one's."""
+        self.rows += other.rows
+
 
 @dataclass(frozen=True)
 class FlatTrie:

@@ -1,7 +1,9 @@
-"""The target in this process, decoded on a preallocated cache: batches of unequal lengths, one generator per row."""
+"""The target in this process, decoded on a preallocated cache: batches that are refilled, one generator per row."""
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+
+import torch
 
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
@@ -16,6 +18,9 @@ from draftsmith_core.tokenization import Tokenizer
 
 class HFEngine:
     """A transformers model in this process, and the distribution that its answers are drawn from."""
+
+    # A killed run asks whole groups again: in another batch an answer could round otherwise at a tie.
+    keeps_answers = False
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         model = load_model(
@@ -42,43 +47,40 @@ class HFEngine:
             min_p=config.min_p,
             default_temperature=1.0,
         )
-        # A killed run asks whole groups again: in another batch an answer could round otherwise at a tie.
-        self.keeps_answers = False
         self._batch_size = config.batch_size
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, `batch_size` requests at a time, shortest prompts first: what is computed for
-        padding, and what attention reads of it, goes with the longest prompt of a batch.
+        """Ask everything in `groups`, in batches of `batch_size` in which the next request takes the place of one that
+        has ended. Who shares a batch with whom follows from the requests of a group alone, so that its answers are the
+        same bytes whoever makes them.
         """
         for group in groups:
-            waiting = list(group)
-            while waiting:
-                waiting.sort(key=lambda request: (request.temperature or 0.0, len(request.prompt_ids)))
-                following = []
-                for batch in self._batches(waiting):
-                    for request, answer in zip(batch, self._generate(batch), strict=True):
-                        if (after := done(request, answer)) is not None:
-                            following.append(after)
-                waiting = following
+            for temperature in sorted({request.temperature for request in group}, key=lambda each: each or 0.0):
+                self._ask([request for request in group if request.temperature == temperature], temperature, done)
 
-    def _batches(self, requests: Sequence[AnswerRequest]) -> Iterator[list[AnswerRequest]]:
-        """Requests of one temperature each, in their order."""
-        for _, alike in groupby(requests, key=lambda request: request.temperature):
-            while batch := list(islice(alike, self._batch_size)):
-                yield batch
+    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
+        # Longest first: rows that share a batch are of like lengths, so that little is computed for padding, and what
+        # a batch needs in memory is known with its first rows. The next turns of chats find their place among them.
+        waiting = sorted(requests, key=_length)
 
-    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
-        batch = self._decoder.generate(
-            [request.prompt_ids for request in requests],
-            at_temperature(self.sampling.sampling, requests[0].temperature),
-            self._max_new_tokens,
-            [generator(request.seed) for request in requests],
-            self._eos_ids,
-        )
-        return [Answer(tuple(g.output_ids), g.finish_reason) for g in batch.generations]
+        def source(free: int) -> list[tuple[AnswerRequest, Sequence[int], torch.Generator]]:
+            taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
+            return [(request, request.prompt_ids, generator(request.seed)) for request in taken]
+
+        sampling = at_temperature(self.sampling.sampling, temperature)
+        answers = self._decoder.continuous(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
+        for request, made in answers:
+            after = done(request, Answer(tuple(made.output_ids), made.finish_reason))
+            if after is not None:
+                assert after.temperature == temperature, "all turns of a chat are drawn at one temperature"
+                insort(waiting, after, key=_length)
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
         """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
         return score(self._model, request.prompt_ids, response.response_ids, k)
+
+
+def _length(request: AnswerRequest) -> int:
+    return len(request.prompt_ids)
