@@ -1,8 +1,8 @@
 """What making a distilled set costs: reading prompts, asking servers, and generating in this process.
 
-    python benchmarks/distill.py --out FILE.json [--sections stream client hf --rows 200000 --answers 4000]
+    python benchmarks/distill.py --out FILE.json [--sections stream client hf hf_wide draft --rows 200000]
 
-Each section runs in a process of its own, on the demo's target.
+Each section runs in a process of its own, on the demo's target but for the last two.
 
 stream: a JSONL of `rows` short prompts through an engine that answers at once. Seconds until the first answer (the
     model's loading apart), rows per processor-second, the highest resident memory, and how long a second run takes that
@@ -10,8 +10,15 @@ stream: a JSONL of `rows` short prompts through an engine that answers at once. 
 client: `answers` answers of one short server in another process; processor-seconds of the client per 1,000 answers,
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
-    of like lengths (as `distill` makes them), batches in the order of the prompts, and transformers' `generate` on
-    those with left padding. Three rounds in turn; medians. Answers of the first two are checked to be the same.
+    that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
+    the prompts, and transformers' `generate` on those with left padding. `rounds` rounds in turn; medians. Answers of the
+    first three are checked to be the same. `busy`: which share of the rows of a refilled batch is at work while a
+    prompt waits.
+hf_wide: the same on the demo's target widened to the cost of a 99 M model (benchmarks/widen.py), with `wide_prompts`
+    prompts of 4 to 24 tokens.
+draft: the widened pair of benchmarks/decode.py, temperature 1, `draft_tokens` tokens after each of a few held-out
+    passages: tokens per processor-second with and without a draft (chain:4), for batches of 1, 4 and 64, and what
+    `distill --draft` measures at its beginning on such a batch and so decides.
 
 On a shared machine only the seconds of the processor say something; quote ratios of one run.
 """
@@ -25,17 +32,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 # This file has the name of the package that it measures; its own directory must not be searched for it.
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
+from benchmarks.decode import DRAFT, DRAFT_SHAPE, TARGET_SHAPE  # noqa: E402
+from benchmarks.decode import prompts as passages  # noqa: E402
+from benchmarks.widen import widen  # noqa: E402
+from decode import SpeculativeDecoder  # noqa: E402
+from decode.engine import _Run  # noqa: E402
 from distill.config import DistillConfig  # noqa: E402
 from distill.engines import ENGINES, Answer, AnswerRequest, Done  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
@@ -43,12 +56,12 @@ from distill.generate import distill  # noqa: E402
 from draftsmith_core.io import write_json_atomic  # noqa: E402
 from draftsmith_core.models import eos_ids, load_model  # noqa: E402
 from draftsmith_core.options import parse  # noqa: E402
-from draftsmith_core.sampling import row_seed  # noqa: E402
+from draftsmith_core.sampling import Sampling, generator, row_seed  # noqa: E402
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
-TARGET = str(Path(__file__).parents[1] / "draftsmith" / "demo" / "pair" / "target")
+TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
 TEXT = "If the lock is not owned by the thread that calls release, an error is raised and nothing else is done. "
-ROUNDS, BATCH = 3, 32
+BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +69,14 @@ class Options:
     """What to measure, and how much of it."""
 
     out: str
-    sections: list[str] = field(default_factory=lambda: ["stream", "client", "hf"])
+    sections: list[str] = field(default_factory=lambda: ["stream", "client", "hf", "hf_wide", "draft"])
     rows: int = 200_000
     answers: int = 4000
-    prompts: int = 200
+    prompts: int = 400
+    wide_prompts: int = 96
     new_tokens: int = 48
+    draft_tokens: int = 32
+    rounds: int = 3
     only: str = ""
     """Used by itself: measure this section and print it."""
 
@@ -174,41 +190,61 @@ def client(options: Options, directory: Path) -> dict[str, Any]:
 
 
 def hf(options: Options, directory: Path) -> dict[str, Any]:
-    """The three ways to generate in this process."""
+    """The four ways to generate in this process."""
+    return _ways(TARGET, options.prompts, (10, 300), options)
+
+
+def hf_wide(options: Options, directory: Path) -> dict[str, Any]:
+    """The same on a model whose products are what costs."""
+    return _ways(_wide(TARGET, directory / "target", TARGET_SHAPE), options.wide_prompts, (4, 24), options)
+
+
+def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) -> dict[str, Any]:
     torch.set_num_threads(1)
-    tokenizer = load_tokenizer(TARGET)
+    new_tokens = options.new_tokens
+    tokenizer = load_tokenizer(target)
     config = DistillConfig(
-        target=TARGET, prompts="-", out="-", batch_size=BATCH, max_new_tokens=options.new_tokens, device="cpu"
+        target=target, prompts="-", out="-", batch_size=BATCH, max_new_tokens=new_tokens, temperature=1.0, device="cpu"
     )
     engine = HFEngine(config, tokenizer)
     words = torch.tensor(tokenizer(TEXT * 40)["input_ids"])
     draws = torch.Generator().manual_seed(0)
-    lengths = torch.randint(10, 301, (options.prompts,), generator=draws).tolist()
-    starts = torch.randint(0, len(words) - 301, (options.prompts,), generator=draws).tolist()
+    lengths = torch.randint(bounds[0], bounds[1] + 1, (prompts,), generator=draws).tolist()
+    starts = torch.randint(0, len(words) - bounds[1] - 1, (prompts,), generator=draws).tolist()
     requests = [
         AnswerRequest((row, 0, 0), tuple(words[start : start + length].tolist()), row_seed(0, str(row)))
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
-    model = load_model(TARGET, device="cpu")
-    ends = list(eos_ids(model))
-    batches = [requests[start : start + BATCH] for start in range(0, len(requests), BATCH)]
+    model = load_model(target, device="cpu")
+    decoder, ends = SpeculativeDecoder(load_model(target, device="cpu")), list(eos_ids(model))
 
-    def ours(groups: list[list[AnswerRequest]]) -> dict[Any, tuple[int, ...]]:
+    def cut(order: list[AnswerRequest]) -> list[list[AnswerRequest]]:
+        return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+
+    def refilled() -> dict[Any, tuple[int, ...]]:
         found: dict[Any, tuple[int, ...]] = {}
 
         def done(request: AnswerRequest, answer: Any) -> None:
             found[request.key] = answer.response_ids
 
-        engine.run(iter(groups), done)
+        engine.run(iter([requests]), done)
+        return found
+
+    def to_the_end(batches: list[list[AnswerRequest]]) -> dict[Any, tuple[int, ...]]:
+        found: dict[Any, tuple[int, ...]] = {}
+        for batch in batches:
+            ids = [each.prompt_ids for each in batch]
+            made = decoder.generate(ids, Sampling(), new_tokens, [generator(each.seed) for each in batch], ends)
+            found |= {r.key: tuple(g.output_ids) for r, g in zip(batch, made.generations, strict=True)}
         return found
 
     def padded() -> dict[Any, tuple[int, ...]]:
         found: dict[Any, tuple[int, ...]] = {}
         torch.manual_seed(0)
         settings = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=options.new_tokens, eos_token_id=ends, pad_token_id=0
+            do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=0
         )
-        for batch in batches:
+        for batch in cut(requests):
             longest = max(len(each.prompt_ids) for each in batch)
             ids = torch.tensor([[0] * (longest - len(each.prompt_ids)) + list(each.prompt_ids) for each in batch])
             mask = torch.tensor([[0] * (longest - len(each.prompt_ids)) + [1] * len(each.prompt_ids) for each in batch])
@@ -218,26 +254,102 @@ def hf(options: Options, directory: Path) -> dict[str, Any]:
                 found[each.key] = tuple(row[:end])
         return found
 
-    ways = {"like_lengths": lambda: ours([requests]), "file_order": lambda: ours(batches), "generate": padded}
+    ways = {
+        "refilled": refilled,
+        "like_lengths": lambda: to_the_end(cut(sorted(requests, key=lambda each: len(each.prompt_ids)))),
+        "file_order": lambda: to_the_end(cut(requests)),
+        "generate": padded,
+    }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     answers = {}
-    for _ in range(ROUNDS):
+    for _ in range(options.rounds):
         for name, way in ways.items():
             began = time.process_time()
             answers[name] = way()
             speeds[name].append(sum(map(len, answers[name].values())) / (time.process_time() - began))
-    same = sum(answers["like_lengths"][key] == ids for key, ids in answers["file_order"].items())
     medians = {name: statistics.median(each) for name, each in speeds.items()}
     return {
-        "prompts": options.prompts,
+        "prompts": prompts,
         "tokens_per_cpu_s": medians,
-        "over_file_order": medians["like_lengths"] / medians["file_order"],
-        "over_generate": medians["like_lengths"] / medians["generate"],
-        "same_answers": f"{same} of {len(requests)}",
+        **{f"over_{name}": medians["refilled"] / medians[name] for name in ways if name != "refilled"},
+        "busy": _busy(refilled, prompts),
+        "same_answers": [
+            f"{sum(answers['refilled'][key] == ids for key, ids in answers[name].items())} of {prompts}"
+            for name in ("like_lengths", "file_order")
+        ],
     }
 
 
-SECTIONS = {"stream": stream, "client": client, "hf": hf}
+def _busy(way: Callable[[], Any], prompts: int) -> float:
+    """Share of the rows of a batch that are at work, over all steps before the last prompt has joined."""
+    live: list[tuple[int, int]] = []
+    begun, step, join = [0], _Run.step, _Run.__init__
+
+    def counted(run: _Run) -> Any:
+        live.append((begun[0], run.live))
+        return step(run)
+
+    def counting(run: _Run, decoder: Any, asked: Sequence[Any], *rest: Any) -> None:
+        begun[0] += len(asked)
+        join(run, decoder, asked, *rest)
+
+    _Run.step, _Run.__init__ = counted, counting  # type: ignore[method-assign]
+    try:
+        way()
+    finally:
+        _Run.step, _Run.__init__ = step, join  # type: ignore[method-assign]
+    rows = [count for before, count in live if before < prompts]
+    return sum(rows) / (BATCH * len(rows))
+
+
+def _wide(model: str, out: Path, shape: dict[str, int]) -> str:
+    widen(load_model(model, device="cpu"), **shape).save_pretrained(out)  # type: ignore[arg-type]
+    load_tokenizer(model).save_pretrained(out)
+    return str(out)
+
+
+def draft(options: Options, directory: Path) -> dict[str, Any]:
+    """With and without a draft, by batch."""
+    torch.set_num_threads(1)
+    target = _wide(TARGET, directory / "target", TARGET_SHAPE)
+    small = _wide(str(DRAFT), directory / "draft", DRAFT_SHAPE)
+    tokenizer = load_tokenizer(target)
+    found: dict[str, Any] = {}
+    for rows, batches in ((1, 6), (4, 3), (64, 1)):
+        config = DistillConfig(
+            target=target,
+            prompts="-",
+            out="-",
+            draft=small,
+            tree="chain:4",
+            batch_size=rows,
+            max_new_tokens=options.draft_tokens,
+            temperature=1.0,
+            ignore_eos=True,
+            device="cpu",
+        )
+        engine = HFEngine(config, tokenizer)
+        requests = [
+            AnswerRequest((row, 0, 0), tuple(ids), row_seed(0, str(row)))
+            for row, (_, ids) in enumerate(passages(tokenizer, rows * batches, 48))
+        ]
+        alone, drafted = engine.seconds_per_token(requests[:rows])
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(options.rounds):
+            for engine.drafts in speeds:
+                began = time.process_time()
+                engine.run(iter([requests]), lambda request, answer: None)
+                speeds[engine.drafts].append(len(requests) * options.draft_tokens / (time.process_time() - began))
+        medians = {drafts: statistics.median(each) for drafts, each in speeds.items()}
+        found[f"batch_{rows}"] = {
+            "tokens_per_cpu_s": {"target": medians[False], "drafted": medians[True]},
+            "speedup": medians[True] / medians[False],
+            "measured_at_the_beginning": {"time_over_the_targets": drafted / alone, "used": drafted < alone},
+        }
+    return found
+
+
+SECTIONS = {"stream": stream, "client": client, "hf": hf, "hf_wide": hf_wide, "draft": draft}
 
 
 def main() -> None:

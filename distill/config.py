@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from decode.tree_spec import parse_tree
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -19,8 +21,9 @@ class DistillConfig:
     """Prompts: a .jsonl or .parquet file, or a hub dataset as owner/name[:split]."""
     out: str
     """The distilled set: a directory of part-*.parquet and manifest.json."""
-    engine: Literal["hf", "openai"] = "hf"
-    """Where the target runs: `hf` in this process, through transformers; `openai` on servers, see `endpoint`."""
+    engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
+    """Where the target runs: `hf` in this process, through transformers; `openai` on servers, see `endpoint`; `vllm` in
+    this process, on vLLM; `ray` on workers of a Ray cluster, each of which does as `hf` does."""
     endpoint: list[str] = field(default_factory=list)
     """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted ones), such as
     http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights."""
@@ -36,6 +39,12 @@ class DistillConfig:
     """Stop after so many requests to servers; the same command continues."""
     max_tokens: int | None = None
     """Stop after so many tokens of prompts and answers, as the servers count them; the same command continues."""
+    address: str | None = None
+    """The Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: that of RAY_ADDRESS, else a local one."""
+    workers: int | None = None
+    """Copies of the target on the Ray cluster. Default: one for each GPU, or where there is none one for each node."""
+    tensor_parallel_size: int = 1
+    """GPUs that vLLM divides the target among."""
     turns: Literal["all", "last"] = "all"
     """Of a chat, `all`: the target writes every assistant turn anew, each after its own earlier answers, a row a turn;
     turns that call tools stay. `last`: it answers once, after the turns as they are."""
@@ -59,6 +68,12 @@ class DistillConfig:
     """Of every draw; each output has its own from it."""
     batch_size: int = 32
     """Rows that are generated together; the next prompt takes the place of one that has ended."""
+    draft: str | None = None
+    """Generate speculatively with this draft, a model or a head: the same distribution, in less time where drafts are
+    accepted. Measured when a set is begun, and switched off where the target alone takes no longer. For `hf` and
+    `ray`."""
+    tree: str | None = None
+    """What the draft drafts at each step, such as chain:4 or kary:4,2,2. Default: the draft's own, usually chain:4."""
     part_rows: int = 1024
     """About so many rows per Parquet file: a file has the answers to part_rows / num_samples prompts, at least to one.
     A killed run loses at most the files in the making; `openai` keeps every answer."""
@@ -89,15 +104,17 @@ class DistillConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens", "concurrency"):
+        counts = ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens")
+        for key in (*counts, "concurrency", "tensor_parallel_size"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
-        for key in ("max_requests", "max_tokens"):
+        for key in ("max_requests", "max_tokens", "workers"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise InputError(f"timeout_s: {self.timeout_s} must be above 0 seconds")
-        self._check_servers()
+        self._check_engine()
+        self._check_draft()
         if self.teacher_top_k < 0:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
         if self.max_prompts is not None and self.max_prompts < 1:
@@ -124,13 +141,38 @@ class DistillConfig:
         total = sum(share for _, share in pairs)
         return [(value, share / total) for value, share in pairs]
 
-    def _check_servers(self) -> None:
-        if self.engine != "openai":
-            only: dict[str, Any] = {"endpoint": [], "served_model": None, "max_requests": None, "max_tokens": None}
-            given = [key for key, default in only.items() if getattr(self, key) != default]
-            if given:
-                raise InputError(f"{given[0]}: is for servers; add --engine openai, or leave it out")
+    def _check_draft(self) -> None:
+        if self.draft is None:
+            if self.tree is not None:
+                raise InputError("tree: is what a draft drafts; add --draft, or leave it out")
             return
+        if self.engine not in ("hf", "ray"):
+            raise InputError(f"draft: is for --engine hf or ray; leave it out with --engine {self.engine}")
+        if self.tree is not None:
+            try:
+                parse_tree(self.tree, read_tree_file)
+            except InputError:
+                raise
+            except ValueError as error:
+                raise InputError(str(error)) from None
+
+    def _check_engine(self) -> None:
+        """Options that only one engine has are refused with another."""
+        of_servers: dict[str, Any] = {"endpoint": [], "served_model": None, "max_requests": None, "max_tokens": None}
+        only: dict[str, dict[str, Any]] = {
+            "openai": of_servers,
+            "ray": {"address": None, "workers": None},
+            "vllm": {"tensor_parallel_size": 1},
+        }
+        for engine, defaults in only.items():
+            given = [key for key, default in defaults.items() if getattr(self, key) != default]
+            if given and self.engine != engine:
+                whose = "servers" if engine == "openai" else engine
+                raise InputError(f"{given[0]}: is for {whose}; add --engine {engine}, or leave it out")
+        if self.engine == "openai":
+            self._check_servers()
+
+    def _check_servers(self) -> None:
         if not self.endpoint:
             raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
         if self.teacher_top_k:

@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
 from distill.config import DistillConfig
 from distill.conversations import answer_text, turn_prompt
 from distill.decontaminate import WORDS, Suites
-from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, at_temperature
+from distill.drafting import DECISION, settle_drafting
+from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
 from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError
@@ -39,6 +40,7 @@ _RECORDS = ("manifest.json", "run.json")
 _NOT_IDENTITY = (
     *("out", "device", "push_to_hub", "strict"),
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
+    *("address", "workers", "tensor_parallel_size"),
 )
 
 
@@ -94,10 +96,16 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         identity["decontaminated"] = suites.digest
     with hold(out):
         on_main(lambda: _claim(out, identity))
+        drafted: dict[str, Any] = {}
+        if config.draft is not None:
+            drafting = cast(DraftingEngine, engine)
+            settle_drafting(out, config, drafting, reader)
+            drafted = {"drafted": drafting.drafts}
         run = _Run(config, engine, reader, suites, processes.process_index, processes.num_processes)
         run.make()
         processes.wait_for_everyone()
-        on_main(lambda: _finish(out, run.parts, identity, command, vocabulary_sample(tokenizer)))
+        extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
+        on_main(lambda: _finish(out, run.parts, identity, command, extra))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     return {
         "out": str(out),
@@ -107,6 +115,7 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         "skipped_because": manifest["skipped_because"],
         "failed_because": manifest["failed_because"],
         "shortened_because": manifest["shortened_because"],
+        **drafted,
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
     }
@@ -337,7 +346,7 @@ class _Run:
             kept.close(delete=True)
 
 
-def _finish(out: Path, parts: int, identity: dict[str, Any], command: str, vocabulary: dict[str, str]) -> None:
+def _finish(out: Path, parts: int, identity: dict[str, Any], command: str, extra: dict[str, Any]) -> None:
     """Add up the parts, and write the card and the manifest, which makes the set a finished one."""
     with writing(out / "manifest.json"):
         totals = add_up(out, parts)
@@ -347,10 +356,11 @@ def _finish(out: Path, parts: int, identity: dict[str, Any], command: str, vocab
             raise RunError(
                 f"{out}: no prompt was answered: {totals.failed.lines('failed')[0]}; the same command asks again"
             )
-        manifest = _manifest(totals, identity, command) | {"vocabulary": vocabulary}
+        manifest = _manifest(totals, identity, command) | extra
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
-        (out / "run.json").unlink(missing_ok=True)
+        for name in ("run.json", DECISION):
+            (out / name).unlink(missing_ok=True)
 
 
 def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:

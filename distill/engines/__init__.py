@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest, Done, Engine, Failed, at_temperature
+from distill.engines.protocol import Answer, AnswerRequest, Done, DraftingEngine, Engine, Failed, at_temperature
 from draftsmith_core.packages import require_package
 from draftsmith_core.tokenization import Tokenizer
 
@@ -21,6 +21,25 @@ def _openai(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
     return OpenAIEngine(config, tokenizer)
 
 
-ENGINES: dict[str, Callable[[DistillConfig, Tokenizer], Engine]] = {"hf": _hf, "openai": _openai}
+def _vllm(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
+    require_package("vllm", "--engine vllm", "serve the target with it and use --engine openai")
+    from distill.engines.vllm import VLLMEngine
 
-__all__ = ["ENGINES", "Engine", "AnswerRequest", "Answer", "Done", "Failed", "at_temperature"]
+    return VLLMEngine(config, tokenizer)
+
+
+def _ray(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
+    require_package("ray", "--engine ray")
+    from distill.engines.ray import RayEngine
+
+    return RayEngine(config, tokenizer)
+
+
+ENGINES: dict[str, Callable[[DistillConfig, Tokenizer], Engine]] = {
+    "hf": _hf,
+    "openai": _openai,
+    "vllm": _vllm,
+    "ray": _ray,
+}
+
+__all__ = ["ENGINES", "Engine", "DraftingEngine", "AnswerRequest", "Answer", "Done", "Failed", "at_temperature"]

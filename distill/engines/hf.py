@@ -4,16 +4,23 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
-from decode import SpeculativeDecoder
+from decode import DraftModelProposer, HeadProposer, Proposer, SpeculativeDecoder, parse_tree
+from decode.packed_linear import Packs
 from distill.config import DistillConfig
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
 from distill.score import TeacherRows, score
+from drafts.load import draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
-from draftsmith_core.models import check_tokenizer, context_length, dtype_name, eos_ids, fingerprint, load_model
+from draftsmith_core.io import hash_json, read_tree_file
+from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint
 from draftsmith_core.sampling import generator
 from draftsmith_core.tokenization import Tokenizer
+
+# Tokens of each row that are decoded to measure whether a draft pays.
+_MEASURED_TOKENS, _MEASURED_ROUNDS = 32, 2
 
 
 class HFEngine:
@@ -23,21 +30,31 @@ class HFEngine:
     keeps_answers = False
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        model = load_model(
+        pair = load_pair(
             config.target,
+            [] if config.draft is None else [config.draft],
             device=config.device,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
+            tokenizer=tokenizer,
         )
-        check_tokenizer(config.target, model, tokenizer)
-        self._model = model
+        self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
-        limit = context_length(model)
-        self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
+        limits = [limit for each in pair.models if (limit := context_length(each)) is not None]
+        self.max_prompt_tokens = min(limits) - config.max_new_tokens if limits else None
+        packs, self._drafted, self.drafts = Packs(model), None, False
         try:
-            self._decoder = SpeculativeDecoder(model)
+            self._decoder = SpeculativeDecoder(model, fast=packs)
+            for draft in pair.drafts.values():
+                proposer: Proposer = (
+                    DraftModelProposer(draft) if isinstance(draft, PreTrainedModel) else HeadProposer(draft)
+                )
+                tree = None if config.tree is None else parse_tree(config.tree, read_tree_file)
+                self._drafted = SpeculativeDecoder(model, proposer, tree, fast=packs)
+                self.identity["drafted_tree"] = hash_json(repr(self._drafted.tree))[:16]  # which may be from a file
+                self.identity["draft_fingerprint"] = draft_fingerprint(draft)
         except ValueError as error:
-            raise InputError(f"{config.target}: {error}") from None
+            raise InputError(f"{config.draft or config.target}: {error}") from None
         self.sampling = resolve_sampling(
             config.target,
             model,
@@ -69,13 +86,36 @@ class HFEngine:
             taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
             return [(request, request.prompt_ids, generator(request.seed)) for request in taken]
 
+        decoder = self._drafted if self.drafts else self._decoder
+        assert decoder is not None
         sampling = at_temperature(self.sampling.sampling, temperature)
-        answers = self._decoder.continuous(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
+        answers = decoder.continuous(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
         for request, made in answers:
             after = done(request, Answer(tuple(made.output_ids), made.finish_reason))
             if after is not None:
                 assert after.temperature == temperature, "all turns of a chat are drawn at one temperature"
                 insort(waiting, after, key=_length)
+
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
+        """Of the target alone and with the draft, for these requests as one batch."""
+        assert self._drafted is not None
+        tokens = min(_MEASURED_TOKENS, self._max_new_tokens)
+        spent: list[list[float]] = [[], []]
+        for count in (1, *[tokens] * _MEASURED_ROUNDS):  # the first one packs weights
+            for times, decoder in zip(spent, (self._decoder, self._drafted), strict=True):
+                batch = decoder.generate(
+                    [request.prompt_ids for request in requests],
+                    at_temperature(self.sampling.sampling, requests[0].temperature),
+                    count,
+                    [generator(request.seed) for request in requests],
+                    self._eos_ids,
+                )
+                made = sum(len(each.output_ids) for each in batch.generations)
+                # Answers are longer than what is measured, and prompts are not.
+                prefill_s = batch.prefill_s * count / self._max_new_tokens
+                times.append((batch.decode_s + prefill_s) / made)
+        alone, drafted = (min(times[1:]) for times in spent)
+        return alone, drafted
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
         """The target's distribution at every token of an answer, as `distill.score.score` gives it."""

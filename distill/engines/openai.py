@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx
-from transformers import GenerationConfig
 
 from distill.config import DistillConfig
 from distill.engines.dialects import Asked
 from distill.engines.endpoint import Endpoint, Refusal, Trouble, backoff_s
+from distill.engines.generation_settings import GenerationSettings
 from distill.engines.probe import Found, look, wake
 from distill.engines.protocol import Answer, AnswerRequest, Done, Failed
 from distill.score import TeacherRows
@@ -49,7 +49,7 @@ class OpenAIEngine:
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config = config
-        settings = _GenerationSettings(config.target)
+        settings = GenerationSettings(config.target)
         self.sampling = resolve_sampling(
             config.target,
             settings,
@@ -86,25 +86,6 @@ class OpenAIEngine:
             for endpoint in endpoints:
                 endpoint.dialect = self._dialects.get(endpoint.url)
             await _Pool(self._config, self._asked, endpoints, groups, done).run()
-
-
-class _GenerationSettings:
-    """The generation config of a target that is not loaded, as `resolve_sampling` reads it from a model."""
-
-    def __init__(self, name: str) -> None:
-        try:
-            self.generation_config = GenerationConfig.from_pretrained(name)
-        except OSError:  # a tokenizer alone: the target asks for nothing
-            self.generation_config = GenerationConfig()
-
-    def eos_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens that end an answer; the first is put where a server says `stop` and shows no token for it."""
-        eos = self.generation_config.eos_token_id
-        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        own = tokenizer.eos_token_id
-        if own is not None and (own in ids or not ids):
-            ids = [own, *(each for each in ids if each != own)]
-        return tuple(ids)
 
 
 @asynccontextmanager

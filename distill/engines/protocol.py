@@ -79,3 +79,15 @@ class Engine(Protocol):
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
         """The target's distribution at every token of an answer: its k likeliest tokens and the mass of the rest."""
+
+
+class DraftingEngine(Engine, Protocol):
+    """An engine that can generate speculatively.
+
+    drafts: whether the draft of the options drafts; false until it is set.
+    """
+
+    drafts: bool
+
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
+        """Of the target alone and with the draft, for these requests as one batch."""

@@ -1,0 +1,224 @@
+"""`distill --draft`: the target's own distribution, and a decision that is made once and kept with the set."""
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy.stats import chi2
+
+from distill.config import DistillConfig
+from distill.engines import AnswerRequest
+from distill.engines.hf import HFEngine
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling, probs, row_seed
+from draftsmith_core.tokenization import load_tokenizer
+
+Door = Callable[..., tuple[int, str, str]]
+MEASURED = """
+import distill.engines.hf
+distill.engines.hf.HFEngine.seconds_per_token = lambda self, requests: ({alone}, {drafted})
+"""
+KILL = """
+import os, signal
+import distill.parts as module
+write, written = module.pq.write_table, []
+def dying(table, path):
+    written.append(path)
+    if len(written) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(table, path)
+module.pq.write_table = dying
+"""
+
+
+@pytest.fixture
+def words(target_dir: str, draft_dir: str, prompts_file: str) -> list[str]:
+    return (
+        f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 2 --max_new_tokens 8 "
+        f"--batch_size 3 --part_rows 4 --seed 5 --draft {draft_dir}"
+    ).split()
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, alone: float, drafted: float) -> None:
+    monkeypatch.setattr(HFEngine, "seconds_per_token", lambda self, requests: (alone, drafted))
+
+
+def parts(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("part-*"))}
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(directory.glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tree", ["chain:2", "kary:2,1"])
+def test_answers_have_the_targets_distribution(target_dir: str, draft_dir: str, prompts_file: str, tree: str) -> None:
+    """Three tokens out of three likeliest each: 27 answers, whose chances follow from the target alone."""
+    draws, length = 3000, 3
+    config = DistillConfig(
+        target=target_dir,
+        prompts=prompts_file,
+        out="unused",
+        draft=draft_dir,
+        tree=tree,
+        top_k=3,
+        max_new_tokens=length,
+        ignore_eos=True,
+        batch_size=500,
+        device="cpu",
+    )
+    engine = HFEngine(config, load_tokenizer(target_dir))
+    prompt = (5, 70, 80, 90)
+
+    def sample() -> Counter[tuple[int, ...]]:
+        found: Counter[tuple[int, ...]] = Counter()
+
+        def done(request: AnswerRequest, answer: Any) -> None:
+            found[answer.response_ids] += 1
+
+        engine.run(iter([[AnswerRequest((n, 0, 0), prompt, row_seed(3, str(n))) for n in range(draws)]]), done)
+        assert found.total() == draws
+        return found
+
+    def statistic(found: Counter[tuple[int, ...]]) -> float:
+        assert set(found) <= set(chances)
+        expected = {ids: chance * draws for ids, chance in chances.items()}
+        large = [ids for ids, each in expected.items() if each >= 8]
+        rest = sum(expected.values()) - sum(expected[ids] for ids in large)
+        pairs = [(found[ids], expected[ids]) for ids in large]
+        pairs += [(draws - sum(found[ids] for ids in large), rest)] if rest > 1 else []
+        return sum((seen - want) ** 2 / want for seen, want in pairs) / float(chi2.ppf(1 - 1e-5, len(pairs) - 1))
+
+    model = load_model(target_dir, device="cpu")
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        below: dict[tuple[int, ...], float] = {}
+        for ids, chance in chances.items():
+            p_V = probs(model(torch.tensor([[*prompt, *ids]])).logits[0, -1], Sampling(top_k=3))
+            below |= {(*ids, int(token)): chance * float(p_V[token]) for token in p_V.nonzero().flatten()}
+        chances = below
+    assert len(chances) == 3**length
+    alone = sample()
+    engine.drafts = True
+    drafted = sample()
+    assert drafted != alone, "nothing was drafted"
+    assert statistic(alone) < 1 and statistic(drafted) < 1
+    # The test can fail: the second likeliest token where the likeliest was drawn.
+    wrong = Counter({(*ids[:2], 0): count for ids, count in drafted.items()})
+    assert not set(wrong) <= set(chances) or statistic(wrong) >= 1
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_the_decision_is_measured_once_said_and_kept(
+    words: list[str],
+    tmp_path: Path,
+    door: Door,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    drafted: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = door(*words[:-2], "--out", "plain")
+    assert code == 0, err
+    measured(monkeypatch, 2.0, 1.0 if drafted else 3.0)
+    code, _, err = door(*words)
+    assert code == 0, err
+    said = [message for message in caplog.messages if "--draft" in message]
+    assert len(said) == 1 and "on a batch of 3 rows" in said[0]
+    assert (f"takes {0.5 if drafted else 1.5:.2f} of the time" in said[0]) and (
+        said[0].endswith("; used" if drafted else "; switched off")
+    )
+    made, manifest = parts(tmp_path / "set"), json.loads((tmp_path / "set" / "manifest.json").read_text())
+    assert manifest["drafted"] is drafted and not (tmp_path / "set" / "drafting.json").exists()
+    assert len(manifest["identity"]["draft_fingerprint"]) == 16
+    # Switched off, the rows are those of the target alone; else they are others of the same number.
+    assert (
+        [row["response_ids"] for row in rows(tmp_path / "set")]
+        == [row["response_ids"] for row in rows(tmp_path / "plain")]
+    ) is not drafted
+    # A lost part is made again as it was, whatever a measurement would say now.
+    monkeypatch.setattr(HFEngine, "seconds_per_token", None)
+    (tmp_path / "set" / "part-00001.parquet").unlink()
+    code, _, err = door(*words)
+    assert (code, parts(tmp_path / "set")) == (0, made), err
+    assert caplog.messages[-1].endswith(f": {'used' if drafted else 'not used'}, as when this set was begun")
+    code, _, err = door(*words, "--tree", "chain:2")
+    assert code == 2 and "--out set: holds another distilled set" in err
+
+
+def test_killed_and_resumed_it_is_the_same_bytes(
+    words: list[str], tmp_path: Path, spawn: Callable[..., Any], door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    measured(monkeypatch, 2.0, 1.0)
+    assert door(*words)[0] == 0
+    there = tmp_path / "killed"
+    assert spawn(*words, cwd=there, patch=MEASURED.format(alone=2, drafted=1) + KILL).wait()[0] == -signal.SIGKILL
+    assert json.loads((there / "set" / "drafting.json").read_text()) == {"drafted": True}
+    # What another measurement would say does not matter.
+    code, _, err = spawn(*words, cwd=there, patch=MEASURED.format(alone=1, drafted=2)).wait()
+    assert code == 0, err
+    whole, killed = (sorted((tmp_path / name / "set").iterdir()) for name in ("whole", "killed"))
+    assert [(path.name, path.read_bytes()) for path in whole] == [(path.name, path.read_bytes()) for path in killed]
+
+
+@pytest.mark.slow
+def test_two_processes_decide_together(
+    words: list[str], tmp_path: Path, door: Door, launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Really measured: whatever comes out of it, both processes make the set that one makes after the same decision."""
+    there = tmp_path / "two"
+    there.mkdir()
+    run = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, cwd=there)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("of the time per token") == 1
+    drafted = json.loads((there / "set" / "manifest.json").read_text())["drafted"]
+    monkeypatch.chdir(tmp_path)
+    measured(monkeypatch, 2.0, 1.0 if drafted else 3.0)
+    assert door(*words)[0] == 0
+    assert parts(tmp_path / "set") == parts(there / "set")
+
+
+def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: str) -> None:
+    config = DistillConfig(
+        target=target_dir, prompts=prompts_file, out="unused", draft=draft_dir, max_new_tokens=6, device="cpu"
+    )
+    engine = HFEngine(config, load_tokenizer(target_dir))
+    requests = [AnswerRequest((n, 0, 0), (5, 70 + n), n) for n in range(4)]
+    alone, drafted = engine.seconds_per_token(requests)
+    assert 0 < alone < 10 and 0 < drafted < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tree", "chain:2"], "tree: is what a draft drafts; add --draft"),
+        (["--draft", "D", "--tree", "kary:0"], "tree 'kary:0': every number must be at least 1"),
+        (["--draft", "D", "--engine", "openai", "--endpoint", "http://x/v1"], "draft: is for --engine hf or ray"),
+        (["--draft", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_drafted(
+    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = door(*words[:-2], *options)
+    assert code == 2 and said in err and "Traceback" not in err
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_draft_of_another_vocabulary_is_refused(
+    words: list[str], tmp_path: Path, door: Door, donor_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = door(*words[:-2], "--draft", donor_dir)
+    assert code == 2 and donor_dir in err and len(err.strip().splitlines()) == 1

@@ -1,0 +1,204 @@
+"""`distill --engine vllm` against a stand-in with vLLM's names: what is asked of it, and what is made of its answers.
+
+The names and signatures are those of vLLM 0.33 (`LLM.__init__`, `LLM.generate`, `SamplingParams`, `RequestOutput`,
+`CompletionOutput`, `Logprob`); the stand-in refuses any other, and runs the tiny target.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling, draw, generator, probs
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class LLM:
+    made: "list[LLM]" = []
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        seed: int = 0,
+        enable_prefix_caching: bool | None = None,
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
+        if "broken" in model:
+            raise ValueError("No such\nmodel")
+        self._model = load_model(model, device="cpu")
+        self.tensor_parallel_size, self.max_logprobs = tensor_parallel_size, max_logprobs
+        config = SimpleNamespace(max_model_len=128, dtype=torch.float32, get_vocab_size=lambda: 290)
+        self.llm_engine = SimpleNamespace(model_config=config)
+        self.calls: list[list[SamplingParams]] = []
+        LLM.made.append(self)
+
+    def generate(
+        self,
+        prompts: Sequence[dict[str, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Any]:
+        one = isinstance(sampling_params, SamplingParams)
+        params = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
+        assert len(params) == len(prompts) and not use_tqdm
+        if not one:
+            self.calls.append(list(params))
+        return [self._answer(prompt["prompt_token_ids"], each) for prompt, each in zip(prompts, params, strict=True)]
+
+    @torch.inference_mode()
+    def _answer(self, prompt: list[int], params: SamplingParams) -> Any:
+        assert params.ignore_eos or params.prompt_logprobs and not params.detokenize
+        sampling = Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        own, ids = generator(params.seed or 0), list(prompt)
+        reason = "length"
+        while len(ids) < len(prompt) + params.max_tokens:
+            p_1V = probs(self._model(torch.tensor([ids])).logits[:, -1], sampling)
+            ids.append(int(draw(p_1V, torch.rand(1, generator=own, dtype=torch.float64))))
+            if ids[-1] in params.stop_token_ids:
+                reason = "stop"
+                break
+        rows: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            assert params.prompt_logprobs <= self.max_logprobs or self.max_logprobs == -1
+            logprobs_TV = self._model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+            rows = [None]
+            for token, logprobs_V in zip(prompt[1:], logprobs_TV[:-1], strict=True):
+                order = logprobs_V.argsort(descending=True).tolist()
+                shown = {token, *order[: params.prompt_logprobs]}
+                rows.append({each: Logprob(float(logprobs_V[each]), order.index(each) + 1) for each in shown})
+        output = SimpleNamespace(index=0, text="", token_ids=ids[len(prompt) :], finish_reason=reason)
+        return SimpleNamespace(prompt_token_ids=prompt, prompt_logprobs=rows, outputs=[output])
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("vllm")
+    module.LLM, module.SamplingParams, module.__spec__ = LLM, SamplingParams, ModuleSpec("vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.delitem(sys.modules, "distill.engines.vllm", raising=False)
+    LLM.made.clear()
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(directory.glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 10, "part_rows": 4, "teacher_top_k": 5}
+    config = DistillConfig(
+        target=target_dir,
+        prompts=prompts_file,
+        out=str(tmp_path / "set"),
+        engine="vllm",
+        tensor_parallel_size=2,
+        temperatures=["0:0.3", "0.8:0.7"],
+        top_k=7,
+        **options,
+    )
+    summary = distill(config, "x")
+    assert summary["rows"] == 16 and summary["prompts_skipped"] == 1
+    (llm,) = LLM.made
+    assert llm.tensor_parallel_size == 2
+    asked = [params for call in llm.calls for params in call]
+    made = rows(tmp_path / "set")
+    assert {params.temperature for params in asked} == {row["temperature"] for row in made} == {0.0, 0.8}
+    assert sorted(params.seed or 0 for params in asked) == sorted(row["seed"] for row in made)
+    assert {(params.top_k, params.max_tokens, params.detokenize) for params in asked} == {(7, 10, False)}
+    ends = set(asked[0].stop_token_ids)
+    for row in made:
+        assert (row["finish_reason"] == "stop") == (row["response_ids"][-1] in ends)
+        assert row["tokens_from"] == "target"
+    assert {row["finish_reason"] for row in made} == {"stop", "length"}
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    assert manifest["identity"]["config"]["engine"] == "vllm"
+    # Teacher rows are those of `hf`, of the same answers.
+    from distill.score import score
+
+    model = load_model(target_dir, device="cpu")
+    for row in made[::3]:
+        own = score(model, row["prompt_ids"], row["response_ids"], 5)
+        assert row["top_ids"] == own.top_ids
+        assert torch.tensor(row["top_logprobs"]).allclose(torch.tensor(own.top_logprobs), atol=1e-5)
+        assert torch.tensor(row["tail_mass"]).allclose(torch.tensor(own.tail_mass), atol=1e-5)
+
+
+def test_turns_are_asked_after_the_answers_before_them(vllm: None, target_dir: str, tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "-"}]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [*turn, *turn]}) + "\n")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
+    config = DistillConfig(
+        target=target_dir,
+        prompts=str(tmp_path / "p.jsonl"),
+        out=str(tmp_path / "set"),
+        engine="vllm",
+        max_new_tokens=6,
+        chat_template=str(tmp_path / "chat.jinja"),
+    )
+    assert distill(config, "x")["rows"] == 2
+    assert [len(call) for call in LLM.made[0].calls] == [1, 1]
+    assert [row["turn"] for row in rows(tmp_path / "set")] == [0, 1]
+
+
+def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prompts": prompts_file, "out": str(tmp_path / "set"), "engine": "vllm"}
+    with pytest.raises(InputError, match=r"temperature: vLLM draws at 0.01 where 0.001 is asked for"):
+        distill(DistillConfig(target=target_dir, temperature=0.001, **options), "x")
+    broken = tmp_path / "broken"
+    broken.symlink_to(target_dir)
+    with pytest.raises(InputError, match="broken: vLLM cannot run it: No such model"):
+        distill(DistillConfig(target=str(broken), **options), "x")
+    assert not (tmp_path / "set").exists()
+
+
+def test_without_vllm_it_says_how_to_install_it(
+    target_dir: str, prompts_file: str, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith_core.packages.is_installed", lambda package: package != "vllm")
+    code, _, err = door(
+        *f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine vllm".split()
+    )
+    assert code == 2
+    assert err.strip() == (
+        "draftsmith distill: --engine vllm: needs vllm, which is not installed; pip install 'draftsmith[vllm]', "
+        "or serve the target with it and use --engine openai"
+    )
