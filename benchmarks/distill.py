@@ -11,8 +11,8 @@ client: `answers` answers of one short server in another process; processor-seco
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
     that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
-    the prompts, and transformers' `generate` on those with left padding. `rounds` rounds in turn; medians. Answers of the
-    first three are checked to be the same. `busy`: which share of the rows of a refilled batch is at work while a
+    the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
+    the first three are checked to be the same. `busy`: which share of the rows of a refilled batch is at work while a
     prompt waits.
 hf_wide: the same on the demo's target widened to the cost of a 99 M model (benchmarks/widen.py), with `wide_prompts`
     prompts of 4 to 24 tokens.

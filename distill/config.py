@@ -96,6 +96,8 @@ class DistillConfig:
     push_to_hub: str | None = None
     """Upload the finished set to this data set on the hub, owner/name, with the token in HF_TOKEN; made private where
     it does not exist."""
+    copy_to: str | None = None
+    """Copy the finished set to this directory of a store that fsspec knows, such as s3://BUCKET/DIR."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"

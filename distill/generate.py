@@ -32,13 +32,14 @@ from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
+from draftsmith_core.stores import check_store, copied
 from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
 
 # `manifest.json` of a finished set, `run.json` of one in the making.
 _RECORDS = ("manifest.json", "run.json")
 # Options that change where the work is done and written, or when it stops, not the rows.
 _NOT_IDENTITY = (
-    *("out", "device", "push_to_hub", "strict"),
+    *("out", "device", "push_to_hub", "copy_to", "strict"),
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
@@ -52,6 +53,8 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
+    if config.copy_to is not None:
+        check_store(config.copy_to)
     out = Path(config.out)
 
     def kept() -> bool:
@@ -59,7 +62,7 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
 
     with terminable(), without_fsdp_variable(), keeping(kept):
         summary = _distill(config, command or command_line("distill", config))
-    return summary | pushed(out, config.push_to_hub, "dataset")
+    return summary | copied(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
 
 
 def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
