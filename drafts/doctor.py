@@ -24,6 +24,7 @@ from drafts.layouts.export import PATH_TRAPS, load_source
 from drafts.layouts.gguf_file import ARCHITECTURES
 from drafts.layouts.source import Source, check_plain
 from drafts.load import first_difference
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
 from draftsmith_core.sources import why_not
@@ -109,27 +110,22 @@ def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[
     if target.tokenizer is not None and draft.tokenizer is not None:
         differs = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
     found = []
-    for engine, (rule, command, form) in _ENGINES.items():
+    for engine, rule in _RULES.items():
         refused = rule(target, draft)
         reason = refused or "its rules hold"
         if refused is None and differs is not None:
             reason = f"loads it without an error, but token {differs} is another one to the draft: nothing is accepted"
         elif refused is None and draft.size > target.size:
             reason += f"; the {draft.size - target.size} ids that only the draft has must be padding"
-        names = {role: shlex.quote(name) for role, name in (("t", config.target), ("d", config.draft))}
-        exports: tuple[str, ...] = ()
-        if form is not None:
-            words = "draftsmith export --draft {} --format {} --out {}"
-            exports = tuple(words.format(name, form, _exported(name, form)) for name in names.values())
-            names = {role: _exported(name, form) for role, name in names.items()}
-        number = tokens.get(engine, DRAFT_TOKENS)
-        line = command.format(**names, n=number, m=number + 1) if refused is None else None
+        exports, command = _commands(config, engine, "draft", tokens)
+        line = command if refused is None else None
         found.append(Verdict(engine, refused is None, refused is None and differs is None, reason, line, exports))
     return found
 
 
-def _exported(name: str, form: str) -> str:
-    return f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
+def _commands(config: DoctorConfig, engine: str, kind: str, tokens: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    names = shlex.quote(config.target), shlex.quote(config.draft)
+    return SERVING[engine][kind].commands(kind, *names, tokens.get(engine, DRAFT_TOKENS))
 
 
 def _sizes(target: Model, draft: Model) -> str:
@@ -138,10 +134,6 @@ def _sizes(target: Model, draft: Model) -> str:
 
 def _equal_sizes(target: Model, draft: Model) -> str | None:
     return None if target.size == draft.size else f"{_sizes(target, draft)}; it wants equal sizes"
-
-
-def _nothing(target: Model, draft: Model) -> str | None:
-    return None
 
 
 def _transformers(target: Model, draft: Model) -> str | None:
@@ -189,34 +181,14 @@ def _onnxruntime_genai(target: Model, draft: Model) -> str | None:
     return _equal_sizes(target, draft)
 
 
-_VLLM = 'vllm serve {t} --speculative-config \'{{"method": "%s", "model": "{d}", "num_speculative_tokens": {n}}}\''
-_SGLANG = (
-    "python -m sglang.launch_server --model-path {t} --speculative-algorithm %s --speculative-draft-model-path {d} "
-    "--speculative-num-steps {n} --speculative-eagle-topk 1 --speculative-num-draft-tokens {m}"
-)
-_LLAMA = "llama-server -m {t}/model.gguf -md {d}/model.gguf --spec-type %s --spec-draft-n-max {n}"
-# Engine: (the first of its rules that a pair breaks, or None; the command; the format of export that it reads).
-_ENGINES: dict[str, tuple[Callable[[Model, Model], str | None], str, str | None]] = {
-    "transformers": (
-        _transformers,
-        "target.generate(..., assistant_model=draft)  # draft.generation_config.num_assistant_tokens = {n}",
-        None,
-    ),
-    "vllm": (_vllm, _VLLM % "draft_model", None),
-    "sglang": (_equal_sizes, _SGLANG % "STANDALONE", None),
-    "llama.cpp": (_llama_cpp, _LLAMA % "draft-simple", "gguf"),
-    # It compares no vocabularies, not even their sizes.
-    "openvino": (
-        _nothing,
-        'LLMPipeline("{t}", "CPU", draft_model=draft_model("{d}", "CPU"))  # config.num_assistant_tokens = {n}',
-        "openvino",
-    ),
-    "onnxruntime-genai": (
-        _onnxruntime_genai,
-        "python -m onnxruntime_genai.models.builder -m {t} -o onnx -p fp32 -e cpu  # and {d}; then its genai_config: "
-        '"type": "speculative", "draft": ..., "max_draft_tokens": {n}',
-        None,
-    ),
+# Engine: the first of its rules that a pair breaks, or None.
+_RULES: dict[str, Callable[[Model, Model], str | None]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _equal_sizes,
+    "llama.cpp": _llama_cpp,
+    "openvino": lambda target, draft: None,  # it compares no vocabularies, not even their sizes
+    "onnxruntime-genai": _onnxruntime_genai,
 }
 
 
@@ -231,22 +203,21 @@ def _of_head(config: DoctorConfig, tokens: Mapping[str, int]) -> list[Verdict]:
     )
     source = load_source(options)
     found = []
-    for engine, form, command in _HEAD_ENGINES.get(source.kind, ()):
+    for engine, kinds in SERVING.items():
+        serving = kinds.get(source.kind)
+        if serving is None:
+            if engine in _RULES:
+                found.append(Verdict(engine, False, False, f"reads no {source.kind} heads"))
+            continue
+        form = str(serving.draft_format)
         try:
             _check_head(source, form)
         except InputError as error:
             found.append(Verdict(engine, False, False, str(error).removeprefix(f"--format {form}: ")))
             continue
-        target, draft = shlex.quote(config.target), shlex.quote(config.draft)
-        number, out = tokens.get(engine, DRAFT_TOKENS), _exported(draft, form)
-        exports = [f"draftsmith export --draft {draft} --target {target} --format {form} --out {out}"]
-        if form == "gguf":
-            exports.append(f"draftsmith export --draft {target} --format gguf --out {_exported(target, form)}")
-            target = _exported(target, form)
-        line = command.format(t=target, d=out, n=number, m=number + 1)
-        found.append(Verdict(engine, True, True, "its layout holds this head", line, tuple(exports)))
-    others = [name for name in _ENGINES if name not in {verdict.engine for verdict in found}]
-    return found + [Verdict(name, False, False, f"reads no {source.kind} heads") for name in others]
+        exports, command = _commands(config, engine, source.kind, tokens)
+        found.append(Verdict(engine, True, True, "its layout holds this head", command, exports))
+    return found
 
 
 def _check_head(source: Source, form: str) -> None:
@@ -266,26 +237,3 @@ def _check_head(source: Source, form: str) -> None:
         if source.tokenizer is None:
             raise InputError("the target has no tokenizer, and a GGUF file holds one")
         gguf_vocabulary.described(source.tokenizer, text.vocab_size)
-
-
-_AUTHORS = "EaModel.from_pretrained(base_model_path={t}, ea_model_path={d}"
-# Kind of head: (engine, format of export, command).
-_HEAD_ENGINES = {
-    "eagle": (
-        ("SafeAILab/EAGLE", "eagle", _AUTHORS + ")"),
-        ("vllm", "eagle", _VLLM % "eagle"),
-        ("sglang", "sglang", _SGLANG % "EAGLE"),
-    ),
-    "eagle3": (
-        (
-            "SafeAILab/EAGLE",
-            "eagle",
-            _AUTHORS + ", use_eagle3=True)",
-        ),
-        ("vllm", "speculators", _VLLM % "eagle3"),
-        ("sglang", "sglang", _SGLANG % "EAGLE3"),
-        ("llama.cpp", "gguf", _LLAMA % "draft-eagle3"),
-    ),
-    "medusa": (("vllm", "medusa", _VLLM % "medusa"),),
-    "hydra": (),
-}

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import PLACEHOLDER, is_hub_name
 from draftsmith_core.io import read_json, write_text_atomic
@@ -42,8 +43,7 @@ With draftsmith, or with vLLM on a GPU (which needs equal `vocab_size` in both c
 
 ```bash
 draftsmith decode --target {target} --draft {here} --prompt "Once upon a time"
-vllm serve {target} \\
-  --speculative-config '{{"method": "draft_model", "model": "{here}", "num_speculative_tokens": 4}}'
+{vllm}
 ```"""
 _LOADING_HEAD = """It reads the hidden states of `{target}` and works with that model only:
 
@@ -87,9 +87,10 @@ def checkpoint_card(record: Values, results: Values | None = None, draft: str | 
     }
     purpose = _PURPOSE.format(what="small language model" if is_lm else f"{kind} head", target=target)
     loading = _LOADING_LM if is_lm else _LOADING_HEAD
+    _, vllm = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
     sections = {
         "Measured": _heldout(record) if results is None else _evaluated(results, draft or ""),
-        "How to load it": loading.format(target=target, here=PLACEHOLDER, kind=kind),
+        "How to load it": loading.format(target=target, here=PLACEHOLDER, kind=kind, vllm=vllm),
         "How it was made": _made(record, config, sets),
         "Licence": about_licence,
     }

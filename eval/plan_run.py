@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from drafts.load import load_pair
+from drafts.load import kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import write_json_atomic
@@ -16,7 +16,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.model_rows import machine, model_row
 from eval.plan import Planner, plan_pair
-from eval.plan_flags import name_models
+from eval.plan_flags import with_commands
 
 STEPS = 6
 
@@ -76,7 +76,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         raise InputError(f"--draft {config.draft}: {error}") from None
     document = {
         **planned,
-        "engines": name_models(planned["engines"], config.target, config.draft),
+        "engines": with_commands(planned["engines"], kind_of(draft), config.target, config.draft),
         "models": {"target": model_row(config.target, pair.target), "draft": model_row(config.draft, draft)},
         "machine": machine(pair.target),
         "provenance": provenance("draftsmith plan", {"prompts": config.prompts, "seed": config.seed}),
@@ -107,5 +107,5 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
             lines.append(
                 f"  {row['engine']}: {row['draft_tokens']} draft tokens, {row['tau']:.2f} tokens a step expected"
             )
-            lines.append(f"    {row['command']}")
+            lines += [f"    {command}" for command in (*row["exports"], row["command"])]
     return lines

@@ -11,9 +11,10 @@ import pytest
 
 from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
+from draftsmith_core.engine_commands import SERVING
 from eval.plan import Candidate, _finalists, _pays
 from eval.plan_costs import fit, measure_costs, shapes
-from eval.plan_flags import ENGINES, engine_flags
+from eval.plan_flags import engine_flags
 from eval.plan_joint import JointRuns, kary_space
 
 Door = Callable[..., tuple[int, str, str]]
@@ -117,11 +118,24 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
         "vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5
     }  # fmt: skip
     assert all(row["speedup"] == 2.0 for row in rows)
-    assert [row["engine"] for row in engine_flags("eagle3", lambda rule, n: (1.0, 1.0), 1.0, 3)] == ["vllm", "sglang"]
+    found = engine_flags("eagle3", lambda rule, n: (1.0, 1.0), 1.0, 3)
+    assert [row["engine"] for row in found] == ["vllm", "sglang", "llama.cpp"]
     assert engine_flags("hydra", lambda rule, n: (1.0, 1.0), 1.0, 3) == []
-    for _, commands in ENGINES.values():
-        for command in commands.values():
-            assert "{" not in command.format(target="T", draft="D", n=3, n_and_root=4).replace('{"method"', "")
+
+
+def test_every_command_names_the_pair_the_length_and_what_must_be_written_first() -> None:
+    for kinds in SERVING.values():
+        for kind, serving in kinds.items():
+            exports, command = serving.commands(kind, "models/T", "D", 3)
+            assert "{" not in command.replace('{"method"', "") and ("D" in command or "=draft" in command)
+            assert len(exports) == sum(form is not None for form in (serving.draft_format, serving.target_format))
+            assert all(line.split()[-1] in command for line in exports)
+    exports, command = SERVING["llama.cpp"]["eagle3"].commands("eagle3", "models/T", "D", 3)
+    assert exports == (
+        "draftsmith export --draft D --target models/T --format gguf --out D.gguf",
+        "draftsmith export --draft models/T --format gguf --out T.gguf",
+    )
+    assert command.startswith("llama-server -m T.gguf/model.gguf -md D.gguf/model.gguf")
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -139,7 +153,8 @@ def test_a_plan_is_written_and_used(
     rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
     assert {row["engine"] for row in found["engines"]} == {"vllm", "sglang", "llama.cpp", "transformers"}
-    assert all(target_dir in row["command"] or row["engine"] == "transformers" for row in found["engines"])
+    lines = {row["engine"]: " ".join([*row["exports"], row["command"]]) for row in found["engines"]}
+    assert all(target_dir in line or engine == "transformers" for engine, line in lines.items())
     predicted = [row for row in found["candidates"] if row["tau"]]
     assert len(predicted) == 20 and all(1 <= row["tau"]["value"] <= 65 for row in predicted)
     assert {row["domain"] for row in found["domains"]} == {"default", "models"}
