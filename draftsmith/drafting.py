@@ -94,7 +94,7 @@ def _check_needs(proposer: str, kinds: Mapping[str, str], datastore: bool) -> No
 
 
 def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
-    wanted = {"blockwise": "medusa", "string_match": "draft"}.get(proposer, proposer)
+    wanted = PROPOSERS[proposer].usual or proposer
     what = "a language model" if needs == "models" else f"a head of kind {wanted}"
     if not kinds:
         raise InputError(f"proposer: `{proposer}` needs --draft, {what}")
@@ -117,10 +117,9 @@ def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier
         check_static(proposer, shape)
     if isinstance(shape, DynamicTree) and drafts > 1:
         raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
-    if proposer == "blockwise" and not shape.is_chain:
-        raise InputError("tree: blockwise drafts chains only; use chain:4, or --proposer medusa")
-    if proposer == "string_match" and not shape.is_chain:
-        raise InputError("tree: string_match drafts one text; use chain:4, or --proposer draft")
+    usual = PROPOSERS[proposer].usual
+    if usual is not None and not shape.is_chain:
+        raise InputError(f"tree: {proposer} drafts chains only; use chain:4, or --proposer {usual}")
     if drafts > 1 and not copies:
         rule.check(shape, "with_replacement", drafts)
     else:

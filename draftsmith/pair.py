@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from decode import (
     PROPOSERS,
-    DraftModelProposer,
     Proposer,
     SpeculativeDecoder,
     StopStrings,
@@ -19,7 +18,6 @@ from decode import (
     Verifier,
 )
 from decode.engine import OnTokens
-from decode.propose.string_match import StringMatchProposer
 from decode.suffix_index import SuffixIndex
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -368,14 +366,11 @@ def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fa
     kind = PROPOSERS[name]
     match kind.needs:
         case "models":
-            make = StringMatchProposer if name == "string_match" else DraftModelProposer
-            return make([draft for draft in drafts if isinstance(draft, PreTrainedModel)], fast=fast)
+            return kind.make(drafts, fast=fast)
         case "head":
-            return kind.make(drafts[0])
-        case "index":
+            return kind.make(drafts[0], fast=fast)
+        case "index" | "nothing":
             return kind.make(index)
-        case "nothing":
-            return kind.make(None)
 
 
 def _heads(draft: Draft) -> int | None:

@@ -128,7 +128,7 @@ def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir:
         (("--draft", "{own}", "--proposer", "string_match"), "string_match is for a draft of another tokenizer"),
         (
             ("--draft", "{donor}", "--heterogeneous_vocab", "true", "--proposer", "string_match", "--tree", "kary:2,2"),
-            "tree: string_match drafts one text; use chain:4",
+            "tree: string_match drafts chains only; use chain:4",
         ),
         (("--draft", "{donor}", "{own}", "--heterogeneous_vocab", "true"), "cannot draft together; use one"),
     ],

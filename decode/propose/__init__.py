@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 class ProposerKind:
     """A method of drafting, as help texts and tables print it: its title, the trees that it drafts, its paper.
 
-    `make` takes what it `needs`: a list of language models, a head, a suffix index, or None. determined: its models
-    are greedy, so that the context determines its drafts.
+    `make` takes what it `needs`: a list of language models, a head, a suffix index, or None; of models and heads also
+    `fast`. determined: its models are greedy, so that the context determines its drafts. usual: the proposer that
+    drafts with the same kind of model or head on any tree, where this one is for chains only.
     """
 
     title: str
     trees: str
     paper: str
     needs: Literal["models", "head", "index", "nothing"]
-    make: Callable[[Any], "Proposer"]
+    make: Callable[..., "Proposer"]
     determined: bool = False
+    usual: str | None = None
 
     @property
     def draws(self) -> bool:
@@ -36,12 +38,12 @@ class ProposerKind:
         return self.needs in ("models", "head") and not self.determined
 
 
-def _in(module: str, name: str, **options: Any) -> Callable[[Any], "Proposer"]:
+def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
     """Makes the proposer `name` of a module of this package, which is imported when it is first made."""
 
-    def make(thing: Any) -> "Proposer":
+    def make(thing: Any, **more: Any) -> "Proposer":
         proposer: Callable[..., Proposer] = getattr(import_module(f"decode.propose.{module}"), name)
-        return proposer(**options) if thing is None else proposer(thing, **options)
+        return proposer(**options) if thing is None else proposer(thing, **options, **more)
 
     return make
 
@@ -61,6 +63,7 @@ PROPOSERS: dict[str, ProposerKind] = {
         "models",
         _in("string_match", "StringMatchProposer"),
         determined=True,
+        usual="draft",
     ),
     "eagle": ProposerKind(
         "EAGLE-1/2 head: the target's next top feature",
@@ -96,6 +99,7 @@ PROPOSERS: dict[str, ProposerKind] = {
         "Stern et al. 2018, arXiv 1811.03115",
         "head",
         _in("head_proposers", "HeadProposer", chains_only=True),
+        usual="medusa",
     ),
     "prompt_lookup": ProposerKind(
         "what followed the same n-gram earlier in the text",

@@ -44,13 +44,12 @@ def head_kind(path: str | Path) -> str | None:
         kind = read_json(record, "the record of a draft checkpoint").get("kind")
         if isinstance(kind, str):
             return None if kind == "draft-lm" else kind
-    return _kind_of_config(directory, read_json(config, "the config of a draft")) if config.is_file() else None
-
-
-def _kind_of_config(directory: Path, values: Mapping[str, Any]) -> str | None:
-    if values.get("speculators_model_type", "eagle3") != "eagle3":
-        return f"speculators {values['speculators_model_type']}"
+    if not config.is_file():
+        return None
+    values = read_json(config, "the config of a draft")
     layout = layout_of(directory, values)
+    if layout is None and "speculators_model_type" in values:
+        return f"speculators {values['speculators_model_type']}"
     return None if layout is None else layout.kind
 
 

@@ -32,11 +32,10 @@ __all__ = ["PUBLISHED", "Found", "Layout", "layout_of", "may_be_head", "read_ten
 def layout_of(directory: Path, values: Mapping[str, Any]) -> Layout | None:
     """The layout that knows a directory with these values in config.json; None for a language model."""
     names = cache(lambda: tensor_names(directory))
-    return next((layout for layout in PUBLISHED.values() if layout.known(values, names)), None)
+    layouts = (each for each in PUBLISHED.values() if each.speculators_type == values.get("speculators_model_type"))
+    return next((layout for layout in layouts if layout.known(values, names)), None)
 
 
 def may_be_head(values: Mapping[str, Any]) -> bool:
     """Whether a config.json can be that of a head, before its tensors are there to tell."""
-    if any(layout.known(values, frozenset) for layout in PUBLISHED.values()):
-        return True
-    return values.get("num_hidden_layers") == 1 or "speculators_model_type" in values
+    return values.get("num_hidden_layers") == 1 or any(each.known(values, frozenset) for each in PUBLISHED.values())

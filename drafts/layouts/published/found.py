@@ -28,9 +28,11 @@ class Layout:
 
     `known` is asked with the values of config.json, and asks for the names of the tensors where those do not tell.
     `read` returns what our own layout of that kind holds; InputError, one line, for a variant that cannot be run.
+    A config with `speculators_model_type` is shown only to layouts of that `speculators_type`.
     """
 
     title: str
     kind: str
     known: Callable[[Mapping[str, Any], Names], bool]
     read: Callable[[Found], Found]
+    speculators_type: str | None = None

@@ -14,7 +14,7 @@ from draftsmith_core.errors import InputError
 
 def known(values: Mapping[str, Any], names: Names) -> bool:
     """By the key that vLLM looks for too."""
-    return values.get("speculators_model_type") == "eagle3"
+    return "speculators_model_type" in values
 
 
 def read(found: Found) -> Found:
@@ -31,4 +31,4 @@ def read(found: Found) -> Found:
     return eagle3.read(replace(found, values=defaults | layer | ours))
 
 
-SPECULATORS = Layout("speculators EAGLE-3", "eagle3", known, read)
+SPECULATORS = Layout("speculators EAGLE-3", "eagle3", known, read, speculators_type="eagle3")
