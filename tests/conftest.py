@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,29 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int, int], str]:
+    """`answers(text, step, num_samples, max_new_tokens)`: a distilled set of the target's answers to twelve beginnings
+    of `text`, the first of 3 letters and each longer by `step`.
+    """
+
+    @cache
+    def made(text: str, step: int, num_samples: int, max_new_tokens: int) -> str:
+        from distill.config import DistillConfig
+        from distill.generate import distill
+
+        there = tmp_path_factory.mktemp("answers")
+        prompts = [{"prompt": text[: 3 + step * i]} for i in range(12)]
+        (there / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        options: dict[str, Any] = {"num_samples": num_samples, "max_new_tokens": max_new_tokens, "device": "cpu"}
+        distill(
+            DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d"
+        )
+        return str(there / "set")
+
+    return made
 
 
 def forget_processes() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import RunError
@@ -12,6 +12,7 @@ from eval import measure
 from eval.estimate import Continuation, alpha_sums
 from eval.headroom import RootStep, positions_per_prompt, root_acceptance, spread
 from eval.request import Method
+from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17
 SAMPLINGS = [
@@ -21,37 +22,10 @@ SAMPLINGS = [
 ]
 
 
-def _model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
-
-
-def _near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
-    other = _model(seed)
-    other.load_state_dict(model.state_dict())
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=noise)
-    return other
-
-
 @pytest.fixture(scope="module")
 def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    target = _model(0)
-    return target, _near(target, 0.25, 5)
+    target = tiny_llama(0, VOCAB)
+    return target, near(target, 0.25, 5)
 
 
 def _rows(count: int, seed: int) -> list[Continuation]:
@@ -113,7 +87,7 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM], temperature: float, broken: int
 ) -> None:
     models = [pair[0], pair[1]]
-    models[broken] = _near(models[broken], 0.0, 9)
+    models[broken] = near(models[broken], 0.0, 9)
     with torch.no_grad():
         # Tokens from 14 on: at temperature 0 a NaN wins the argmax like any other maximum.
         models[broken].lm_head.weight[14:].fill_(torch.nan)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode import PROPOSERS, Outcome, SessionSetup, parse_tree
-from drafts.heads import Head, save_head
+from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import check_draft_vocabulary, draft_fingerprint, kind_of
 from draftsmith_core.errors import InputError
@@ -27,48 +26,15 @@ from eval.config import EvalConfig
 from eval.estimate import Continuation, alpha_sums
 from eval.evaluate import evaluate
 from eval.summary import summary as summarise
+from tests.tiny_models import HEADS, V, stirred_head, tiny_llama
 
-V = 23
 SAMPLING = Sampling(temperature=1.0)
 SAMPLINGS = [Sampling(temperature=0.0), SAMPLING, Sampling(temperature=0.7, top_k=5, top_p=0.9)]
-HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
-    "eagle": lambda target: EagleHead.fresh(target, seed=3),
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
-    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
-    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
-}
-
-
-def tiny(vocabulary: int, seed: int, layers: int = 3) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
-
-
-def made(name: str, target: PreTrainedModel) -> Head:
-    """A head with every parameter away from where it began."""
-    head = HEADS[name](target).eval()
-    random = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
-    return head
 
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    return tiny(V, 0)
+    return tiny_llama(0, layers=3, spread=0.5)
 
 
 def texts(vocabulary: int = V) -> list[Continuation]:
@@ -96,7 +62,7 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
 @pytest.mark.parametrize("index", range(4))
 def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: int, target: LlamaForCausalLM) -> None:
     """Step by step along a text, the distribution at the root of each proposal is the teacher-forced one."""
-    head, row = made(name, target), texts()[index]
+    head, row = stirred_head(name, target), texts()[index]
     _, expected_TV, out = read(target, head, row)
     states = [out.hidden_states[layer] for layer in head.hidden_layers]
     proposer, first = PROPOSERS[kind_of(head)].make(head), len(row.prompt_ids) - 1
@@ -127,7 +93,7 @@ def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: i
 def test_alpha_of_a_head_is_its_first_law_against_the_targets(
     name: str, max_logits: int, target: LlamaForCausalLM
 ) -> None:
-    head, rows = made(name, target), texts()
+    head, rows = stirred_head(name, target), texts()
     expected = []
     for row in rows:
         p_TV, q_TV, _ = read(target, head, row)
@@ -142,7 +108,7 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, target: LlamaForCausalLM) -> None:
     """Tokens that the draft lacks have q = 0; its padding does not count; unknown ones are read as its last."""
-    draft, rows = tiny(own, 4, layers=1), texts()
+    draft, rows = tiny_llama(4, own, spread=0.5), texts()
     expected = []
     for row in rows:
         ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:-1]])
@@ -158,14 +124,14 @@ def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, targ
 
 
 def test_head_fingerprints_follow_kind_weights_and_draft_vocabulary(target: LlamaForCausalLM) -> None:
-    seen = {draft_fingerprint(made(name, target)) for name in HEADS}
+    seen = {draft_fingerprint(stirred_head(name, target)) for name in HEADS}
     assert len(seen) == 4
-    head = made("eagle3", target)
+    head = stirred_head("eagle3", target)
     assert draft_fingerprint(head) in seen and len(draft_fingerprint(head)) == 16
     assert isinstance(head, Eagle3Head)
     head.set_draft_vocab(range(1, V - 4))
     assert draft_fingerprint(head) not in seen
-    assert memory_bytes(made("medusa", target)) == 4 * 3 * (16 * 16 + 16 + 16 * V)
+    assert memory_bytes(stirred_head("medusa", target)) == 4 * 3 * (16 * 16 + 16 + 16 * V)
 
 
 def renamed(tokenizer: PreTrainedTokenizerBase, path: Path, change: Callable[[dict[str, Any]], None]) -> str:

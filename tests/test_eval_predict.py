@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode.stats import independent_tau
-from drafts.heads import Head, save_head
+from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import Prompt
@@ -23,6 +21,7 @@ from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
 from eval.predict import not_predicted
 from eval.request import Method
+from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
 SOME_WORDS = (
     "socket thread queue json string random calendar decimal logging email html zipfile bisect heapq enum".split()
@@ -30,8 +29,6 @@ SOME_WORDS = (
 SOME_WORDS += ["copy", "abc", "ast"]
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
 HOT, WARM, COLD = Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=0.0)
-V = 23
-HEADS = ("eagle", "eagle3", "medusa", "hydra")
 CASES = [
     ("chain:1", "speculative", HOT),
     ("chain:4", "speculative", HOT),
@@ -50,52 +47,10 @@ CASES = [
 ]
 
 
-def _model(seed: int, layers: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
-
-
-def _near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
-    other = _model(seed, 1)
-    other.load_state_dict(model.state_dict())
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=noise)
-    return other
-
-
-def _head(name: str, target: LlamaForCausalLM) -> Head:
-    """A head with every parameter away from where it began."""
-    made: dict[str, Head] = {
-        "eagle": EagleHead.fresh(target, seed=3),
-        "eagle3": Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
-        "medusa": MedusaHeads.fresh(target, num_heads=3),
-        "hydra": HydraHeads.fresh(target, num_heads=3),
-    }
-    random = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in made[name].parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
-    return made[name].eval()
-
-
 @pytest.fixture(scope="module")
 def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    target = _model(0, 1)
-    return target, _near(target, 0.25, 5)
+    target = tiny_llama(0)
+    return target, near(target, 0.25, 5)
 
 
 def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: Sampling, count: int = 300) -> None:
@@ -133,9 +88,9 @@ def test_expected_counts_are_those_of_decoding(
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "speculative"), ("kary:2,2,1", "mcsd")])
 def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name: str, tree: str, verifier: str) -> None:
-    target = _model(0, 3)
+    target = tiny_llama(0, layers=3)
     for sampling in (HOT, COLD):
-        _compare(target, _head(name, target), Method(tree, verifier), sampling, 150)
+        _compare(target, stirred_head(name, target, 0.1), Method(tree, verifier), sampling, 150)
 
 
 def test_runs_are_not_independent_and_the_formula_is_off(
@@ -160,8 +115,8 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(
     for sampling in (COLD, HOT):
         ours = measure.baseline(pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1)
         rows = measure.continuations(PROMPTS[:20], ours)
-        both = measure_alphas(pair[0], {"a": pair[1], "b": _near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8)
-        for name, draft in (("a", pair[1]), ("b", _near(pair[0], 0.1, 7))):
+        both = measure_alphas(pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8)
+        for name, draft in (("a", pair[1]), ("b", near(pair[0], 0.1, 7))):
             alone = measure_alphas(pair[0], {name: draft}, rows, sampling, batch_size=8)[name]
             assert alone == both[name]
             if sampling.greedy:

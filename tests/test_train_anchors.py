@@ -1,7 +1,6 @@
 """Anchors: a draft that is held near what it was before training, by its distributions or by its weights."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith_core.models import load_model
 from train.batch import IGNORE
 from train.data import collate, load_examples
@@ -26,13 +23,8 @@ BOTH = ["--anchor_kl", "0.5", "--anchor_l2", "0.3"]
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    there = tmp_path_factory.mktemp("anchors")
-    texts = ["A draft model proposes tokens and the target"[: 3 + 3 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 16, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+def distilled(answers: Callable[..., str]) -> str:
+    return answers("A draft model proposes tokens and the target", 3, 2, 16)
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith_core.errors import RunError
 from train.config import TrainConfig
 from train.world import make_world
@@ -49,13 +47,8 @@ with open(f"code_{os.environ['RANK']}", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    there = tmp_path_factory.mktemp("distributed")
-    texts = ["A draft model proposes tokens and the target"[: 3 + 3 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 20, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+def distilled(answers: Callable[..., str]) -> str:
+    return answers("A draft model proposes tokens and the target", 3, 2, 20)
 
 
 def words(distilled: str, draft_dir: str, target_dir: str, out: Path, size: int, accumulation: int) -> list[str]:

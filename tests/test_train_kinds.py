@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 from decode.engine import SpeculativeDecoder
 from decode.propose import PROPOSERS
 from decode.propose.protocol import Outcome, Proposal, SessionSetup
-from distill.config import DistillConfig
-from distill.generate import distill
 from drafts.heads import HEADS, head_kind
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
@@ -48,14 +46,9 @@ every_head = pytest.mark.parametrize("kind", HEADS)
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def distilled(answers: Callable[..., str]) -> str:
     """48 rows of unequal length."""
-    there = tmp_path_factory.mktemp("kinds")
-    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 4, "max_new_tokens": 20, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[str]:

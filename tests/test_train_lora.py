@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith_core.packages import is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="needs peft (pip install 'draftsmith[peft]')")
@@ -21,13 +19,8 @@ SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    there = tmp_path_factory.mktemp("lora")
-    texts = ["A draft model proposes tokens and the target"[: 3 + 3 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 16, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+def distilled(answers: Callable[..., str]) -> str:
+    return answers("A draft model proposes tokens and the target", 3, 2, 16)
 
 
 @pytest.fixture

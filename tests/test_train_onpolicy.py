@@ -28,14 +28,9 @@ Spawn = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def distilled(answers: Callable[..., str]) -> str:
     """48 rows of unequal length."""
-    there = tmp_path_factory.mktemp("onpolicy")
-    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 4, "max_new_tokens": 20, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill.config import DistillConfig
-from distill.generate import distill
 from train.memory_errors import is_out_of_memory
 
 Door = Callable[..., tuple[int, str, str]]
@@ -44,14 +42,9 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def distilled(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def distilled(answers: Callable[..., str]) -> str:
     """36 rows of unequal length."""
-    there = tmp_path_factory.mktemp("robust")
-    texts = ["Numbers such as 12, 345 and 6789"[: 3 + 2 * i] for i in range(12)]
-    (there / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    options: dict[str, Any] = {"num_samples": 3, "max_new_tokens": 20, "device": "cpu"}
-    distill(DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d")
-    return str(there / "set")
+    return answers("Numbers such as 12, 345 and 6789", 2, 3, 20)
 
 
 @pytest.fixture(scope="module")

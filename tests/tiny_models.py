@@ -1,0 +1,58 @@
+"""Random models and heads: their distributions are neither flat nor certain, and drafts are near their targets."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from drafts.heads import Head
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
+
+V = 23
+HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
+    "eagle": lambda target: EagleHead.fresh(target, seed=3),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
+}
+
+
+def tiny_llama(seed: int, vocabulary: int = V, layers: int = 1, spread: float = 0.6) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=spread,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+def near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
+    """A copy with noise on every parameter."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
+    return other
+
+
+def stirred_head(name: str, target: PreTrainedModel, noise: float = 0.2) -> Head:
+    """A head with every parameter away from where it began."""
+    head = HEADS[name](target).eval()
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=random))
+    return head
