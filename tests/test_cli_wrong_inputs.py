@@ -1,4 +1,4 @@
-"""What a stranger may type wrongly, command by command: one line that says what to do, exit code 2, nothing written."""
+"""Law 8: what a stranger may type wrongly, by command: one line that says what to do, exit code 2, nothing written."""
 
 import re
 from collections.abc import Callable

@@ -59,7 +59,7 @@ def with_remote_code(directory: Path) -> None:
 
 
 class Evil:
-    """Runs a command when it is read as Python's pickle would."""
+    """Runs a command when it is read as Python's pickle would (law 9)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("false",)

@@ -1,4 +1,4 @@
-"""Laws 1, 2 and 4 for every way of drafting, every tree and every verifier that claims to be lossless.
+"""Laws 1, 2 and 4 for every proposer, every tree and every verifier that claims to be lossless.
 
 Worlds of five tokens: at temperature 0 outputs equal the target's own token for token, alone and in a batch of four;
 above it a chi-square test against the enumerated distribution; a row's output never depends on its batch mates. What is
@@ -119,7 +119,7 @@ def string_match() -> StringMatchProposer:
     return StringMatchProposer(draft)
 
 
-WAYS: dict[str, Callable[[], Proposer]] = {
+VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft": lambda: DraftModelProposer(llama(7)),
     "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
     "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
@@ -149,22 +149,22 @@ LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 
 
 @cache
-def proposer(way: str) -> Proposer:
-    return WAYS[way]()
+def proposer(variant: str) -> Proposer:
+    return VARIANTS[variant]()
 
 
-def decoder(way: str, tree: str, verifier: str) -> SpeculativeDecoder:
-    drafting = proposer(way)
+def decoder(variant: str, tree: str, verifier: str) -> SpeculativeDecoder:
+    drafting = proposer(variant)
     shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
     return SpeculativeDecoder(llama(2), drafting, shape, verifier)
 
 
-def valid(way: str) -> list[tuple[str, str]]:
-    """The pairs of tree and verifier that this way of drafting takes; a refusal is one line with a reason."""
+def valid(variant: str) -> list[tuple[str, str]]:
+    """The pairs of tree and verifier that this proposer takes; a refusal is one line with a reason."""
     found = []
     for tree, verifier in itertools.product(TREES, LOSSLESS):
         try:
-            decoder(way, tree, verifier)
+            decoder(variant, tree, verifier)
         except ValueError as error:
             assert "\n" not in str(error) and len(str(error)) > 20, error
             continue
@@ -193,7 +193,7 @@ def own_greedy(row: int) -> list[int]:
     return [int(token) for token in output[0, len(PROMPTS[row]) :]]
 
 
-# How many of TREES x LOSSLESS each way takes.
+# How many of TREES x LOSSLESS each takes.
 VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
     "draft, of another vocabulary": 44,
@@ -206,30 +206,32 @@ VALID = {
 }
 
 
-def test_every_way_and_every_verifier_is_here() -> None:
-    kinds = {way.split(",")[0] for way in WAYS} - {"several drafts"}
+def test_every_proposer_and_every_verifier_is_here() -> None:
+    kinds = {variant.split(",")[0] for variant in VARIANTS} - {"several drafts"}
     assert kinds == set(PROPOSERS)
-    assert {verifier for way in WAYS for _, verifier in valid(way)} == set(LOSSLESS)
-    assert {way: len(valid(way)) for way in WAYS} == VALID
+    assert {verifier for variant in VARIANTS for _, verifier in valid(variant)} == set(LOSSLESS)
+    assert {variant: len(valid(variant)) for variant in VARIANTS} == VALID
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_greedy_is_the_targets_own(way: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_is_the_targets_own(variant: str) -> None:
     accepted = 0
-    for tree, verifier in valid(way):
+    for tree, verifier in valid(variant):
         for rows in ([0], [3, 1, 0, 2]):
-            generations = run(decoder(way, tree, verifier), rows, GREEDY)
+            generations = run(decoder(variant, tree, verifier), rows, GREEDY)
             assert [g.output_ids for g in generations] == [own_greedy(r) for r in rows], (tree, verifier)
             accepted += sum(g.stats.accepted for g in generations)
     assert accepted > 0, "nothing was ever accepted, so nothing was tried"
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in COSTLY else []) for way in WAYS])
-def test_a_row_does_not_depend_on_its_batch_mates(way: str) -> None:
-    for tree, verifier in valid(way):
-        together = run(decoder(way, tree, verifier), [3, 1, 0, 2], SAMPLED)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(variant, marks=[pytest.mark.slow] if variant in COSTLY else []) for variant in VARIANTS]
+)
+def test_a_row_does_not_depend_on_its_batch_mates(variant: str) -> None:
+    for tree, verifier in valid(variant):
+        together = run(decoder(variant, tree, verifier), [3, 1, 0, 2], SAMPLED)
         for place, row in enumerate([3, 1, 0, 2]):
-            alone = run(decoder(way, tree, verifier), [row], SAMPLED)[0]
+            alone = run(decoder(variant, tree, verifier), [row], SAMPLED)[0]
             assert (alone.output_ids, alone.stats) == (together[place].output_ids, together[place].stats), (
                 tree,
                 verifier,
@@ -284,22 +286,22 @@ def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) 
     return value / float(chi2.ppf(1 - 1e-5, int(used.sum()) - 1))
 
 
-# The fast tests hold every verifier and every way of drafting once; the slow ones every pair.
+# The fast tests hold every verifier and every proposer once; the slow ones every pair.
 @pytest.mark.parametrize(
-    ("way", "verifier"),
+    ("variant", "verifier"),
     [
-        pytest.param(way, verifier, marks=[] if way == "draft" or verifier == "exact" else [pytest.mark.slow])
-        for way, verifier in itertools.product(WAYS, LOSSLESS)
+        pytest.param(variant, verifier, marks=[] if variant == "draft" or verifier == "exact" else [pytest.mark.slow])
+        for variant, verifier in itertools.product(VARIANTS, LOSSLESS)
     ],
 )
-def test_output_distribution_is_the_targets(way: str, verifier: str) -> None:
-    trees = [tree for tree, name in valid(way) if name == verifier]
+def test_output_distribution_is_the_targets(variant: str, verifier: str) -> None:
+    trees = [tree for tree, name in valid(variant) if name == verifier]
     # One plain tree and one that depends on what was drawn: the distribution of the others follows from the same code.
     chosen = {next((t for t in trees if "kary:3,2" == t), trees[0] if trees else ""), trees[-1] if trees else ""} - {""}
     if not chosen:
-        pytest.skip(f"{way} gives nothing that {verifier} is valid for")
+        pytest.skip(f"{variant} gives nothing that {verifier} is valid for")
     for tree in sorted(chosen):
-        assert statistic(decoder(way, tree, verifier), SAMPLED) < 1, tree
+        assert statistic(decoder(variant, tree, verifier), SAMPLED) < 1, tree
 
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
@@ -347,9 +349,9 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 SOME_ROWS = [3, 1, 0, 2]
 
 
-def pair_of(way: str, tree: str, verifier: str, backend: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
+def pair_of(variant: str, tree: str, verifier: str, backend: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
     """A decoder that compiles its steps, and one that does not."""
-    proposer, other = WAYS[way](), WAYS[way]()
+    proposer, other = VARIANTS[variant](), VARIANTS[variant]()
     shape = proposer.default_tree() if isinstance(proposer, LookaheadProposer) else tree
     return (
         SpeculativeDecoder(llama(2), proposer, shape, verifier, compile=backend),
@@ -361,8 +363,8 @@ def told(generations: list[Generation]) -> list[Any]:
     return [(each.output_ids, each.from_draft, each.stats) for each in generations]
 
 
-def check_as_without(way: str, tree: str, verifier: str) -> None:
-    static, eager = pair_of(way, tree, verifier, "inductor")
+def check_as_without(variant: str, tree: str, verifier: str) -> None:
+    static, eager = pair_of(variant, tree, verifier, "inductor")
     for sampling in (GREEDY, SAMPLED):
         # Rows leave the batch in the first call; the second is another batch in the same memory.
         for rows in (SOME_ROWS, [0, 2]):
@@ -370,56 +372,58 @@ def check_as_without(way: str, tree: str, verifier: str) -> None:
 
 
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_decodes_as_without_compiling(way: str) -> None:
-    pairs = valid(way)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_proposer_decodes_as_without_compiling(variant: str) -> None:
+    pairs = valid(variant)
     for tree, verifier in (pairs[0], pairs[len(pairs) // 2], pairs[-1]):
-        check_as_without(way, tree, verifier)
+        check_as_without(variant, tree, verifier)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("way", WAYS)
-def test_every_pair_decodes_as_without_compiling(way: str) -> None:
-    for tree, verifier in valid(way):
-        check_as_without(way, tree, verifier)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_pair_decodes_as_without_compiling(variant: str) -> None:
+    for tree, verifier in valid(variant):
+        check_as_without(variant, tree, verifier)
 
 
 @pytest.mark.parametrize(
-    ("way", "tree", "verifier"), [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")]
+    ("variant", "tree", "verifier"), [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")]
 )
-def test_a_step_is_one_graph(way: str, tree: str, verifier: str) -> None:
-    check_one_graph(way, tree, verifier, "eager", SAMPLED)
+def test_a_step_is_one_graph(variant: str, tree: str, verifier: str) -> None:
+    check_one_graph(variant, tree, verifier, "eager", SAMPLED)
 
 
 # Drafts whose vocabulary is not the target's: torch.compile makes a graph more than there are steps (docs/gpu.md).
 _MORE_GRAPHS = ("draft, fewer tokens", "draft, of another vocabulary")
 _ONE_GRAPH = [
-    pytest.param(way, marks=pytest.mark.xfail(way in _MORE_GRAPHS, reason="compiled twice: not mended yet"))
-    for way in WAYS
+    pytest.param(variant, marks=pytest.mark.xfail(variant in _MORE_GRAPHS, reason="compiled twice: not mended yet"))
+    for variant in VARIANTS
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", _ONE_GRAPH)
-def test_every_step_is_one_graph(way: str) -> None:
-    pairs = valid(way)
+@pytest.mark.parametrize("variant", _ONE_GRAPH)
+def test_every_step_is_one_graph(variant: str) -> None:
+    pairs = valid(variant)
     # Every verifier and every tree once; tracing takes a second a step.
     for tree, verifier in {*{rule: (tree, rule) for tree, rule in pairs}.values(), *dict(pairs).items()}:
-        check_one_graph(way, tree, verifier, "aot_eager", SAMPLED)
+        check_one_graph(variant, tree, verifier, "aot_eager", SAMPLED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "tree", "verifier"), [("draft", "kary:3,2", "mcsd"), ("eagle3", "chain:3", "block")])
-def test_a_step_compiles_with_inductor(way: str, tree: str, verifier: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "tree", "verifier"), [("draft", "kary:3,2", "mcsd"), ("eagle3", "chain:3", "block")]
+)
+def test_a_step_compiles_with_inductor(variant: str, tree: str, verifier: str) -> None:
     for sampling in (GREEDY, SAMPLED):
-        check_one_graph(way, tree, verifier, "inductor", sampling)
+        check_one_graph(variant, tree, verifier, "inductor", sampling)
 
 
-def check_one_graph(way: str, tree: str, verifier: str, backend: str, sampling: Sampling) -> None:
+def check_one_graph(variant: str, tree: str, verifier: str, backend: str, sampling: Sampling) -> None:
     torch._dynamo.reset()
     counters.clear()
-    static, eager = pair_of(way, tree, verifier, backend)
+    static, eager = pair_of(variant, tree, verifier, backend)
     # One row, so that there are few shapes, and each takes a second to trace.
     first, expected = (made.generate([PROMPTS[0]], sampling, 6, seed=1) for made in (static, eager))
     assert told(first.generations) == told(expected.generations), (tree, verifier)

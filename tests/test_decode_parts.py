@@ -250,6 +250,7 @@ def test_stats_are_a_commutative_monoid(a: DecodeStats, b: DecodeStats, c: Decod
 
 
 def test_a_ratio_over_zero_is_none() -> None:
+    """Law 3."""
     empty = DecodeStats(accepted_by_depth=(0, 0), reached_by_depth=(4, 0))
     assert empty.tau is None and empty.alpha_mcsd is None
     assert empty.accept_at == (0.0, None)

@@ -74,6 +74,7 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
 
 
 def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
+    """Law 8: read = done + skipped + failed."""
     rows = read(whole)
     manifest = json.loads((whole / "manifest.json").read_text())
     # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last part has one prompt.

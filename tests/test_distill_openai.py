@@ -266,6 +266,7 @@ def test_budgets_stop_and_a_larger_one_continues(words: list[str], door: Door, s
 def test_the_key_is_from_the_environment_and_nowhere_else(
     words: list[str], door: Door, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Law 9."""
     server = serve(key="sk-secret")
     code, _, err = door(*words, server.url)
     assert code == 2

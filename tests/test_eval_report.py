@@ -198,6 +198,7 @@ def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
 
 
 def test_everything_from_outside_is_escaped() -> None:
+    """Law 9."""
     evil = "<script>alert(1)</script>"
     page = render_page(view({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"prose": "id", f"x{evil}$y$": "ood"}))
     assert "<script" not in page and "&lt;script&gt;" in page

@@ -1,4 +1,4 @@
-"""Other engines run our exports: their greedy output is the target's own, and they accept what we accept.
+"""Law 11: other engines run our exports; their greedy output is the target's own, and they accept what we accept.
 
 `make engines` installs them; a test whose engine is not there skips. What is compared where is in docs/engines.md.
 """
