@@ -38,9 +38,11 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
     descriptor: int | None = None
+    made = False
 
     def take() -> None:
-        nonlocal descriptor
+        nonlocal descriptor, made
+        made = not path.parent.exists()
         make_dir(path.parent, option)
         try:
             descriptor = _lock(path, f"{option} {out}")
@@ -50,11 +52,16 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     on_main(take)
     try:
         yield
+        made = False
     finally:
         if descriptor is not None:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             _held.discard(path.resolve())
+        if made:
+            # A run that was refused leaves no directory in which there is nothing.
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
 
 
 def _lock(path: Path, out: str) -> int | None:
