@@ -48,7 +48,7 @@ from benchmarks.decode import DRAFT, DRAFT_SHAPE, TARGET_SHAPE  # noqa: E402
 from benchmarks.decode import prompts as passages  # noqa: E402
 from benchmarks.widen import widen  # noqa: E402
 from decode import SpeculativeDecoder  # noqa: E402
-from decode.engine import _Run  # noqa: E402
+from decode.batch_run import BatchRun  # noqa: E402
 from distill.config import DistillConfig  # noqa: E402
 from distill.engines import ENGINES, Answer, AnswerRequest, Done  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
@@ -283,21 +283,21 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
 def _busy(way: Callable[[], Any], prompts: int) -> float:
     """Share of the rows of a batch that are at work, over all steps before the last prompt has joined."""
     live: list[tuple[int, int]] = []
-    begun, step, join = [0], _Run.step, _Run.__init__
+    begun, step, join = [0], BatchRun.step, BatchRun.__init__
 
-    def counted(run: _Run) -> Any:
+    def counted(run: BatchRun) -> Any:
         live.append((begun[0], run.live))
         return step(run)
 
-    def counting(run: _Run, decoder: Any, asked: Sequence[Any], *rest: Any) -> None:
+    def counting(run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any) -> None:
         begun[0] += len(asked)
         join(run, decoder, asked, *rest)
 
-    _Run.step, _Run.__init__ = counted, counting  # type: ignore[method-assign]
+    BatchRun.step, BatchRun.__init__ = counted, counting  # type: ignore[method-assign]
     try:
         way()
     finally:
-        _Run.step, _Run.__init__ = step, join  # type: ignore[method-assign]
+        BatchRun.step, BatchRun.__init__ = step, join  # type: ignore[method-assign]
     rows = [count for before, count in live if before < prompts]
     return sum(rows) / (BATCH * len(rows))
 

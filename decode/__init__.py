@@ -15,7 +15,8 @@ from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
-    from decode.engine import BatchOutput, Generation, SpeculativeDecoder
+    from decode.batch_run import Generation
+    from decode.engine import BatchOutput, SpeculativeDecoder
     from decode.propose.draft_model import DraftModelProposer
     from decode.propose.head_proposers import HeadProposer
     from decode.propose.lookahead import LookaheadProposer
@@ -30,7 +31,7 @@ _LAZY = {
     "BatchOutput": "decode.engine",
     "DecodeStats": "decode.stats",
     "DraftModelProposer": "decode.propose.draft_model",
-    "Generation": "decode.engine",
+    "Generation": "decode.batch_run",
     "HeadProposer": "decode.propose.head_proposers",
     "LookaheadProposer": "decode.propose.lookahead",
     "Outcome": "decode.propose.protocol",

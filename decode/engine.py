@@ -1,63 +1,42 @@
 """The speculative decoder: draft a tree, score it with one target forward, keep what the verifier accepts.
 
-Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary, U uniforms per row.
-
-At each step a row takes N uniforms for the proposer and then those of the verifier from its own generator, in that
-order, always the same number: a row's output depends on its prompt and its generator, not on its batch mates (law 4).
-At temperature 0 none are taken. A row that has ended leaves the batch at once; the last rows move up into its place.
+Here is what stays from one `generate` call to the next; the steps of one are `decode.batch_run.BatchRun`.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.batch_run import BatchRun, Generation, OnTokens
 from decode.defaults import default_verifier, size_remark
 from decode.packed_linear import Packs
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup, padded
+from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
-from decode.static_steps import StaticSteps, bucket
-from decode.stats import DecodeStats
+from decode.static_steps import StaticSteps
 from decode.stop_strings import StopCondition
 from decode.supported_models import attention_windows, check_context, check_window
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.models import eos_ids as eos_of
-from draftsmith_core.sampling import Sampling, generator, probs, row_seed, uniforms
+from draftsmith_core.sampling import Sampling, generator, row_seed
 
 _KEPT_BLOCKS = 64
-_TREE_ARRAYS = 5  # of a `TreeBatch`
-_ALL_FINITE = 3  # see `_finite`
 log = logging.getLogger(__name__)
-OnTokens = Callable[[int, list[int], list[bool]], None]
 Key = TypeVar("Key")
 # Given a number of free places, at most so many prompts to fill them, each with what names it and its generator.
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
 # Free places are filled when they are this share of all: a prefill by itself for every single one would cost more.
 _FREE = 1 / 20
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One prompt's output: new tokens only. `finish_reason` is "stop" when it ended at an EOS token, which is included,
-    or where a stop condition said; "length" when it was cut at `max_new_tokens`. `from_draft` marks drafted tokens.
-    """
-
-    output_ids: list[int]
-    finish_reason: str
-    from_draft: list[bool]
-    stats: DecodeStats
 
 
 @dataclass(frozen=True)
@@ -160,7 +139,7 @@ class SpeculativeDecoder:
         began = self._clock()
         # Heads multiply with the target's own output projection, which may be packed.
         with self._packs.inside(self.target, 0) if self._packs else nullcontext():
-            run = _Run(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
+            run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
                 run.step()
@@ -191,7 +170,7 @@ class SpeculativeDecoder:
         if self.steps is not None:
             raise ValueError("compile: recorded steps keep the rows that they began with; leave compile out")
         eos = frozenset(eos_of(self.target) if eos_ids is None else eos_ids)
-        run: _Run | None = None
+        run: BatchRun | None = None
         keys: dict[int, Key] = {}
         count = 0
         while True:
@@ -208,7 +187,9 @@ class SpeculativeDecoder:
                     runner = run.runner.fresh() if run is not None else None
                     if run is not None and not run.live:
                         run = None  # frees its cache before another is made
-                    joins = _Run(self, prompts, sampling, max_new_tokens, generators, eos, None, None, count, runner)
+                    joins = BatchRun(
+                        self, prompts, sampling, max_new_tokens, generators, eos, None, None, count, runner
+                    )
                     count += len(joining)
                     if run is None:
                         run = joins
@@ -226,6 +207,10 @@ class SpeculativeDecoder:
         if self.steps is None:
             return []
         return [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+
+    def new_runner(self) -> Runner:
+        """The target with an empty cache."""
+        return Runner(self.target, self._windows, self._limit, self._packs or False, self.steps)
 
     def block(self, tree: TreeBatch) -> Block:
         """The target's block of [root] + tree; kept for trees that all rows share."""
@@ -312,275 +297,3 @@ def _drawing(verifier: Verifier, proposer: Proposer | None, tree: TreeShape) -> 
     drawing = next((each for each in verifier.drawings if each in offered), min(offered))
     verifier.check(tree, drawing, proposer.drafts)
     return drawing
-
-
-class _Row:
-    """What one prompt has produced so far."""
-
-    def __init__(self, index: int, prompt: Sequence[int], generator: torch.Generator, depth: int) -> None:
-        self.index = index
-        self.last = prompt[-1]
-        self.generator = generator
-        self.ids: list[int] = []
-        self.from_draft: list[bool] = []
-        self.finish_reason = ""
-        self.stats = DecodeStats(accepted_by_depth=(0,) * depth, reached_by_depth=(0,) * depth)
-
-    @property
-    def generation(self) -> Generation:
-        return Generation(self.ids, self.finish_reason, self.from_draft, self.stats)
-
-
-class _NoDraft:
-    """The session of autoregressive decoding: an empty tree at every step."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._tree = TreeBatch.build(Tree(()), device)
-        self._tokens_BM = torch.full((rows, 1), -1, device=device)
-
-    def propose(self, u_BN: Tensor | None) -> Proposal:
-        return Proposal(self._tree, self._tokens_BM, None, "deterministic")
-
-    def commit(self, outcome: Outcome) -> None:
-        return
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self._tokens_BM = self._tokens_BM[: len(rows)]
-
-    def join(self, other: "_NoDraft") -> None:
-        self._tokens_BM = torch.cat([self._tokens_BM, other._tokens_BM])
-
-
-class _Run:
-    """Prompts that are decoded together. `rows` are those it began with, `batch` all that have not ended, in the order
-    of the tensors.
-    """
-
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        max_new_tokens: int,
-        generators: Sequence[torch.Generator],
-        eos_ids: frozenset[int],
-        on_tokens: OnTokens | None,
-        stop: StopCondition | None,
-        first: int = 0,
-        runner: Runner | None = None,
-    ) -> None:
-        """first: the index of the first prompt; the others count on. runner: one of the same target, to begin as."""
-        self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
-        self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
-        tree, proposer = decoder.tree, decoder.proposer
-        # From a one-hot distribution there is nothing to draw: every proposer then takes the most probable tokens.
-        drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
-        pairs = enumerate(zip(prompts, generators, strict=True), first)
-        self.rows = [_Row(index, prompt, generator, tree.depth) for index, (prompt, generator) in pairs]
-        self.batch = list(self.rows)
-        self.hidden_layers = proposer.hidden_layers if proposer else ()
-        packs = decoder._packs or False
-        self.runner = runner or Runner(decoder.target, decoder._windows, decoder._limit, packs, decoder.steps)
-        hidden = self.runner.prefill([p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers)
-        device = self.runner.device
-        self.session: Session
-        if proposer is None:
-            self.session = _NoDraft(len(self.rows), device)
-        else:
-            setup = SessionSetup(
-                prompts=prompts,
-                tree=tree,
-                drawing=drawing,
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                hidden_BTH=hidden,
-                device=device,
-                vocabulary=vocabulary_size(decoder.target),
-                compile=decoder.compile,
-            )
-            self.session = proposer.start(setup)
-        self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
-        self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
-
-    @property
-    def live(self) -> int:
-        """How many rows have not ended."""
-        return len(self.batch)
-
-    def join(self, other: "_Run") -> None:
-        """Take the rows of another run of the same options, which has made no step, behind this one's."""
-        self.runner.join(other.runner)
-        self.session.join(other.session)
-        self.batch += other.batch
-
-    def step(self) -> list[_Row]:
-        """Draft, score, verify, and record; one forward of the target. Returns the rows that it ended."""
-        u_BU = self._uniforms()
-        split = self.num_draft_uniforms
-        proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
-        u_BU = None if u_BU is None else u_BU[:, split:]
-        last_B = [row.last for row in self.batch]
-        self.runner.open()
-        if self.runner.steps is not None:
-            facts, p_BMV, states = self._static_step(self.runner.steps, proposal, last_B, u_BU)
-        else:
-            tokens_BM = proposal.tokens_BM.clamp(min=0)
-            tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
-            block = self.decoder.block(proposal.tree)
-            logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            facts, p_BMV, states = _judge(self.decoder.verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
-        # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
-        return self._record(proposal, facts.tolist(), states, p_BMV)
-
-    def _static_step(
-        self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The target's forward and `_judge` as one function of tensors with static shapes."""
-        rows, nodes = len(last_B), proposal.tokens_BM.shape[1]
-        proposal = padded(proposal, rows, bucket(nodes - 1))
-        tree, drawing, drafts = proposal.tree, proposal.drawing, proposal.drafts
-        widths, verifier, sampling = tree.widths, self.decoder.verifier, self.sampling
-        run = self.runner.static(proposal.tokens_BM.shape[1], 0, self.hidden_layers)
-        optional = {"u": u_BU, "q": proposal.q_BEV, "finite": proposal.finite}
-        given = {key: value for key, value in optional.items() if value is not None}
-        keys = tuple(given)
-
-        def step(last_B1: Tensor, state_B3: Tensor, tokens_BM: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            parents, depths, children, groups, sees = rest[:_TREE_ARRAYS]
-            now = TreeBatch(parents, depths, children, groups, sees, widths)
-            extra = dict(zip(keys, rest[_TREE_ARRAYS:], strict=True))
-            drafted = Proposal(now, tokens_BM, extra.get("q"), drawing, drafts, extra.get("finite"))
-            inputs_BM = torch.cat([last_B1, tokens_BM[:, 1:].clamp(min=0)], dim=1)
-            offsets_BM = torch.nn.functional.pad(now.depths_RN, (1, 0))
-            logits_BMV, hidden = run(inputs_BM, offsets_BM, now.sees_RMM, state_B3)
-            facts, p_BMV, states = _judge(verifier, sampling, drafted, logits_BMV, hidden, extra.get("u"))
-            return facts, p_BMV, *states
-
-        last_B1 = torch.tensor(last_B, device=self.runner.device).unsqueeze(1)
-        arrays = (tree.parents_RN, tree.depths_RN, tree.children_RMK, tree.groups_RM, tree.sees_RMM)
-        name = ("verify", run.name, widths, drawing, drafts, keys, sampling, verifier.name)
-        facts, p_BMV, *states = steps.call(
-            name, step, rows, last_B1, self.runner.state_B3, proposal.tokens_BM, *arrays, *given.values()
-        )
-        return facts, p_BMV[:, :nodes], states
-
-    def _record(
-        self, proposal: Proposal, facts: list[list[int]], hidden: Sequence[Tensor], p_BMV: Tensor
-    ) -> list[_Row]:
-        depth = proposal.tree.depth
-        paths: list[list[int]] = []
-        blocks: list[list[int]] = []
-        for row, (finite, accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
-            if finite != _ALL_FINITE:
-                self._refuse(finite, row)
-            tokens = rest[depth : depth + accepted + 1]
-            tokens = self._emit(row, tokens, accepted, bool(is_open), drafted, offered)
-            ended = bool(row.finish_reason)
-            paths.append([] if ended else rest[:accepted])
-            blocks.append([] if ended else tokens)
-        places = [place for place, block in enumerate(blocks) if not block]
-        ended_rows = [self.batch[place] for place in places]
-        if len(ended_rows) == len(self.batch):
-            self.batch = []
-            return ended_rows
-        self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [
-            [layer[place, : len(path) + 1] for layer in hidden] if hidden else [] for place, path in enumerate(paths)
-        ]
-        self.session.commit(Outcome(paths, blocks, states, p_BMV))
-        if places:
-            left = self.runner.remove(places)
-            self.batch = [self.batch[place] for place in left]
-            self.session.select_rows(left)
-        return ended_rows
-
-    def _refuse(self, finite: int, row: _Row) -> None:
-        """Raise InputError that names the model whose logits are NaN or infinite."""
-        target, proposer = self.decoder.target, self.decoder.proposer
-        name = f"target {target.name_or_path or type(target).__name__}"
-        if finite & 1 and proposer is not None:
-            name = proposer.name
-        raise InputError(
-            f"the {name} gave logits that are not finite (NaN or infinite) after {len(row.ids)} new "
-            f"tokens of prompt {row.index}; its weights are damaged, or its dtype is too narrow for them: "
-            f"check the checkpoint, or use another dtype such as float32"
-        )
-
-    def _emit(self, row: _Row, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
-        """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
-        room = self.max_new_tokens - len(row.ids)
-        tokens = tokens[:room]
-        for place, token in enumerate(tokens):
-            if token in self.eos_ids:
-                tokens = tokens[: place + 1]
-                row.finish_reason = "stop"
-                break
-        if self.stop is not None and (kept := self.stop(row.ids + tokens, len(tokens))) is not None:
-            tokens = tokens[:kept]
-            row.finish_reason = "stop"
-        row.ids += tokens
-        if not row.finish_reason and len(tokens) == room:
-            row.finish_reason = "length"
-        kept = min(accepted, len(tokens))
-        from_draft = [place < kept for place in range(len(tokens))]
-        row.from_draft += from_draft
-        # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
-        reached = kept + int(is_open and len(tokens) == accepted + 1)
-        row.stats += DecodeStats.of_step(
-            emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth
-        )
-        row.last = tokens[-1]
-        if self.on_tokens is not None:
-            self.on_tokens(row.index, tokens, from_draft)
-        return tokens
-
-    def _uniforms(self) -> Tensor | None:
-        if self.sampling.greedy:
-            return None
-        fresh = uniforms([row.generator for row in self.batch], self.num_uniforms)
-        # All uniforms of a step go over in one copy, so that no rule waits for the host.
-        return fresh.to(self.runner.device)
-
-
-def _judge(
-    verifier: Verifier,
-    sampling: Sampling,
-    proposal: Proposal,
-    logits_BMV: Tensor,
-    hidden: Sequence[Tensor],
-    u_BU: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Verify a scored proposal. Returns what the host has to know, as integers `[B, ...]`; the target's
-    distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
-    """
-    p_BMV = probs(logits_BMV, sampling)
-    verdict = verifier.run(proposal, p_BMV, u_BU)
-    exists_BM = proposal.tokens_BM >= 0
-    drafted_B = exists_BM.sum(1)
-    offered_B = (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1) if exists_BM.shape[1] > 1 else drafted_B
-    facts = torch.cat(
-        [
-            torch.stack([_finite(logits_BMV, proposal.finite), verdict.accepted_B, verdict.open_B], dim=1),
-            torch.stack([drafted_B, offered_B], dim=1),
-            verdict.nodes_BD,
-            verdict.tokens_BD1,
-        ],
-        dim=1,
-    )
-    path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
-    return facts, p_BMV, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
-
-
-def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
-    """`[B]`: 1 where the target's logits are finite, plus 2 if the draft's are. The largest logit is NaN or infinite
-    when any logit is NaN or plus infinity; minus infinity is a token that is impossible.
-    """
-    target_B = logits_BMV.amax((1, 2)).isfinite().long()
-    return target_B + 2 if draft is None else target_B + 2 * draft
-
-
-def _widest(tree: TreeShape) -> TreeBatch:
-    """A tree that takes at least as many uniforms as any that may be drafted on this shape."""
-    if isinstance(tree, Tree) and not tree.size:
-        return TreeBatch.build(tree, torch.device("cpu"))
-    return replace(TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu")), widths=(tree.size,) * tree.depth)

@@ -17,7 +17,7 @@ from decode import (
     TreeShape,
     Verifier,
 )
-from decode.engine import OnTokens
+from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.static_tree import fit_vocabulary
+from decode.propose.network import fit_vocabulary
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size

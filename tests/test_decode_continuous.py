@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
-from decode.engine import _Run
+from decode.batch_run import BatchRun
 from draftsmith_core.sampling import Sampling, generator
 
 Prompts = list[tuple[int, list[int], torch.Generator]]
@@ -55,14 +55,14 @@ def test_places_are_filled_until_nothing_waits(rows: int, drafting: bool, monkey
     prompts = [[1 + row % 7] * (1 + row * 5 % 11) for row in range(200 + 2 * rows)]
     waiting, source = queue(prompts)
     busy: list[int] = []
-    step = _Run.step
+    step = BatchRun.step
 
-    def counted(run: _Run) -> object:
+    def counted(run: BatchRun) -> object:
         if waiting:
             busy.append(run.live)
         return step(run)
 
-    monkeypatch.setattr(_Run, "step", counted)
+    monkeypatch.setattr(BatchRun, "step", counted)
     found = dict(decoder.continuous(source, rows, Sampling(), 40, range(3)))
     assert sorted(found) == list(range(len(prompts)))
     lengths = [len(each.output_ids) for each in found.values()]
@@ -74,14 +74,14 @@ def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch: pytest.MonkeyPatch
     decoder = SpeculativeDecoder(tiny_llama(1))
     prompts = [[1] * (1 + row % 9) for row in range(100)]
     sizes: set[tuple[int, int]] = set()
-    step = _Run.step
+    step = BatchRun.step
 
-    def measured(run: _Run) -> object:
+    def measured(run: BatchRun) -> object:
         ended = step(run)
         sizes.update((s.all_keys.shape[1], s.all_keys.shape[3]) for s, _ in run.runner.cache._stores)
         return ended
 
-    monkeypatch.setattr(_Run, "step", measured)
+    monkeypatch.setattr(BatchRun, "step", measured)
     _, source = queue(prompts)
     assert len(list(decoder.continuous(source, 5, Sampling(), 12, range(3)))) == 100
     assert max(rows for rows, _ in sizes) <= 5

@@ -239,12 +239,12 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant: str) -> None:
             )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_row_that_joins_a_batch_is_what_it_is_alone(way: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_that_joins_a_batch_is_what_it_is_alone(variant: str) -> None:
     """Rows join one that has been decoded for a while, as others end; every proposer, with trees of each kind."""
-    own = [tree for tree in ("chain:3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5")]
-    for tree in own if way == "draft" else own[:1]:
-        made = decoder(way, tree, "exact")
+    own = ("chain:3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5")
+    for tree in own if variant == "draft" else own[:1]:
+        made = decoder(variant, tree, "exact")
         waiting = list(range(9))[::-1]
 
         def source(free: int, waiting: list[int] = waiting) -> list[tuple[int, list[int], torch.Generator]]:
@@ -332,7 +332,7 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert statistic(made, SAMPLED, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
-        patch.setattr("decode.engine.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
+        patch.setattr("decode.batch_run.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
         assert statistic(made, SAMPLED, 16_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, parse_tree
+from decode.batch_run import BatchRun
 from decode.cache import TreeCache
-from decode.engine import _Run
 from decode.runner import Runner
 from decode.tree_batch import ancestor_mask
 from decode.tree_spec import kary
@@ -159,11 +159,11 @@ def test_layers_of_another_shape_get_their_own_store() -> None:
 
 def watched_run(
     decoder: SpeculativeDecoder, prompts: list[list[int]], eos: frozenset[int]
-) -> tuple[list[int], list[set[int]], _Run]:
+) -> tuple[list[int], list[set[int]], BatchRun]:
     """Bytes moved by the target's cache in each step, and the storage addresses after each."""
     generators = [generator(row) for row in range(len(prompts))]
     with torch.inference_mode():
-        run = _Run(decoder, prompts, GREEDY, 40, generators, eos, None, None)
+        run = BatchRun(decoder, prompts, GREEDY, 40, generators, eos, None, None)
         cache, moved, places = run.runner.cache, [0], []
         while run.live:
             run.step()
@@ -199,7 +199,7 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most() -> None:
     for eos in range(17):
         generators = [generator(0)] * len(prompts)
         with torch.inference_mode():
-            run = _Run(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
+            run = BatchRun(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
         while run.live:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():

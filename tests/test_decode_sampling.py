@@ -153,7 +153,7 @@ def test_output_distribution_is_the_targets_in_a_large_sample(verifier: str, tre
         (
             "exact",
             "kary:3,2",
-            "decode.engine.probs",
+            "decode.batch_run.probs",
             lambda logits, sampling: probs(1.5 * logits, sampling),
         ),
     ],

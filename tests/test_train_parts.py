@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import decode.engine
+import decode.batch_run
 from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError
@@ -298,7 +298,7 @@ def test_training_sees_what_decoding_does(
 
     prompt = [0, 30, 7, 91, 12]
     if not drafted:
-        monkeypatch.setattr(decode.engine, "probs", recording)
+        monkeypatch.setattr(decode.batch_run, "probs", recording)
         decoder = SpeculativeDecoder(model)
     else:
         # The same model as a drafter: its own logits at every node of its chain, through its own cache.

@@ -15,17 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.packed_linear import Packs
+from decode.propose.drafting_plan import DraftingPlan
 from decode.propose.dynamic_tree import DynamicTreeSession
+from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
-from decode.propose.static_tree import (
-    DraftingPlan,
-    Frontier,
-    Network,
-    StaticCall,
-    StaticTreeSession,
-    fit_vocabulary,
-    pending_block,
-)
+from decode.propose.static_tree import StaticTreeSession
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps, steps_for
 from decode.supported_models import attention_windows, check_context

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decode.propose.network import Frontier, Network
 from decode.propose.protocol import Outcome, Proposal
-from decode.propose.static_tree import Frontier, Network
 from decode.runner import Block
 from decode.tree import DynamicTree
 from decode.tree_batch import grow_batch

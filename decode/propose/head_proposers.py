@@ -22,8 +22,8 @@ from decode.cache import TreeCache
 from decode.defaults import default_tree
 from decode.packed_linear import Packs
 from decode.propose.draft_model import Plans, make_session, slots_per_step
+from decode.propose.network import Frontier, StaticCall, fit_vocabulary, pending_block
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
-from decode.propose.static_tree import Frontier, StaticCall, fit_vocabulary, pending_block
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps, steps_for
 from decode.tree import Drawing, Tree, TreeShape

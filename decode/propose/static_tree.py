@@ -1,26 +1,23 @@
 """Drafting a static tree level by level: one forward of the network per level, children drawn as the verifier needs.
 
 Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e those of one level,
-d drafts (distributions per node; 1 but for several draft models), K children of one node, c children in a level, W
-pending tokens, T positions of a block, V vocabulary (the target's), R = 1 when all rows share a tree, else B.
-
-A network forwards *pending* tokens (those of the text it has not seen, the root last, right-aligned in the batch) and
-then the expanded nodes of each depth. Without replacement: MCSD (arXiv 2401.06706) section 3.
+d drafts (distributions per node; 1 but for several draft models), K children of one node, c children in a level, V
+vocabulary (the target's), R = 1 when all rows share a tree, else B. Without replacement: MCSD (arXiv 2401.06706)
+section 3.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from decode.propose.drafting_plan import DraftingPlan, Level
+from decode.propose.network import Frontier, Network
 from decode.propose.protocol import Outcome, Proposal
-from decode.runner import Block
-from decode.static_steps import StaticSteps
-from decode.tree import Drawing, Tree
-from decode.tree_batch import TreeBatch, ancestor_mask, grow_batch
+from decode.tree import Drawing
+from decode.tree_batch import TreeBatch, grow_batch
 from draftsmith_core.sampling import (
     Sampling,
     draw,
@@ -29,170 +26,6 @@ from draftsmith_core.sampling import (
     draw_without_replacement,
     probs,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Frontier:
-    """The nodes that a network expands next.
-
-    `parents_Re` is the index of each one's parent among the nodes expanded so far (0 the root). `block` says what they
-    attend to, for a network with a cache; `paths_Bed` holds the tokens from the root down to each node, itself
-    included, for a network that `reads_paths`.
-    """
-
-    tokens_Be: Tensor
-    parents_Re: Tensor
-    block: Block
-    paths_Bed: Tensor
-
-
-class Network(Protocol):
-    """Gives logits for the children of any node of a tree, level by level from the root."""
-
-    drafts: int
-    reads_paths: bool
-
-    @property
-    def width(self) -> int:
-        """Number of pending tokens in the present step, padding included."""
-
-    def open(self) -> Tensor:
-        """Begin a step: logits `[B, d, V]` at the root."""
-
-    def extend(self, frontier: Frontier) -> Tensor:
-        """Logits `[B, e * d, V]` at these nodes, node by node."""
-
-    def static(self, frontier: Frontier | None) -> "StaticCall | None":
-        """The same (None: at the root) as a function of tensors, for a network whose forwards are recorded or compiled;
-        None for another.
-        """
-
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. `expanded[b]` gives for each accepted node of row b its number among the nodes that were
-        forwarded after the root (0 the first), None if it was not forwarded.
-        """
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-
-    def join(self, other: Any) -> None:
-        """Take the rows of another network of the same kind behind this one's."""
-
-
-def _forget(*tensors: Tensor) -> None:
-    return
-
-
-@dataclass(frozen=True)
-class StaticCall:
-    """One forward of a network as a function of tensors: `function(*inputs)` gives logits `[B, e * d, V]` and perhaps
-    what `learn` is to be called with. `name` tells it from others of the network.
-    """
-
-    steps: StaticSteps
-    name: object
-    function: Callable[..., tuple[Tensor, ...]]
-    inputs: tuple[Tensor, ...]
-    learn: Callable[..., None] = _forget
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """Static indices that turn the expanded nodes of one depth into the nodes of the next."""
-
-    draws: int  # K, the most children of one node here
-    counts_e: tuple[int, ...]  # children of every expanded node
-    uniform_eK: Tensor  # node whose uniform decides draw k of expanded node e
-    parent_c: Tensor  # for each child c: its parent among the expanded nodes of this depth
-    rank_c: Tensor  # and its place among its siblings
-    expanded_c: Tensor | None  # which children have children themselves; None when all have
-    count: int  # number of these children
-    parent_e: Tensor  # of these children: their parents among the expanded nodes of this depth
-    parents_1e: Tensor  # and among all expanded nodes
-
-
-@dataclass(frozen=True, eq=False)
-class DraftingPlan:
-    """All indices and masks of drafting one tree. They are the same at every step, so the proposer keeps them."""
-
-    tree: Tree
-    device: torch.device
-    levels: tuple[Level, ...]
-    number_of: tuple[int | None, ...]  # M index -> number among the expanded nodes after the root; None for leaves
-    chosen: tuple[int, ...]  # expanded nodes as M indices, the root first
-    batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
-    blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
-
-    @staticmethod
-    def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
-        """Indices on the draft's device; the trees of the proposals on the target's."""
-        depth_of = (0, *tree.depths)
-        levels: list[Level] = []
-        numbers: list[int | None] = [None] * len(depth_of)
-        chosen = [0]
-        for depth in range(tree.depth):
-            parents = [m for m, below in enumerate(tree.children) if below and depth_of[m] == depth]
-            kids = [m for m, d in enumerate(depth_of) if d == depth + 1]
-            counts = tuple(len(tree.children[m]) for m in parents)
-            uniform = [
-                [tree.children[m][min(k, n - 1)] - 1 for k in range(max(counts))]
-                for m, n in zip(parents, counts, strict=True)
-            ]
-            expanded = [i for i, m in enumerate(kids) if tree.children[m]]
-            above = [chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]
-            levels.append(
-                Level(
-                    draws=max(counts),
-                    counts_e=counts,
-                    uniform_eK=torch.tensor(uniform, device=device),
-                    parent_c=torch.tensor([parents.index(tree.parents[m - 1] + 1) for m in kids], device=device),
-                    rank_c=torch.tensor([tree.ranks[m - 1] for m in kids], device=device),
-                    expanded_c=None if len(expanded) == len(kids) else torch.tensor(expanded, device=device),
-                    count=len(expanded),
-                    parent_e=torch.tensor(
-                        [parents.index(tree.parents[kids[i] - 1] + 1) for i in expanded],
-                        dtype=torch.long,
-                        device=device,
-                    ),
-                    parents_1e=torch.tensor([above], dtype=torch.long, device=device),
-                )
-            )
-            chosen += [kids[i] for i in expanded]
-        for order, m in enumerate(chosen[1:]):
-            numbers[m] = order
-        cuts = [
-            Tree(tuple(p for p, d in zip(tree.parents, tree.depths, strict=True) if d <= end))
-            for end in range(tree.depth + 1)
-        ]
-        return DraftingPlan(
-            tree,
-            device,
-            tuple(levels),
-            tuple(numbers),
-            tuple(chosen),
-            tuple(TreeBatch.build(cut, target_device) for cut in cuts),
-        )
-
-    def block(self, depth: int, width: int) -> Block:
-        """The forward of the expanded nodes of this depth (from 1) behind `width` pending tokens."""
-        if width not in self.blocks:
-            self.blocks[width] = self._blocks(width)
-        return self.blocks[width][depth - 1]
-
-    def _blocks(self, width: int) -> tuple[Block, ...]:
-        depth_of = (0, *self.tree.depths)
-        offsets = list(range(width - 1)) + [width - 1 + depth_of[m] for m in self.chosen]
-        total = len(offsets)
-        sees_TT = torch.zeros(total, total, dtype=torch.bool)
-        sees_TT[:, :width] = True
-        nodes = torch.tensor(self.chosen[1:], dtype=torch.long) - 1
-        sees_TT[width:, width:] = ancestor_mask(self.tree)[nodes][:, nodes]
-        blocks, end = [], width
-        for level in self.levels[:-1]:
-            begin, end = end, end + level.count
-            offsets_1T = torch.tensor([offsets[:end]], device=self.device)
-            blocks.append(Block(offsets_1T, sees_TT[None, begin:end, :end].to(self.device), static=True))
-        return tuple(blocks)
 
 
 class Grown(NamedTuple):
@@ -410,20 +243,3 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
     best_values, best = logits.topk(min(count, logits.shape[-1]), dim=-1)
     best = best.masked_fill(best_values == -torch.inf, -1)
     return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
-
-
-def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits over the target's vocabulary: a draft's surplus tokens are cut, tokens that it lacks are impossible."""
-    surplus = logits.shape[-1] - vocabulary
-    if surplus == 0:
-        return logits
-    if surplus > 0:
-        return logits[..., :vocabulary]
-    return torch.nn.functional.pad(logits, (0, -surplus), value=-torch.inf)
-
-
-@lru_cache(maxsize=8)
-def pending_block(width: int, device: torch.device) -> Block:
-    """The forward of `width` pending tokens, a causal chain."""
-    sees_1WW = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
-    return Block(torch.arange(width, device=device).unsqueeze(0), sees_1WW, static=True)

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from decode.packed_linear import Packs
 from decode.propose.draft_model import slots_per_step
+from decode.propose.drafting_plan import DraftingPlan
+from decode.propose.network import pending_block
 from decode.propose.protocol import Outcome, Proposal, Session, SessionSetup
-from decode.propose.static_tree import DraftingPlan, pending_block
 from decode.propose.text_proposer import EMPTY, FlatTrie, Forest, TextProposer, check_static
 from decode.runner import Runner
 from decode.supported_models import attention_windows, check_context

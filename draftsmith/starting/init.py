@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
-from decode.propose.static_tree import fit_vocabulary
+from decode.propose.network import fit_vocabulary
 from drafts.load import load_pair
 from drafts.make.fresh import fresh
 from drafts.make.prune import prune
