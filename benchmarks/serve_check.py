@@ -12,17 +12,17 @@ import dataclasses
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import draftsmith as ds
+from drafts.neighbours import ask, free_port, is_up
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, RunError
 
 _START_S = 900
@@ -83,32 +83,28 @@ def served_by(options: argparse.Namespace, place: Path) -> list[str]:
     verdict = next(each for each in found["verdicts"] if each["engine"] == options.engine)
     if not verdict["serves"]:
         raise InputError(f"--engine {options.engine}: {verdict['reason']}")
-    command: str = verdict["command"]
-    for line in verdict["exports"]:
+    kind = found["kind"]
+    exports, command = SERVING[options.engine][kind].commands(
+        kind, shlex.quote(options.target), shlex.quote(options.draft), options.draft_tokens
+    )
+    for line in exports:
         words = dict(zip(shlex.split(line)[2::2], shlex.split(line)[3::2], strict=True))
         out = str(place / words["--out"])
         known = {field.name for field in dataclasses.fields(ds.ExportConfig)}
         values = {key[2:]: value for key, value in words.items() if key[2:] in known}
         ds.export(ds.ExportConfig(**values | {"out": out}))
         command = command.replace(words["--out"], out)
-    # The command's default length, in the forms of both engines.
-    command = command.replace('"num_speculative_tokens": 4', f'"num_speculative_tokens": {options.draft_tokens}')
-    command = command.replace("--speculative-num-steps 4", f"--speculative-num-steps {options.draft_tokens}")
-    more = options.draft_tokens + 1
-    command = command.replace("--speculative-num-draft-tokens 5", f"--speculative-num-draft-tokens {more}")
     words_ = shlex.split(command)
     return [options.program, *words_[1:]] if options.program else words_
 
 
 def _served(command: list[str], options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT, text=True)
         try:
             end = time.monotonic() + _START_S
-            while not _up(port):
+            while not is_up(port):
                 if server.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     said = [line for line in log.read().splitlines() if line.strip()] or ["no message"]
@@ -120,26 +116,10 @@ def _served(command: list[str], options: argparse.Namespace, prompts: list[list[
             server.wait()
 
 
-def _up(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(call) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
-
-
 def _vllm(port: int, options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     """Target calls are drafts, and one for each prompt, whose forward gives the first token without a draft."""
     body = {"model": options.target, "max_tokens": options.max_new_tokens, "temperature": 0, "ignore_eos": True}
-    answers = [_post(port, "v1/completions", body | {"prompt": p, "return_token_ids": True}) for p in prompts]
+    answers = [ask(port, "v1/completions", body | {"prompt": p, "return_token_ids": True}) for p in prompts]
     outputs = [answer["choices"][0]["token_ids"] for answer in answers]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
@@ -153,7 +133,7 @@ def _vllm(port: int, options: argparse.Namespace, prompts: list[list[int]]) -> d
 def _sglang(port: int, options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     """Target calls are verifications, and one for each prompt."""
     sampling = {"temperature": 0, "max_new_tokens": options.max_new_tokens, "ignore_eos": True}
-    answers = [_post(port, "generate", {"input_ids": p, "sampling_params": sampling}) for p in prompts]
+    answers = [ask(port, "generate", {"input_ids": p, "sampling_params": sampling}) for p in prompts]
     outputs = [answer["output_ids"] for answer in answers]
     verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     return {"tokens": sum(map(len, outputs)), "calls": verified + len(prompts), "outputs": outputs}

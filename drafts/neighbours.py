@@ -39,9 +39,9 @@ def program(engine: str) -> Path | None:
     variable, place = _PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
-    home = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines"))
-    if (home / place).is_file():
-        return home / place
+    engines = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines"))
+    if (engines / place).is_file():
+        return engines / place
     found = shutil.which("llama-server") if engine == "llama-server" else None
     return None if found is None else Path(found)
 
@@ -69,9 +69,7 @@ def work(python: Path, worker: str, *words: str | Path) -> dict[str, Any]:
 @contextmanager
 def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
     """llama-server with these options on a free port, which it yields; RunError when it does not come up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [str(server), *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -80,7 +78,10 @@ def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
     reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
     reader.start()
     try:
-        if not _is_up(process, f"http://127.0.0.1:{port}/health"):
+        end = time.monotonic() + _START_S
+        while not (up := is_up(port)) and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.1)
+        if not up:
             reader.join(1)
             said = next((line for line in reversed(log) if " E " in line or "error" in line.lower()), "no message")
             raise RunError(f"{server}: did not serve within {_START_S} s: {said.strip()}")
@@ -92,19 +93,25 @@ def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
         process.stderr.close()
 
 
-def _is_up(process: "subprocess.Popen[str]", url: str) -> bool:
-    end = time.monotonic() + _START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    return False
+def free_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def is_up(port: int) -> bool:
+    """Whether a server on this machine says that it is ready."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST to llama-server."""
+    """POST to a server on this machine."""
     headers = {"Content-Type": "application/json"}
     call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(call) as answer:
