@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from drafts.heads import Head, head_kind, load_head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
 from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
     check_finite,
     check_tokenizer,
+    context_length,
     dtype_name,
     fingerprint,
     hash_tensors,
@@ -36,8 +39,13 @@ class LoadedPair:
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The language models, target first: what fits is bounded by the shortest of their contexts."""
+        """The language models, target first."""
         return [self.target, *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel))]
+
+    @property
+    def context(self) -> int | None:
+        """The tokens that fit into every model; None without a limit."""
+        return min((limit for model in self.models if (limit := context_length(model)) is not None), default=None)
 
 
 def load_pair(
@@ -119,6 +127,11 @@ def load_draft(
         check_finite(name, head)
         return head
     return load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+
+
+def depth_limit(draft: Draft) -> int | None:
+    """How many tokens ahead a set of heads drafts; None for drafts that go on as long as they are asked to."""
+    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
 
 
 def kind_of(draft: Draft) -> str:

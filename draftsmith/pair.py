@@ -19,9 +19,7 @@ from decode import (
 )
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
-from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of
+from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
@@ -29,7 +27,7 @@ from draftsmith.outputs import Output, OutputRequest, Settings, make_output
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
-from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint, vocabulary_size
+from draftsmith_core.models import dtype_name, eos_ids, fingerprint, vocabulary_size
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.sampling_options import Sampling, check_seed
@@ -143,6 +141,7 @@ class Pair:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.drafts: dict[str, Draft] = loaded.drafts
         self.models: list[PreTrainedModel] = loaded.models
+        self.context: int | None = loaded.context
         self._fast, self._compile = fast, compile
         # The decoder of the last call: it may hold packed copies of the weights, so only one is kept.
         self._last: tuple[object, Decoding] | None = None
@@ -234,12 +233,11 @@ class Pair:
 
     def room(self, max_new_tokens: int) -> int | None:
         """The longest prompt, in tokens, that leaves room for `max_new_tokens` in every model; None without a limit."""
-        limits = [limit for model in self.models if (limit := context_length(model)) is not None]
-        if not limits:
+        if self.context is None:
             return None
-        if min(limits) <= max_new_tokens:
-            raise InputError(f"max_new_tokens: {max_new_tokens} leaves no room in a context of {min(limits)}")
-        return min(limits) - max_new_tokens
+        if self.context <= max_new_tokens:
+            raise InputError(f"max_new_tokens: {max_new_tokens} leaves no room in a context of {self.context}")
+        return self.context - max_new_tokens
 
     def sampling(
         self, *, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
@@ -297,7 +295,7 @@ class Pair:
         try:
             if proposer is None or isinstance(proposer, str):
                 kinds = {name: kind_of(each) for name, each in drafts.items()}
-                heads = min((count for each in drafts.values() if (count := _heads(each))), default=None)
+                heads = min((count for each in drafts.values() if (count := depth_limit(each))), default=None)
                 method = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
                 if method is None:
                     return Decoding(SpeculativeDecoder(self.target, **how), None, {}, None)
@@ -371,8 +369,3 @@ def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fa
             return kind.make(drafts[0], fast=fast)
         case "index" | "nothing":
             return kind.make(index)
-
-
-def _heads(draft: Draft) -> int | None:
-    """How many tokens ahead a set of heads drafts; None for drafts that go on as long as they are asked to."""
-    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None

@@ -23,9 +23,7 @@ from transformers import PreTrainedModel
 from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
 from decode.packed_linear import Packs
 from decode.tree_spec import kary
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
-from drafts.load import Draft, kind_of
+from drafts.load import Draft, depth_limit, kind_of
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.progress import Advance
 from draftsmith_core.prompts import Prompt
@@ -119,11 +117,6 @@ class Planner:
         steps = max(each.stats.target_calls for each in batch.generations)
         return sum(len(each.output_ids) for each in batch.generations), batch.decode_s, steps
 
-    @property
-    def deepest(self) -> int | None:
-        """Levels that the draft can draft at most; None for any number."""
-        return self.draft.config.num_heads if isinstance(self.draft, MedusaHeads | HydraHeads) else None
-
 
 def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> dict[str, Any]:
     """The plan, as JSON but for what the caller knows of names and machine."""
@@ -142,14 +135,13 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     rows = measure.continuations(prompts, answers)
     positions = sum(len(row.output_ids) for row in rows)
     ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS * 2 or sampling.greedy else FEW_RANKS
-    depth = min(DEPTH, planner.deepest or DEPTH)
+    deepest = depth_limit(planner.draft)
+    depth = min(DEPTH, deepest or DEPTH)
     advance(1, "acceptance")
     asked = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
     traces = read_traces(planner.target, {"d": planner.draft}, rows, sampling, asked, batch_size=TEXT_BATCH)["d"]
     advance(1, "costs of a step")
-    costs, timed = measure_costs(
-        _stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), planner.deepest
-    )
+    costs, timed = measure_costs(_stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), deepest)
     advance(1, "choosing")
     chosen = _choose(planner, traces, costs, ranks, depth)
     advance(1, "trees that can only be tried")

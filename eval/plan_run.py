@@ -8,7 +8,6 @@ from drafts.load import kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.models import context_length
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import provenance
@@ -40,9 +39,8 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         tokenizer=tokenizer,
     )
     draft = pair.drafts["draft"]
-    limits = [limit for model in (pair.target, draft) if (limit := context_length(model)) is not None]  # type: ignore[arg-type]
     # A step that is timed stands behind two thirds of a prompt and its answer, and goes on from there.
-    room = min(limits, default=2**31) - config.max_new_tokens
+    room = (pair.context or 2**31) - config.max_new_tokens
     prompts = [prompt for prompt in read.prompts if len(prompt.ids) <= room]
     for skip in read.skipped:
         sys.stderr.write(f"plan: row {skip.row} skipped: {skip.reason}\n")

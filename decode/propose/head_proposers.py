@@ -31,6 +31,7 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
+from drafts.load import depth_limit
 
 AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 _ANY: frozenset[Drawing] = frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
@@ -53,8 +54,7 @@ class HeadProposer(Proposer):
 
     def default_tree(self) -> Tree:
         """The usual chain, no longer than there are heads."""
-        heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else None
-        return default_tree(heads=heads)
+        return default_tree(heads=depth_limit(self.head))
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method on a static tree."""
@@ -66,7 +66,7 @@ class HeadProposer(Proposer):
         reads = self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else feature_size(self.head)
         if reads != width:
             raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
-        heads = self.head.config.num_heads if isinstance(self.head, MedusaHeads | HydraHeads) else tree.depth
+        heads = depth_limit(self.head) or tree.depth
         if tree.depth > heads:
             raise ValueError(
                 f"tree of depth {tree.depth}, but there are {heads} heads; use a tree such as chain:{heads}"

@@ -20,7 +20,7 @@ from drafts.merge_config import MergeConfig
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic
-from draftsmith_core.models import context_length, dtype_name, eos_ids
+from draftsmith_core.models import dtype_name, eos_ids
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
@@ -181,8 +181,7 @@ def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Co
     first = first_token(pair)
     if first is None:
         raise InputError(f"policy: {config.target} has no BOS or EOS to write freely from; use --policy id")
-    room = min((limit for model in pair.models if (limit := context_length(model)) is not None), default=1 << 30)
-    longest = min(config.distill.max_new_tokens, room - 1)
+    longest = min(config.distill.max_new_tokens, (pair.context or 1 << 30) - 1)
     texts = {"id": answers, "general": free_texts(pair.target, first, TEXTS, longest, config.seed)}
     if empty := next((kind for kind, rows in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty])} texts to measure {empty} on are too few; use --policy id")

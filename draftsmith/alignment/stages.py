@@ -32,7 +32,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import make_dir, write_text_atomic
-from draftsmith_core.models import context_length, parameter_count, resolve_device
+from draftsmith_core.models import parameter_count, resolve_device
 from draftsmith_core.processes import (
     Terminated,
     is_main,
@@ -237,14 +237,13 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         read_prompts(named.partition("=")[2], pair.tokenizer, prompt_tokens=config.prompt_tokens, limit=1000)
     _, first = next(iterate_rows(config.prompts))
     rows = "chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text"
-    limits = [limit for model in pair.models if (limit := context_length(model)) is not None]
     draft = next(iter(pair.drafts.values()), None)
     hidden = pair.target.config.get_text_config().hidden_size
     facts = Facts(
         rows,
         len(read.prompts),
         max(len(prompt.ids) for prompt in read.prompts),
-        min(limits, default=None),
+        pair.context,
         on_gpu,
         launched(),
         parameter_count(pair.target),
