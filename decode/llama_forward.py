@@ -227,7 +227,19 @@ class LeanForward:
         heads, groups, size = self.heads, self.groups, self.size
         total = rows * queries
         if self._kernel is not None and not prefill and total <= MOST_TOKENS:
-            return self._run_whole(tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers)
+            numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
+            asked = sorted(set(numbers))
+            logits, found = self._kernel.run(
+                tokens_Bq,
+                positions_Bq,
+                self.rotary_table(top_position),
+                *cache.whole(rows, groups, size, self.norm_D),
+                cache.column,
+                [masks.get(kind) if isinstance(masks, Mapping) else masks for kind in self._kinds],
+                min(keep_logits or queries, queries),
+                asked,
+            )
+            return logits, tuple(found[asked.index(number)] for number in numbers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
         packed = self.packs.one_dnn(total) and not prefill
         news, alls = cache.views(rows, groups, size, queries, self.norm_D)
@@ -274,34 +286,6 @@ class LeanForward:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
         logits = self.head(x_XD, packed and self.packs.one_dnn(x_XD.shape[0])).view(rows, x_XD.shape[0] // rows, -1)
         return logits, self._hidden(states, hidden_layers, rows, queries)
-
-    def _run_whole(
-        self,
-        tokens_Bq: Tensor,
-        positions_Bq: Tensor,
-        top_position: int,
-        masks: Mapping[str, Tensor | None] | Tensor | None,
-        cache: TreeCache,
-        keep_logits: int,
-        hidden_layers: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert self._kernel is not None
-        queries = tokens_Bq.shape[1]
-        numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
-        wanted = sorted(set(numbers))
-        keys, values = cache.whole(tokens_Bq.shape[0], self.groups, self.size, self.norm_D)
-        logits, states = self._kernel.run(
-            tokens_Bq,
-            positions_Bq,
-            self.rotary_table(top_position),
-            keys,
-            values,
-            cache.column,
-            [masks.get(kind) if isinstance(masks, Mapping) else masks for kind in self._kinds],
-            min(keep_logits or queries, queries),
-            wanted,
-        )
-        return logits, tuple(states[wanted.index(number)] for number in numbers)
 
     def _hidden(
         self, states: Mapping[int, Tensor], layers: Sequence[int], rows: int, queries: int

@@ -178,28 +178,19 @@ class Packs:
         return self._one_dnn and fewest <= rows <= _MOST_ROWS
 
     def layer(
-        self,
-        name: str,
-        weights: Sequence[Tensor],
-        biases_O: Sequence[Tensor | None],
-        transposed: bool = False,
-        *,
-        any_size: bool = False,
+        self, name: str, weights: Sequence[Tensor], biases_O: Sequence[Tensor | None], *, any_size: bool = False
     ) -> FusedLinear:
-        """Linear layers with the same input as one; `name` tells it from others of the model. `transposed`: the
-        weights are `[I, O]`. `any_size`: the kernel is wanted for small ones too.
+        """Linear layers with the same input as one; `name` tells it from others of the model. `any_size`: the kernel
+        is wanted for small ones too.
         """
-        shapes = [(four_bit_state(weight) or weight).shape for weight in weights]
-        outputs = tuple(shape[1 if transposed else 0] for shape in shapes)
-        if (matrix := self._matrix(name, weights, transposed, any_size)) is not None:
+        outputs = tuple((four_bit_state(weight) or weight).shape[0] for weight in weights)
+        if (matrix := self._matrix(name, weights, False, any_size)) is not None:
             return FusedLinear(outputs, matrix, _side_by_side(outputs, biases_O, torch.empty(0)))
-        copy = self._copy(name, weights, biases_O, transposed)
-        views_IO = tuple(weight.detach() if transposed else weight.detach().t() for weight in weights)
+        copy = self._copy(name, weights, biases_O, False)
+        views_IO = tuple(weight.detach().t() for weight in weights)
         return FusedLinear(outputs, None, None, views_IO, tuple(biases_O), copy)
 
-    def _matrix(
-        self, name: str, weights: Sequence[Tensor], transposed: bool, any_size: bool = False
-    ) -> PackedMatrix | None:
+    def _matrix(self, name: str, weights: Sequence[Tensor], transposed: bool, any_size: bool) -> PackedMatrix | None:
         """The weights packed for the kernel; None when that does not help or cannot be."""
         functions = kernel() if self.native else None
         if functions is None or (not any_size and sum(weight.numel() for weight in weights) < _SMALLEST_NATIVE):

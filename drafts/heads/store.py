@@ -172,7 +172,7 @@ def write_head(head: Head, directory: Path, state: Mapping[str, Tensor] | None =
     write_json_atomic(directory / "config.json", head.config.to_json())
 
 
-def save_head(head: Head, directory: str | Path, state: Mapping[str, Tensor] | None = None) -> None:
+def save_head(head: Head, directory: str | Path) -> None:
     """Write a head's directory whole or not at all; what was there before is replaced."""
     with atomic_dir(Path(directory)) as temporary:
-        write_head(head, temporary, state)
+        write_head(head, temporary)
