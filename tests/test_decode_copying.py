@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode.engine import SpeculativeDecoder
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession
@@ -21,30 +20,12 @@ from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import grow_batch
 from decode.tree_spec import kary, parse_tree
 from draftsmith_core.sampling import Sampling, generator
+from tests.tiny_models import random_llama
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
 Target = Callable[[Sequence[int]], int]
-
-
-def tiny_llama(seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    model.eval()
-    return model
 
 
 # A toy target (a function from texts to the next token) in place of the engine
@@ -438,7 +419,7 @@ def test_rows_leave_and_change_places(name: str) -> None:
 @pytest.mark.parametrize("name", proposers())
 def test_trees_that_need_confidences_are_refused(name: str) -> None:
     proposer, tree = proposers()[name]
-    target = tiny_llama(0)
+    target = random_llama(0, VOCAB, eos=2)
     proposer.check(target, tree)
     for shape in (DynamicTree(depth=2, beam=2, nodes=4), Tree(tree.parents, stop=0.1)):
         with pytest.raises(ValueError, match="has no confidences") as caught:
@@ -448,7 +429,7 @@ def test_trees_that_need_confidences_are_refused(name: str) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_fix() -> None:
-    target = tiny_llama(0)
+    target = random_llama(0, VOCAB, eos=2)
     with pytest.raises(ValueError, match=r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"):
         LookaheadProposer().check(target, parse_tree("chain:60"))
     with pytest.raises(ValueError, match=r"token 17.*ends at 16.*target's tokenizer"):
@@ -465,7 +446,7 @@ def test_what_cannot_work_is_refused_with_the_fix() -> None:
 def test_the_engine_emits_what_the_target_alone_emits(name: str, temperature: float) -> None:
     """At temperature 0 token for token; above it a row does not depend on its batch mates."""
     proposer, tree = proposers()[name]
-    target, sampling = tiny_llama(1), Sampling(temperature=temperature)
+    target, sampling = random_llama(1, VOCAB, eos=2), Sampling(temperature=temperature)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [1, 2, 1, 2, 1, 2]]
 
     def outputs(decoder: SpeculativeDecoder, rows: Sequence[int]) -> list[list[int]]:

@@ -36,6 +36,7 @@ from decode.verify import uniforms_per_depth
 from decode.verify.exact import verify
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
+from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
@@ -43,25 +44,7 @@ READS = {"static:tree.json": {"parents": [-1, -1, 0]}, "sequoia:a.json": {"accep
 
 
 def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=96,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=eos,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    model.eval()
-    return model
+    return random_llama(seed, 11, positions=96, eos=eos)
 
 
 def test_the_tables_need_no_torch() -> None:

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import decode.propose.static_tree
 from decode import (
@@ -37,6 +37,7 @@ from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.vocabulary import VocabularyMap, attach, pieces
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
+from tests.tiny_models import random_llama
 
 VOCAB = 5
 LENGTH = 3
@@ -50,25 +51,7 @@ SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 @cache
 def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=layers,
-        num_attention_heads=1,
-        max_position_embeddings=48,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.45)
-    model.eval()
-    return model
+    return random_llama(seed, vocabulary, hidden=8, layers=layers, heads=1, positions=48, spread=0.45)
 
 
 def head(kind: str) -> HeadProposer:

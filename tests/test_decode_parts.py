@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, parse_tree
 from decode.batch_run import BatchRun
@@ -16,30 +16,13 @@ from decode.runner import Runner
 from decode.tree_batch import ancestor_mask
 from decode.tree_spec import kary
 from draftsmith_core.sampling import Sampling, generator
+from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    model.eval()
-    return model
+    return random_llama(seed, 17, layers=3)
 
 
 # Trees

@@ -11,13 +11,14 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode import VERIFIERS, DraftModelProposer, Proposal, SpeculativeDecoder, Tree
 from decode.tree_batch import TreeBatch
 from decode.verify import Verifier
 from decode.verify.tree_walk import residual
 from draftsmith_core.sampling import Sampling, draw_without_replacement, generator, probs
+from tests.tiny_models import random_llama
 
 VOCAB = 5
 LENGTH = 3
@@ -49,25 +50,7 @@ PAIRS = [
 
 @cache
 def tiny_llama(seed: int) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=16,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.45)
-    model.eval()
-    return model
+    return random_llama(seed, VOCAB, hidden=8, layers=1, heads=1, positions=16, spread=0.45)
 
 
 @torch.inference_mode()

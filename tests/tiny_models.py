@@ -38,6 +38,39 @@ def tiny_llama(seed: int, vocabulary: int = V, layers: int = 1, spread: float = 
     return model
 
 
+def random_llama(
+    seed: int,
+    vocabulary: int,
+    *,
+    hidden: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    positions: int = 128,
+    spread: float = 0.4,
+    eos: int | None = None,
+) -> LlamaForCausalLM:
+    """Every matrix drawn with this spread, in eval mode; no special tokens but `eos`."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=positions,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=eos,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, spread)
+    model.eval()
+    return model
+
+
 def near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
     """A copy with noise on every parameter."""
     other = copy.deepcopy(model)
