@@ -34,6 +34,7 @@ from decode import (
 from decode.runner import Block, Runner
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling, generator
+from tests.tiny_models import stirred
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
@@ -84,11 +85,7 @@ def near(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with noise on its weights: an aligned but imperfect draft."""
     noisy = AutoModelForCausalLM.from_config(model.config).float().eval()
     noisy.load_state_dict(model.state_dict())
-    noise = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in noisy.parameters():
-            parameter.add_(0.08 * torch.randn(parameter.shape, generator=noise))
-    return cast(PreTrainedModel, noisy)
+    return cast(PreTrainedModel, stirred(noisy, 0.08))
 
 
 def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:

@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
 from draftsmith_core.sampling import Sampling, generator
+from tests.tiny_models import stirred
 
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
@@ -94,12 +95,7 @@ def draft_of(name: str, relation: str) -> PreTrainedModel:
     if relation == "other":
         kind, options = ARCHITECTURES[name]
         return tiny(kind, options, seed=2)
-    near = copy.deepcopy(target)
-    noise = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
-    return near
+    return stirred(copy.deepcopy(target), 0.1, seed=3)
 
 
 @cache

@@ -37,7 +37,7 @@ from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.vocabulary import VocabularyMap, attach, pieces
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
-from tests.tiny_models import random_llama
+from tests.tiny_models import random_llama, stirred
 
 VOCAB = 5
 LENGTH = 3
@@ -57,12 +57,7 @@ def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedMode
 def head(kind: str) -> HeadProposer:
     target = llama(2)
     made: Head = Eagle3Head.fresh(target, draft_vocab=[0, 1, 3, 4]) if kind == "eagle3" else HEADS[kind].fresh(target)
-    made.eval()
-    noise = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.25 * torch.randn(parameter.shape, generator=noise))
-    return HeadProposer(made)
+    return HeadProposer(stirred(made.eval(), 0.25, seed=11))
 
 
 def index() -> SuffixIndex:

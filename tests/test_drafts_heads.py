@@ -33,9 +33,9 @@ from drafts.heads.eagle3 import Eagle3Head, aux_layers
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.errors import InputError
+from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 
 V, H, D = 40, 16, 12
-DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
 
 
 def make_target(layers: int = 4, vocabulary: int = V, hidden: int = H, seed: int = 1) -> PreTrainedModel:
@@ -62,23 +62,7 @@ def target() -> PreTrainedModel:
     return make_target()
 
 
-FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
-    "eagle": lambda target: EagleHead.fresh(target),
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
-    "eagle3-full": lambda target: Eagle3Head.fresh(target),
-    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
-    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
-}
 every_head = pytest.mark.parametrize("name", FRESH)
-
-
-def stirred(head: Head, seed: int = 5) -> Head:
-    """The head with every parameter away from where it began, so that none is zero or one."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
-    return head
 
 
 def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:

@@ -36,9 +36,9 @@ from drafts.heads.llama_layer import layer_like
 from drafts.heads.medusa import MedusaHeads
 from drafts.layouts.published import PUBLISHED
 from draftsmith_core.errors import InputError
+from tests.tiny_models import DRAFT_VOCAB, stirred
 
 V, H, D = 40, 16, 12
-IDS = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
 SHAPE: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": H,
@@ -83,15 +83,6 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return llama()
-
-
-def stirred(head: Any) -> Any:
-    """The head with every parameter away from where it began, in eval mode."""
-    random = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=random))
-    return head.eval()
 
 
 def write(directory: Path, values: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
@@ -150,7 +141,7 @@ def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
         qkv_bias=variant.pop("qkv_bias", False),
     )
-    head: EagleHead = stirred(EagleHead(EagleConfig(layer=layer, vocab_size=V, **variant), target))
+    head: EagleHead = stirred(EagleHead(EagleConfig(layer=layer, vocab_size=V, **variant), target)).eval()
     return head
 
 
@@ -183,7 +174,7 @@ def test_eagle_for_other_families(family: str, tmp_path: Path) -> None:
     check(write(tmp_path / "head", values, head.state_dict(), "pytorch_model.bin"), head, own)
 
 
-def eagle3(target: PreTrainedModel, ids: list[int] | None = IDS, hidden: int = H, **variant: Any) -> Eagle3Head:
+def eagle3(target: PreTrainedModel, ids: list[int] | None = DRAFT_VOCAB, hidden: int = H, **variant: Any) -> Eagle3Head:
     rope = {"rope_type": "default", "rope_theta": 10000.0} | variant.pop("rope", {})
     layer = replace(layer_like(target), rms_norm_eps=1e-6, rope_parameters=rope)
     layer = replace(layer, hidden_size=hidden, qk_norm=variant.pop("qk_norm", False))
@@ -198,7 +189,7 @@ def eagle3(target: PreTrainedModel, ids: list[int] | None = IDS, hidden: int = H
     head = Eagle3Head(config, target)
     if ids is not None:
         head.set_draft_vocab(ids)
-    return stirred(head)  # type: ignore[no-any-return]
+    return stirred(head).eval()
 
 
 def renamed(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
@@ -301,7 +292,7 @@ def test_eagle3(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
     check(write(tmp_path / "head", values, tensors(head), file), head, target)
 
 
-@pytest.mark.parametrize("ids", [IDS, None])
+@pytest.mark.parametrize("ids", [DRAFT_VOCAB, None])
 def test_eagle3_without_a_projection_reads_the_targets(
     ids: list[int] | None, target: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -395,7 +386,7 @@ def test_a_second_speculators_type_needs_only_its_layout(tmp_path: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def medusa(target: PreTrainedModel) -> MedusaHeads:
-    heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3))
+    heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3)).eval()
     return heads
 
 
@@ -436,7 +427,7 @@ def test_the_first_medusa_reads_the_targets_projection(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_medusa_as_vllm_names_it(shared: bool, bias: bool, target: PreTrainedModel, tmp_path: Path) -> None:
-    heads = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2))
+    heads = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2)).eval()
     tensors = {}
     with torch.no_grad():
         for i, head in enumerate(heads):
@@ -473,7 +464,7 @@ HYDRA = {
 def test_hydra_of_its_authors(target: PreTrainedModel, tmp_path: Path) -> None:
     """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first block."""
     config = HydraConfig(hidden_size=H, vocab_size=V, num_heads=3, num_layers=2, own_projection=True, skip_bias=True)
-    heads = stirred(HydraHeads(config, target))
+    heads = stirred(HydraHeads(config, target)).eval()
     names = {"heads.": "hydra_mlp.", "projections.": "hydra_lm_head.", ".skip.": ".res_connection."}
     tensors = {}
     for name, tensor in heads.state_dict().items():

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import fingerprint
+from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from train.batch import IGNORE, Batch
 from train.features import FeatureCache, cached_layers, documents
 from train.loss_sums import LossSums
@@ -27,7 +27,6 @@ from train.trainees import TRAINEES
 from train.trainees.eagle3 import count_vocabulary
 
 V, H = 40, 16
-DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
 # (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of one token.
 ROWS = [
     ([3, 7, 20, 11], [5, 6, 30, 7, 1]),
@@ -76,13 +75,6 @@ def target() -> Any:
     return make_target()
 
 
-HEADS: dict[str, Callable[[Any], Any]] = {
-    "eagle": lambda target: EagleHead.fresh(target),
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
-    "eagle3-full": lambda target: Eagle3Head.fresh(target),
-    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
-    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"noise": 0.0, "depths": 3},
     "eagle3": {"test_steps": 3},
@@ -90,20 +82,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {},
 }
-every_kind = pytest.mark.parametrize("kind", HEADS)
-
-
-def stirred(head: Any, size: float = 0.2) -> Any:
-    random = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=random))
-    return head
+every_kind = pytest.mark.parametrize("kind", FRESH)
 
 
 def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -> Any:
     return TRAINEES[kind.split("-")[0]](
-        stirred(HEADS[kind](target)), parse_objective(objective), target, chunk=4, **(OPTIONS[kind] | options)
+        stirred(FRESH[kind](target)), parse_objective(objective), target, chunk=4, **(OPTIONS[kind] | options)
     )
 
 
@@ -327,7 +311,7 @@ def test_loss_falls_and_acceptance_rises(kind: str, objective: str, target: Any)
 
 
 def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(target: Any) -> None:
-    for kind in HEADS:
+    for kind in FRESH:
         trainee = trainee_of(kind, target)
         sums = trainee(batch_of([([], [5, 1])]))
         sums.loss.backward()
@@ -521,7 +505,7 @@ def test_a_disk_that_cannot_be_written_ends_the_caching_only(tmp_path: Path, cap
 def test_training_on_cached_features_is_training_on_features(
     kind: str, dtype: torch.dtype, target: Any, tmp_path: Path
 ) -> None:
-    layers = cached_layers(HEADS[kind](target).hidden_layers)
+    layers = cached_layers(FRESH[kind](target).hidden_layers)
     online = trainee_of(kind, target)(batch_of(ROWS))
 
     def cache() -> FeatureCache:

@@ -2,8 +2,10 @@
 
 import copy
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from drafts.heads import Head
@@ -12,12 +14,24 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 
+M = TypeVar("M", bound=nn.Module)
 V = 23
 HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target, seed=3),
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
+}
+
+
+# Of a target of 40 tokens.
+DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
+FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
+    "eagle": lambda target: EagleHead.fresh(target),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
+    "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
+    "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
 }
 
 
@@ -81,11 +95,15 @@ def near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
     return other
 
 
-def stirred_head(name: str, target: PreTrainedModel, noise: float = 0.2) -> Head:
-    """A head with every parameter away from where it began."""
-    head = HEADS[name](target).eval()
-    random = torch.Generator().manual_seed(7)
+def stirred(head: M, size: float = 0.2, seed: int = 5) -> M:
+    """The module with every parameter away from where it began, so that none is zero or one."""
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=random))
+            parameter.add_(size * torch.randn(parameter.shape, generator=random))
     return head
+
+
+def stirred_head(name: str, target: PreTrainedModel, size: float = 0.2) -> Head:
+    """One of `HEADS`, in eval mode, with every parameter away from where it began."""
+    return stirred(HEADS[name](target).eval(), size, seed=7)
