@@ -31,7 +31,7 @@ from draftsmith_core.cards import add_results
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import make_dir, write_text_atomic
+from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device
 from draftsmith_core.processes import (
     Terminated,
@@ -77,7 +77,6 @@ def align(config: AlignConfig) -> Results:
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     join_processes(config.device)
-    on_main(lambda: make_dir(out, "--out"))
     with terminable(), without_fsdp_variable(), _saying_what_is_kept(out), hold(out):
         config = _settle(_started(config, out), out)
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
