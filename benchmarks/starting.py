@@ -24,12 +24,13 @@ from distill.generate import distill
 from drafts.make.shape import read_per_token
 from draftsmith.demo.nano_pair import write_corpus
 from draftsmith.starting.config import InitConfig
-from draftsmith.starting.init import Text, alphas, answer_texts, init
+from draftsmith.starting.init import alphas, answer_texts, init
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import load_model
 from draftsmith_core.options import parse
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
+from eval.estimate import Continuation
 from train.config import Optim, TrainConfig
 from train.training_run import train
 
@@ -180,7 +181,9 @@ def _align(start: str, target: str, out: Path, place: Path, steps: int, seed: in
     )
 
 
-def _measure(target: PreTrainedModel, draft: PreTrainedModel, texts: Mapping[str, list[Text]]) -> dict[str, float]:
+def _measure(
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Mapping[str, list[Continuation]]
+) -> dict[str, float]:
     found = {}
     for domain, own in texts.items():
         _, (alpha, _, _) = alphas(target, draft, own, Sampling(temperature=1.0))

@@ -30,17 +30,10 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from eval.estimate import Continuation, alpha_sums
 
 _DEFAULT_COST = 0.1
 _BATCH = 8
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt and the target's answer; the answer's tokens are what is measured."""
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def init(config: InitConfig) -> Started:
 
 
 def _make(
-    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Text]
+    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Continuation]
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The draft, and what was chosen or filled in, one line each."""
     keep = config.keep or "even"
@@ -129,7 +122,7 @@ def _make(
             keep=keep,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_heads,
-            texts=[(*text.prompt_ids, *text.answer_ids) for text in texts],
+            texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
             score=score,
         )
         return draft, (f"layers {' '.join(map(str, kept))} of the target's {depth}, chosen as {keep}",)
@@ -155,7 +148,7 @@ def _some(names: Sequence[str]) -> str:
     return f" ({shown}{' and others' if len(names) > 5 else ''})" if names else ""
 
 
-def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Text]:
+def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Continuation]:
     """The target's answers to --prompts; empty without."""
     if config.prompts is None:
         return []
@@ -176,45 +169,39 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
             f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})\n"
         )
     decoder = SpeculativeDecoder(target)
-    texts: list[Text] = []
+    texts: list[Continuation] = []
     for start in range(0, len(read.prompts), _BATCH):
         prompts = [prompt.ids for prompt in read.prompts[start : start + _BATCH]]
         answers = decoder.generate(
             prompts, Sampling(temperature=config.temperature), config.max_new_tokens, seed=config.seed + start
         ).generations
-        texts += [Text(ids, tuple(answer.output_ids)) for ids, answer in zip(prompts, answers, strict=True)]
+        pairs = enumerate(zip(prompts, answers, strict=True), start)
+        texts += [Continuation(str(row), ids, answer.output_ids) for row, (ids, answer) in pairs]
     return texts
 
 
 @torch.inference_mode()
-def _distribution(model: PreTrainedModel, text: Text, sampling: Sampling, vocabulary: int) -> Tensor:
+def _distribution(model: PreTrainedModel, text: Continuation, sampling: Sampling, vocabulary: int) -> Tensor:
     """The distributions `[N, V]` that the tokens of the answer were, or would be, drawn from."""
-    ids = torch.tensor([[*text.prompt_ids, *text.answer_ids][:-1]], device=model.device)
+    ids = torch.tensor([[*text.prompt_ids, *text.output_ids][:-1]], device=model.device)
     # A draft's vocabulary may be padded to another size.
     ids = ids.clamp(max=vocabulary_size(model) - 1)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.answer_ids)).logits[0]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.output_ids)).logits[0]
     return probs(fit_vocabulary(logits, vocabulary), sampling)
 
 
 def alphas(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], sampling: Sampling
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling
 ) -> tuple[int, tuple[float | None, float | None, float | None]]:
     """Positions, and alpha under the three rules; None where nothing was measured."""
-    size, count = vocabulary_size(target), 0
-    sums = [0.0, 0.0, 0.0]
-    for text in texts:
-        p_NV, q_NV = _distribution(target, text, sampling, size), _distribution(draft, text, sampling, size)
-        guess_N1 = q_NV.argmax(-1, keepdim=True)
-        for i, each_N in enumerate((acceptance(p_NV, q_NV), p_NV.gather(-1, guess_N1), (p_NV * q_NV).sum(-1))):
-            sums[i] += float(each_N.double().sum())
-        count += len(p_NV)
-    if not count:
+    if not texts:
         return 0, (None, None, None)
-    alpha, greedy, match = (total / count for total in sums)
-    return count, (alpha, greedy, match)
+    found = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
+    count = sum(found["count"])
+    return count, (sum(found["sum"]) / count, sum(found["greedy"]) / count, sum(found["match"]) / count)
 
 
-def _alpha_against(target: PreTrainedModel, texts: Sequence[Text], sampling: Sampling) -> Any:
+def _alpha_against(target: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling) -> Any:
     """A score for `prune`: alpha of a changed target against what it was when this was called."""
     size = vocabulary_size(target)
     # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
