@@ -21,29 +21,33 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what it is, what limits it, and the bar, which is a least value unless `at_most`."""
+    """One figure: what it is, what limits it, where it stands in the result (keys, with slashes) or how it follows from
+    that, and the bar, which is a least value unless `at_most`.
+    """
 
     what: str
     limited_by: str
-    value: Callable[[Result], float]
+    value: str | Callable[[Result], float]
     bar: float | None
     at_most: bool = False
 
 
-def _greedy(result: Result, name: str) -> Any:
-    return result["methods"]["T=0"][name]
+def _at(result: Result, keys: str) -> Any:
+    for key in keys.split("/"):
+        result = result[key]
+    return result
 
 
-def _best(ways: dict[str, float]) -> float:
-    return max(speed for name, speed in ways.items() if name not in ("ar", "hf"))
+def _best(methods: dict[str, float]) -> float:
+    return max(speed for name, speed in methods.items() if name not in ("ar", "hf"))
 
 
 def _drafted(result: Result, kept: str) -> str:
-    """The fastest way with a draft of the section `sixteen_bits`."""
-    ways: dict[str, Any] = {
+    """The fastest method with a draft of the section `sixteen_bits`."""
+    methods: dict[str, Any] = {
         name: each[kept] for name, each in result["sixteen_bits"]["methods"].items() if name != "ar"
     }
-    return max(ways, key=ways.__getitem__)
+    return max(methods, key=methods.__getitem__)
 
 
 def _ours(result: Result) -> dict[str, float]:
@@ -60,42 +64,38 @@ def _llama_f16(result: Result) -> float:
 
 
 def _openvino_drafted(result: Result) -> float:
-    ways = result["peers"]["openvino-genai f32"]
-    return max(each["tokens_per_s"] for name, each in ways.items() if name.startswith("draft"))
+    methods = result["peers"]["openvino-genai f32"]
+    return max(each["tokens_per_s"] for name, each in methods.items() if name.startswith("draft"))
 
 
 def _overhead(result: Result) -> float:
-    ways = {name: each for name, each in result["methods"]["T=0"].items() if isinstance(each, dict) and "tau" in each}
+    found = _at(result, "methods/T=0").items()
+    methods = {name: each for name, each in found if isinstance(each, dict) and "tau" in each}
     best = max(
-        (name for name in ways if not name.startswith(("hf", "ar"))), key=lambda name: ways[name]["tokens_per_s"]
+        (name for name in methods if not name.startswith(("hf", "ar"))), key=lambda name: methods[name]["tokens_per_s"]
     )
-    fraction: float = ways[best]["overhead_fraction"]
+    fraction: float = methods[best]["overhead_fraction"]
     return fraction
 
 
 _MEMORY, _ARITHMETIC = "bandwidth of the memory", "multiply-adds in fp32"
 ROWS = (
-    Row(
-        "no draft, share of bytes read over bandwidth",
-        _MEMORY,
-        lambda r: _greedy(r, "ar")["share_of_memory_limit"],
-        0.85,
-    ),
+    Row("no draft, share of bytes read over bandwidth", _MEMORY, "methods/T=0/ar/share_of_memory_limit", 0.85),
     Row(
         "the same behind the prompt, which is more arithmetic than reading",
         _MEMORY,
-        lambda r: _greedy(r, "ar")["share_of_memory_limit_after_prefill"],
+        "methods/T=0/ar/share_of_memory_limit_after_prefill",
         None,
     ),
     Row(
         "no draft in fp32, share of bytes read over bandwidth",
         _MEMORY,
-        lambda r: r["sixteen_bits"]["fp32_ar_share_of_memory_limit"],
+        "sixteen_bits/fp32_ar_share_of_memory_limit",
         0.85,
     ),
     Row("no draft over llama.cpp, F16", _MEMORY, lambda r: _ours(r)["ar"] / _llama_f16(r), 0.95),
-    Row("no draft, 16 bits over fp32", _MEMORY, lambda r: r["sixteen_bits"]["methods"]["ar"]["gain"], 1.7),
-    Row("no draft, nf4 over 16 bits", "decoding the codes", lambda r: r["four_bits"]["ar"]["nf4_over_sixteen"], 1.0),
+    Row("no draft, 16 bits over fp32", _MEMORY, "sixteen_bits/methods/ar/gain", 1.7),
+    Row("no draft, nf4 over 16 bits", "decoding the codes", "four_bits/ar/nf4_over_sixteen", 1.0),
     Row(
         "best tree, 16 bits over fp32",
         "tau, and the draft's forwards",
@@ -114,41 +114,41 @@ ROWS = (
     Row(
         "5 tokens in one forward, over one",
         _MEMORY,
-        lambda r: r["sixteen_bits"]["forwards"]["5"]["sixteen_over_one_row"],
+        "sixteen_bits/forwards/5/sixteen_over_one_row",
         1.15,
         at_most=True,
     ),
     Row(
         "29 tokens in one forward, over one",
         _ARITHMETIC,
-        lambda r: r["sixteen_bits"]["forwards"]["29"]["sixteen_over_one_row"],
+        "sixteen_bits/forwards/29/sixteen_over_one_row",
         2.0,
         at_most=True,
     ),
     Row(
         "one token behind 4096, share of weights and cache over bandwidth",
         _MEMORY,
-        lambda r: r["forwards"]["target_behind_4096"]["share_of_memory_limit"],
+        "forwards/target_behind_4096/share_of_memory_limit",
         None,
     ),
     Row(
         "the draft's forward, share of its weights over bandwidth",
         "calls, and the cache that holds it",
-        lambda r: r["forwards"]["draft_behind_128"]["share_of_memory_limit"],
+        "forwards/draft_behind_128/share_of_memory_limit",
         None,
     ),
     Row("best tree, share of a step outside both forwards", "Python", _overhead, None),
     Row(
         "resident memory of the process, 16 bits over fp32",
         "the libraries themselves",
-        lambda r: r["sixteen_bits"]["resident_over_fp32"]["process"],
+        "sixteen_bits/resident_over_fp32/process",
         0.6,
         at_most=True,
     ),
     Row(
         "of that, what the model adds",
         "bytes of the weights",
-        lambda r: r["sixteen_bits"]["resident_over_fp32"]["model"],
+        "sixteen_bits/resident_over_fp32/model",
         0.6,
         at_most=True,
     ),
@@ -160,7 +160,7 @@ def table(result: Result) -> str:
     lines = ["| | limited by | measured | bar |", "|---|---|---|---|"]
     for row in ROWS:
         try:
-            value: float | None = row.value(result)
+            value: float | None = _at(result, row.value) if isinstance(row.value, str) else row.value(result)
         except (KeyError, ValueError):
             value = None
         lines.append(f"| {row.what} | {row.limited_by} | {_shown(value)} | {_judged(row, value)} |")

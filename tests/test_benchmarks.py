@@ -147,15 +147,15 @@ def test_every_method_says_the_same_when_greedy(name: str) -> None:
     bench = tiny_bench()
     prompts = [ids for _, ids in bench.prompts]
     want = greedy(bench.pair.target, torch.tensor(prompts), 8).tolist()
-    way = build(name, bench.pair, 0.0, 8)
-    assert [way.decode([prompt], 0)[0] for prompt in prompts] == want
+    method = build(name, bench.pair, 0.0, 8)
+    assert [method.decode([prompt], 0)[0] for prompt in prompts] == want
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_sampling_is_a_function_of_the_seed(name: str) -> None:
     bench = tiny_bench()
-    way = build(name, bench.pair, 1.0, 8)
-    first, again, other = (way.decode([bench.prompts[0][1]], seed) for seed in (1, 1, 2))
+    method = build(name, bench.pair, 1.0, 8)
+    first, again, other = (method.decode([bench.prompts[0][1]], seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -184,10 +184,10 @@ def test_clock_notes_every_forward_once_and_leaves_no_trace() -> None:
 
 
 def test_summary_of_known_runs() -> None:
-    way = build("chain:2", tiny_bench().pair, 0.0, 8)
+    method = build("chain:2", tiny_bench().pair, 0.0, 8)
     run = Run([[0] * 8], 1.0, 0.8, {"target": 5, "draft": 8}, {"target": 0.5, "draft": 0.3})
     slow = Run([[0] * 8], 3.0, 2.8, {"target": 9, "draft": 16}, {"target": 1.5, "draft": 0.9})
-    found = sections._summary(way, [[run, run], [run, slow], [run, run]], [["prose", "code"]] * 3, limit_s=0.25)
+    found = sections._summary(method, [[run, run], [run, slow], [run, run]], [["prose", "code"]] * 3, limit_s=0.25)
     assert found["tokens_per_s"] == 8
     assert found["speed_over_limit_without_draft"] == 2
     assert found["tau"] == 6 * 8 / (5 * 4 + 8)
@@ -221,7 +221,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     verified = sections.verifiers(bench, ["kary:2,1"], seeds=1)["4 nodes"]
     assert "chains only" in verified["kary:2,1/speculative"]["refused"]
     assert 1 <= verified["kary:2,1/mcsd"]["tau"] <= 3
-    assert all(cell["equal_to_ar"] for way in sections.batches(bench, [1, 3], 1).values() for cell in way.values())
+    assert all(cell["equal_to_ar"] for cells in sections.batches(bench, [1, 3], 1).values() for cell in cells.values())
     contexts = sections.contexts(bench, [16, 100], rounds=1)
     assert contexts["16"]["chain:4"]["greedy_equal"] is True
     assert "left_out" in contexts["100"]
@@ -303,7 +303,7 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(
     monkeypatch.setattr(peers, "program", lambda engine: server if engine == "llama-server" else Path("/bin/false"))
     monkeypatch.setattr(peers, "gguf", lambda directory, *_: directory / "model.gguf")
     found = peers.compare(tiny_bench(), tokenizer, [], 2, 1)
-    assert set(found["llama-server"]) == {f"F{bits}{way}" for bits in (32, 16) for way in ("", *DRAFTED)}
+    assert set(found["llama-server"]) == {f"F{bits}{method}" for bits in (32, 16) for method in ("", *DRAFTED)}
     assert all(each["tokens_per_s"] > 0 and each["equal"] == "0 of 4" for each in found["llama-server"].values())
     assert "no message" in found["openvino-genai f32"]["failed"]
     answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
