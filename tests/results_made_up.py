@@ -104,8 +104,8 @@ def made_up(
                         ),
                     }
                     seconds = {"decode_s": [0.15 * c for c in calls]}
-                    way = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
-                    runs.append({**way, **seconds, **emitted})
+                    cell = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
+                    runs.append({**cell, **seconds, **emitted})
             measured.speeds[at] = {
                 "prompt_ids": [prompt.id for prompt in suite.prompts],
                 "runs": runs,

@@ -173,7 +173,7 @@ def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, 
         assert (cell["gain"] is None) if cell["draft"] == "poor" else cell["gain"] > 0
     assert {row["domain"] for row in summary["transfer"]} == {"away"}
     assert json.loads(json.dumps(summary)) == summary
-    timed = [way["speedup"] for cell in summary["cells"] for way in cell["decoding"]]
+    timed = [row["speedup"] for cell in summary["cells"] for row in cell["decoding"]]
     assert len(timed) == 16 and all(value > 0 for value in timed)
 
 

@@ -60,7 +60,9 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("index", range(4))
-def test_the_first_law_of_a_head_is_what_decoding_draws_from(name: str, index: int, target: LlamaForCausalLM) -> None:
+def test_the_first_distribution_of_a_head_is_what_decoding_draws_from(
+    name: str, index: int, target: LlamaForCausalLM
+) -> None:
     """Step by step along a text, the distribution at the root of each proposal is the teacher-forced one."""
     head, row = stirred_head(name, target), texts()[index]
     _, expected_TV, out = read(target, head, row)
@@ -220,7 +222,7 @@ def results_of(config: EvalConfig) -> dict[str, Any]:
 def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
     summary = summarise(evaluate(world))
     results = results_of(world)
-    assert [way["verifier"] for way in results["methods"]] == ["speculative", "mcsd", "exact"]
+    assert [method["verifier"] for method in results["methods"]] == ["speculative", "mcsd", "exact"]
     assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
     assert [results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")] == [
         "draft",
@@ -240,7 +242,7 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalCon
         assert row["tokens_per_s"] == pytest.approx(1 / row["latency_s_per_token"])
     assert results["clock"]["peak_memory_bytes"] > sum(m["memory_bytes"] for m in results["models"].values())
     assert summary["peak_memory_bytes"] == results["clock"]["peak_memory_bytes"]
-    assert all(way["latency_s_per_token"] > 0 for cell in summary["cells"] for way in cell["decoding"])
+    assert all(row["latency_s_per_token"] > 0 for cell in summary["cells"] for row in cell["decoding"])
 
 
 @pytest.mark.usefixtures("no_report")
@@ -258,8 +260,8 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
     )
     summary = summarise(evaluate(config))
     results = results_of(config)
-    assert [way["lossless"] for way in results["methods"]] == [False, True]
-    assert [way["lossless"] for way in summary["cells"][0]["decoding"]] == [False, True]
+    assert [method["lossless"] for method in results["methods"]] == [False, True]
+    assert [method["lossless"] for method in summary["cells"][0]["decoding"]] == [False, True]
     assert [row["lossless"] for row in results["speed"]["domains"]] == [True, False, True]
     evaluate(config)
     assert results_of(config)["clock"]["cells_measured"] == 0

@@ -19,7 +19,7 @@ def test_every_defined_figure_has_one_flat_name() -> None:
     def cell(draft: str | None, domain: str | None, kind: str, temperature: float, **more: Any) -> dict[str, Any]:
         return {"draft": draft, "domain": domain, "kind": kind, "temperature": temperature, **more}
 
-    way = {"tree": "chain:4", "verifier": "speculative"}
+    method = {"tree": "chain:4", "verifier": "speculative"}
     document: Any = {
         "alpha": [
             cell("base", "home", "id", 0.0, alpha=estimate(0.5), gain=None),
@@ -27,14 +27,14 @@ def test_every_defined_figure_has_one_flat_name() -> None:
             cell("mine", "home", "id", 0.7, alpha=estimate(0.6), gain=estimate(0.1)),
         ],
         "overall_alpha": [cell("mine", None, "ood", 0.0, alpha=estimate(0.4), gain=estimate(None))],
-        "decoding": [cell("mine", "home", "id", 1.0, tau=estimate(2.5), **way)],
+        "decoding": [cell("mine", "home", "id", 1.0, tau=estimate(2.5), **method)],
         "overall_decoding": [],
         "speed": {
             "domains": [
                 cell(None, "home", "id", 1.0, speedup=None, tree=None, verifier=None),
-                cell("mine", "home", "id", 1.0, speedup=estimate(1.5), **way),
+                cell("mine", "home", "id", 1.0, speedup=estimate(1.5), **method),
             ],
-            "overall": [cell("mine", None, "id", 1.0, speedup=estimate(None), **way)],
+            "overall": [cell("mine", None, "id", 1.0, speedup=estimate(None), **method)],
         },
         "transfer": [
             {"draft": "mine", "domain": "away", "temperature": 1.0, "value": 0.8},

@@ -152,7 +152,7 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
 
 @every_kind
 def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, target_dir: str) -> None:
-    """Law 5, through the files and the decoder: every law that a token was drafted from is training's."""
+    """Law 5, through the files and the decoder: every distribution that a token was drafted from is training's."""
     target = load_model(target_dir, device="cpu", dtype="float32")
     draft: Any = load_draft(str(trained), target, device="cpu", dtype="float32")
     name = "draft" if kind == "lm" else kind
