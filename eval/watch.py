@@ -214,8 +214,8 @@ def _answer(
 
 
 def _tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    if "prompt_ids" in row and "output_ids" in row:
-        return list(row["prompt_ids"]), list(row["output_ids"])
+    if isinstance(row.get("prompt_ids"), list) and isinstance(row.get("output_ids"), list):
+        return row["prompt_ids"], row["output_ids"]
     if "messages" in row:
         prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where)
     elif isinstance(row.get("prompt"), str):

@@ -142,15 +142,16 @@ def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(home: Path,
         {"prompt": "Who", "response": " jumps"},
         {"prompt": "Who"},
         {"prompt_ids": [0, 5], "output_ids": [999]},
+        {"prompt_ids": 5, "output_ids": [7]},
         "{torn",
     ]
     log = _log(tmp_path / "log.jsonl", rows)
     code, out, err = door("eval", "--watch", log, "--baseline", home, "--follow", "false", "--window", 2, "--json")
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
-    assert (found["rows"], found["answers"], found["skipped"], found["changed"]) == (6, 3, 3, None)
+    assert (found["rows"], found["answers"], found["skipped"], found["changed"]) == (7, 3, 4, None)
     assert "watch: answers 1 to 2: alpha" in err and "watch: answers 3 to 3: alpha" in err
-    assert "3 of 6 rows skipped" in err and "log.jsonl:4: has no response with a text (the first)" in err
+    assert "4 of 7 rows skipped" in err and "log.jsonl:4: has no response with a text (the first)" in err
 
 
 def test_a_log_of_a_draft_that_is_never_accepted_ends_with_3(
