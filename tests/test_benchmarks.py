@@ -239,13 +239,24 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
             model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
     packed = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 2) - VOCAB * 32
     norms = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 1)
+    memory = {"sixteen": {"before": 100.0, "decoding": 150.0}, "fp32": {"before": 100.0, "decoding": 200.0}}
+    monkeypatch.setattr(sixteen_bits, "_resident", lambda target, kept: memory[kept])
     found = sixteen_bits.sixteen_bits(bench, ["ar", "chain:2"], rounds=2)
     # Panels are filled up with zeros, which are read as well.
     assert 2 * packed + 4 * norms <= 1e6 * found["sixteen_MB_per_token"] <= 0.55e6 * found["fp32_MB_per_token"]
     assert all(found["methods"][name]["outputs_equal"] for name in ("ar", "chain:2"))
     assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
-    assert found["resident_MB"]["fp32"]["decoding"] > found["resident_MB"]["fp32"]["before"] > 0
+    assert found["resident_MB"] == memory and found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
     json.dumps(found)
+
+
+@pytest.mark.slow  # two interpreters that import torch
+@pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+@pytest.mark.parametrize("kept", ["sixteen", "fp32"])
+def test_resident_memory_is_measured_in_a_process_of_its_own(kept: str, tmp_path: Path) -> None:
+    tiny_bench().pair.target.save_pretrained(tmp_path)
+    found = sixteen_bits._resident(str(tmp_path), kept)
+    assert found["decoding"] > found["before"] > 0
 
 
 @pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
