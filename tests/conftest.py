@@ -253,7 +253,7 @@ os.fsync = os.fstat
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
-import draftsmith.cli.decode, draftsmith.cli.distill, draftsmith.cli.train
+import draftsmith.alignment.stages, draftsmith.cli.decode, draftsmith.cli.distill, draftsmith.cli.train, eval.evaluate
 from draftsmith.__main__ import main
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
