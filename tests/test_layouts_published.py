@@ -427,7 +427,7 @@ def test_the_first_medusa_reads_the_targets_projection(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_medusa_as_vllm_names_it(shared: bool, bias: bool, target: PreTrainedModel, tmp_path: Path) -> None:
-    heads = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2)).eval()
+    heads: Any = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2)).eval()
     tensors = {}
     with torch.no_grad():
         for i, head in enumerate(heads):

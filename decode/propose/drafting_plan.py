@@ -109,5 +109,7 @@ class DraftingPlan:
         for level in self.levels[:-1]:
             begin, end = end, end + level.count
             offsets_1T = torch.tensor([offsets[:end]], device=self.device)
-            blocks.append(Block(offsets_1T, sees_TT[None, begin:end, :end].to(self.device), static=True))
+            # Of its own strides: a step that is compiled holds for one shape and the strides that go with it.
+            sees_1qT = sees_TT[None, begin:end, :end].clone(memory_format=torch.contiguous_format)
+            blocks.append(Block(offsets_1T, sees_1qT.to(self.device), static=True))
         return tuple(blocks)
