@@ -18,7 +18,8 @@ class DistillConfig:
     target: str
     """The target: a local directory or hub name."""
     prompts: str
-    """Prompts: a .jsonl or .parquet file, or a hub dataset as owner/name[:split]."""
+    """Prompts: a .jsonl or .parquet file, a hub dataset as owner/name[:split], or N texts that the target
+    writes by itself: self:N from the first token on, token:N from any one token of the vocabulary on."""
     out: str
     """The distilled set: a directory of part-*.parquet and manifest.json."""
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"

@@ -19,6 +19,8 @@ from draftsmith_core.suites import load_suite, suite_name, suite_rows
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
+# Texts of the target's own: from their first token on, or from one token of the vocabulary on.
+SELF, TOKEN = "self:", "token:"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -69,6 +71,18 @@ def _stored_row(record: Record, source: str) -> dict[str, Any]:
     return row
 
 
+def free_rows(source: str) -> int | None:
+    """N of the sources `self:N` and `token:N`, which are made and not read; None for any other source."""
+    if not source.startswith((SELF, TOKEN)):
+        return None
+    kind, _, count = source.partition(":")
+    if not (count.isascii() and count.isdecimal() and int(count)):
+        raise InputError(
+            f"{source}: write {kind}:N, with N texts that the target writes by itself, such as {kind}:1000"
+        )
+    return int(count)
+
+
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
 
@@ -84,8 +98,8 @@ def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def count_rows(source: str) -> int | None:
     """How many rows a file has, for progress; None where only reading it all would tell."""
     path = Path(source)
-    if source.startswith("@"):
-        return None
+    if source.startswith(("@", SELF, TOKEN)):
+        return free_rows(source)
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -174,6 +188,9 @@ def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
     if source.startswith("@"):
         yield from _suite_records(source)
+        return
+    if (free := free_rows(source)) is not None:
+        yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
         return
     path = Path(source)
     if not source.strip():

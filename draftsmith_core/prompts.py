@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
-from draftsmith_core.prompt_rows import KEYS, Record, iterate_records, parse_record, string, whole
+from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, string, whole
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,8 @@ class PromptReader:
     def read(self, record: Record) -> Prompt | Skipped:
         """The prompt of a row, or why it is not used; InputError for a row that cannot be understood."""
         row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
+        if free_rows(self.source) is not None:
+            return Prompt(f"free-{record.number}", "general", self._begun(record.number), record.number, True)
         for name in _unread(row):
             self.unread.setdefault(name, record.number)
         self.from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
@@ -140,6 +142,20 @@ class PromptReader:
         if row.get("messages") is not None:
             chat = Chat(tuple(check_turns(row["messages"], where)), check_tools(row, where))
         return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
+
+    def _begun(self, number: int) -> tuple[int, ...]:
+        """What a text begins with: BOS, else EOS, which models without a BOS have between texts; of `token:N` also a
+        token of the vocabulary, each as likely as any other and the same for the same number.
+        """
+        first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
+        if first is None:
+            raise InputError(f"{self.source}: the tokenizer has no BOS or EOS to begin a text with; name prompts")
+        if not self.source.startswith(TOKEN):
+            return (int(first),)
+        special, draw = set(self.tokenizer.all_special_ids), 0
+        while (token := prompt_hash((number, draw)) % len(self.tokenizer)) in special:
+            draw += 1
+        return int(first), token
 
     def warn_unread(self) -> None:
         """One warning that names what the rows hold and the prompts were made without."""

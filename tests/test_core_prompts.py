@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.prompt_rows import count_rows
 from draftsmith_core.prompts import PromptSet, Reasons, Skipped, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
@@ -318,3 +319,32 @@ def test_a_chat_template_from_a_file(tmp_path: Path, tokenizer: Tokenizer) -> No
 def test_a_source_that_can_be_none(tokenizer: Tokenizer, source: str) -> None:
     with pytest.raises(InputError, match="is empty; name a|is a URL; download it and name the file"):
         read_prompts(source, tokenizer)
+
+
+def test_texts_that_the_target_begins_by_itself(target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    found = read_prompts("self:3", tokenizer, limit=2)
+    assert [prompt.ids for prompt in found.prompts] == [(0,), (0,)] and found.more
+    assert len({prompt.id for prompt in found.prompts}) == 2 and {prompt.domain for prompt in found.prompts} == {
+        "general"
+    }
+    assert count_rows("self:3") == 3
+    # A model without a BOS has its EOS between texts.
+    tokenizer.bos_token = None
+    assert read_prompts("self:1", tokenizer).prompts[0].ids == (1,)
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="self:1: the tokenizer has no BOS or EOS"):
+        read_prompts("self:1", tokenizer)
+    for source in ("self:", "self:0", "token:-1", "self:many", "token:1.5"):
+        with pytest.raises(InputError, match=f"{source}: write {source.partition(':')[0]}:N"):
+            read_prompts(source, tokenizer)
+
+
+def test_texts_that_begin_with_any_token_of_the_vocabulary(target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    found = read_prompts("token:600", tokenizer).prompts
+    assert {prompt.ids[0] for prompt in found} == {0} and {len(prompt.ids) for prompt in found} == {2}
+    tokens = [prompt.ids[1] for prompt in found]
+    # Each of 288 that are not special, about as often as any other, and the same for the same number.
+    assert set(tokens) <= set(range(2, 290)) and len(set(tokens)) > 230
+    assert [prompt.ids for prompt in read_prompts("token:9", tokenizer).prompts] == [p.ids for p in found[:9]]

@@ -250,3 +250,15 @@ def test_datasets_reads_it(whole: Path, target_dir: str) -> None:
     assert table.column_names == SCHEMA.names
     tokenizer = load_tokenizer(target_dir)
     assert tokenizer.decode(table[0]["prompt_ids"], skip_special_tokens=True) == "The quick"
+
+
+def test_texts_that_the_target_writes_by_itself(target_dir: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": target_dir, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}
+    found = distill(DistillConfig(prompts="self:10", out=str(tmp_path / "ten"), batch_size=4, part_rows=4, **options))
+    assert (found["prompts_read"], found["rows"], found["prompts_skipped"]) == (10, 10, 0)
+    rows = read(tmp_path / "ten")
+    assert {tuple(row["prompt_ids"]) for row in rows} == {(0,)} and {row["domain"] for row in rows} == {"general"}
+    assert len({tuple(row["response_ids"]) for row in rows}) == 10
+    # They are drawn from the target's own distribution: the first of them are the same however many are asked for.
+    distill(DistillConfig(prompts="self:3", out=str(tmp_path / "three"), batch_size=3, **options))
+    assert [row["response_ids"] for row in read(tmp_path / "three")] == [row["response_ids"] for row in rows[:3]]
