@@ -21,7 +21,7 @@ SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 1
 SMALL += ["--distill.part_rows", 4]
 SMALL += ["--train.steps", 6, "--train.rows_per_step", 4, "--train.batch_size", 2, "--train.save_every", 2]
 SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.lr", 1e-3, "--device", "cpu"]
-SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100]
+SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100, "--policy", "id"]
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +292,10 @@ def test_choices_follow_what_is_given() -> None:
     assert chosen(prompts=20_000, on_gpu=True).distill.num_samples == 1
     # The rows of a step are shared by the processes.
     assert 32 % (4 * (chosen(processes=4).train.batch_size or 0)) == 0
+    # What the base knew is kept where there is a language model to go back to, and general text to replay.
+    assert (usual.policy, usual.train.replay_fraction, usual.distill.general_texts) == ("balanced", 0.5, 1920)
+    head = chosen(id_only="a head has no language model to go back to")
+    assert (head.policy, head.train.replay_fraction, head.distill.general_texts) == ("id", 0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
     assert greedy.eval.temperature == [0.0]
 
@@ -313,6 +317,12 @@ def test_choices_follow_what_is_given() -> None:
         ({"distill": DistillChoices(temperature=-1.0)}, "temperature: -1.0"),
         ({"eval": EvalChoices(bootstrap=3)}, "eval.bootstrap: 3 must be at least 100"),
         ({"prompt_tokens": 0}, "prompt_tokens: 0"),
+        ({"train": TrainChoices(replay_fraction=1.0)}, "train.replay_fraction: 1.0"),
+        (
+            {"train": TrainChoices(replay_fraction=0.5), "distill": DistillChoices(general_texts=0)},
+            "distill.general_texts: is 0, and train.replay_fraction replays them",
+        ),
+        ({"policy": "id", "plain": True}, "plain: with policy id every draft is plain"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:

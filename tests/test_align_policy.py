@@ -77,7 +77,7 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     )
     for name, tensor in made.items():
         torch.testing.assert_close(tensor, torch.lerp(base[name].float(), aligned[name], record["weight"]))
-    assert ds.Results.load(out / "eval").drafts == ["base", "jsd", "jsd-balanced"]
+    assert ds.Results.load(out / "eval").drafts == ["base", "jsd-balanced"]
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
     assert f"jsd-balanced: {record['weight']:g} of the way to jsd" in err

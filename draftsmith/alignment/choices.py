@@ -10,6 +10,10 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
+# What docs/robust.md supports: half of every step is general text.
+REPLAYED = 0.5
+# Beyond this more general text is not worth its generation: replay begins anew.
+_MOST_TEXTS = 4096
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Facts:
     """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft, None if unknown.
 
     rows: what the prompts are, "chat", "prompt" or "text". prompts: how many can be used, of those that were read.
+    id_only: why no policy but id can be followed, empty where any can.
     """
 
     rows: str
@@ -28,6 +33,7 @@ class Facts:
     target_parameters: int
     draft_parameters: int
     sampling: ResolvedSampling
+    id_only: str = ""
 
     @property
     def place(self) -> str:
@@ -62,6 +68,11 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         heldout = choose("", "heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id")
     prompts = choose("distill", "max_prompts", max(1, facts.prompts - (heldout or 0)), f"{count}, {place}")
     samples = choose("distill", "num_samples", 4 if prompts < 500 else 2 if prompts < 5000 else 1, f"{prompts} prompts")
+    few = max(1, round(config.train.heldout_fraction * prompts)) * samples < 2
+    id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
+    policy = choose("", "policy", "id" if id_only else "balanced", id_only or "docs/robust.md")
+    if policy == "id" and config.plain:
+        raise InputError(f"plain: with policy id ({id_only}) every draft is plain; leave it out")
     usual = (512 if gpu else 128) if facts.rows == "chat" else (256 if gpu else 96)
     room = usual if facts.context is None else max(1, min(usual, facts.context // 2))
     why = f"{facts.rows} rows, {place}" + (f", context {facts.context}" if room < usual else "")
@@ -72,10 +83,12 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         key: choose("distill", key, value, _source(facts.sampling, key))
         for key, value in dataclasses.asdict(facts.sampling.sampling).items()
     }
-    distill = replace(
-        config.distill, max_prompts=prompts, num_samples=samples, max_new_tokens=answer, batch_size=together, **drawn
-    )
-    train = _train(config, facts, prompts * samples, answer, choose)
+    replayed = choose("train", "replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}")
+    needed = min(_MOST_TEXTS, math.ceil(prompts * samples * replayed / (1 - replayed)))
+    texts = choose("distill", "general_texts", needed, f"{replayed:g} of the sequences, at most {_MOST_TEXTS}")
+    drawn |= {"general_texts": texts, "max_prompts": prompts, "num_samples": samples}
+    distill = replace(config.distill, max_new_tokens=answer, batch_size=together, **drawn)
+    train = replace(_train(config, facts, prompts * samples, answer, choose), replay_fraction=replayed)
     if facts.context is not None:
         for key, value, least in (
             ("distill.max_new_tokens", answer, facts.context - 1),
@@ -94,7 +107,7 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         speed_prompts=choose("eval", "speed_prompts", 8 if gpu else 6, place),
         batch_size=choose("eval", "batch_size", 16 if gpu else 20, place),
     )
-    return replace(config, heldout_prompts=heldout, distill=distill, train=train, eval=measure), said
+    return replace(config, policy=policy, heldout_prompts=heldout, distill=distill, train=train, eval=measure), said
 
 
 def _train(config: AlignConfig, facts: Facts, rows: int, answer: int, choose: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
+from train.config import Lora
 from train.objective import parse_objective
 
 Policy = Literal["id", "balanced", "no_loss"]
@@ -36,6 +37,8 @@ class DistillChoices:
     """Answers that are generated together."""
     part_rows: int = 512
     """Answers per file; a killed run loses at most the files in the making."""
+    general_texts: int | None = None
+    """Texts that the target writes by itself, from its first token on, to be replayed while training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,13 @@ class TrainChoices:
     """Steps between checkpoints that a killed run continues from."""
     gradient_checkpointing: bool | None = None
     """Less memory, more time."""
+    replay_fraction: float | None = None
+    """Share of the sequences that are general text, so that the draft keeps what it knew; 0 with policy id."""
+    anchor_kl: float = 0.0
+    """As `train --anchor_kl`: weight of the divergence from the draft that was started from."""
+    anchor_l2: float = 0.0
+    """As `train --anchor_l2`: weight of half the squared distance from its weights."""
+    lora: Lora = field(default_factory=Lora)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +112,12 @@ class AlignConfig:
     """With --init transplant: the model to move."""
     objective: list[str] = field(default_factory=lambda: ["jsd:beta=0.5"])
     """What the draft is trained to do, as `train --objective` takes it; several are compared at equal steps."""
-    policy: Policy = "id"
-    """How much of what the base knows is kept. id: nothing is done for it. balanced, no_loss: beside the aligned draft
-    one between it and the base, chosen on held-out answers and on what the target writes by itself (docs/robust.md)."""
+    policy: Policy | None = None
+    """How much of what the base knows is kept. id: nothing is done for it. balanced, no_loss: general text is replayed
+    while training, and the draft is then moved back towards the base as far as held-out answers and what the target
+    writes by itself say (docs/robust.md). null: balanced for a draft language model, id for a head."""
+    plain: bool = False
+    """Also train every objective as policy id does, as NAME-plain, to see what the policy costs and keeps."""
     id: list[str] = field(default_factory=list)
     """Prompt sets in distribution, NAME=PROMPTS. Without one, part of --prompts is held out of training for it."""
     ood: list[str] = field(default_factory=list)
@@ -165,8 +178,15 @@ class AlignConfig:
                 raise InputError(f"ood: the name {name!r} is taken by --id; a set is either ID or OOD")
         if self.id and self.heldout_prompts is not None:
             raise InputError("heldout_prompts: --id names the evaluation prompts, so none are held out; leave it out")
-        if self.policy != "id" and self.draft is None and self.init is None:
+        fraction = self.train.replay_fraction
+        if fraction is not None and not 0 <= fraction < 1:
+            raise InputError(f"train.replay_fraction: {fraction} must be at least 0 and below 1")
+        if fraction and self.distill.general_texts == 0:
+            raise InputError("distill.general_texts: is 0, and train.replay_fraction replays them; leave one out")
+        if self.policy in ("balanced", "no_loss") and self.draft is None and self.init is None:
             raise InputError(f"policy: {self.policy} goes back towards the draft that was started from; name --draft")
+        if self.policy == "id" and self.plain:
+            raise InputError("plain: with policy id every draft is plain; leave one of the two out")
 
     def drafts(self) -> dict[str, str]:
         """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` where one name is enough."""
@@ -177,11 +197,23 @@ class AlignConfig:
             named[name if clear else re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]] = spec
         return named
 
+    def plain_drafts(self) -> dict[str, str]:
+        """Those that are trained as policy id does, for comparison, with their objectives."""
+        return {f"{name}-plain": spec for name, spec in self.drafts().items()} if self.plain else {}
+
+    def trained(self) -> dict[str, str]:
+        """Every training run and its objective."""
+        return self.plain_drafts() | self.drafts()
+
     def offered(self) -> dict[str, str]:
         """The drafts to choose the one to serve from, with their objectives: those of the policy, if it makes any."""
-        if self.policy == "id":
+        if self.policy is None or self.policy == "id":
             return self.drafts()
         return {f"{name}-{self.policy.replace('_', '-')}": spec for name, spec in self.drafts().items()}
+
+    def compared(self) -> dict[str, str]:
+        """The drafts that the evaluation compares with the one they started from."""
+        return self.plain_drafts() | self.offered()
 
 
 def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
@@ -195,6 +227,7 @@ def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
         ("distill.max_prompts", distill.max_prompts, 1),
         ("distill.batch_size", distill.batch_size, 1),
         ("distill.part_rows", distill.part_rows, 1),
+        ("distill.general_texts", distill.general_texts, 0),
         ("train.steps", train.steps, 1),
         ("train.warmup_steps", train.warmup_steps, 0),
         ("train.rows_per_step", train.rows_per_step, 1),
@@ -202,6 +235,8 @@ def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
         ("train.max_length", train.max_length, 1),
         ("train.eval_every", train.eval_every, 1),
         ("train.save_every", train.save_every, 1),
+        ("train.anchor_kl", train.anchor_kl, 0),
+        ("train.anchor_l2", train.anchor_l2, 0),
         ("eval.max_prompts", measure.max_prompts, 1),
         ("eval.max_new_tokens", measure.max_new_tokens, 1),
         ("eval.speed_prompts", measure.speed_prompts, 0),

@@ -8,6 +8,7 @@ on the answers that training held out, and in general on what the target writes 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.models import dtype_name, eos_ids
-from draftsmith_core.prompts import Prompt
+from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
@@ -54,29 +55,27 @@ class Point:
     general_change: Difference
 
 
-def free_texts(target: PreTrainedModel, first: int, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
+def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
     """What the target writes from its first token on, at temperature 1: `count` texts of at most `max_new_tokens`."""
-    prompts = [Prompt(f"free-{index}", "general", (first,)) for index in range(count)]
+    prompts = read_prompts(f"self:{count}", pair.tokenizer).prompts
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": 16, "seed": seed}
-    written = measure.baseline(target, prompts, Sampling(temperature=1.0), eos_ids(target), **options)
+    written = measure.baseline(pair.target, prompts, Sampling(temperature=1.0), eos_ids(pair.target), **options)
     return [row for row in measure.continuations(prompts, written) if row.output_ids]
 
 
 def heldout_answers(distilled: str, max_length: int, fraction: float) -> list[Continuation]:
-    """The answers of a distilled set that training held out with this fraction: the target's own, one per prompt."""
+    """The answers of a distilled set that training held out with this fraction: the target's own, at most `TEXTS`. One
+    of every prompt comes before the second of any.
+    """
     _, heldout = divide(load_examples([distilled], None, max_length), fraction)
-    found: dict[tuple[int, ...], Continuation] = {}
+    found: dict[tuple[int, ...], list[Continuation]] = {}
     for row in heldout.rows.select_columns(["prompt_ids", "response_ids"]):
         prompt = tuple(row["prompt_ids"])
         if prompt and row["response_ids"]:
-            found.setdefault(prompt, Continuation(f"heldout-{len(found)}", prompt, row["response_ids"]))
-    return list(found.values())[:TEXTS]
-
-
-def first_token(pair: LoadedPair) -> int | None:
-    """The token that a text begins with: BOS, else EOS, which models without a BOS have between texts; else None."""
-    tokenizer, ends = pair.tokenizer, eos_ids(pair.target)
-    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else next(iter(ends), None)
+            same = found.setdefault(prompt, [])
+            same.append(Continuation(f"heldout-{len(found)}-{len(same)}", prompt, row["response_ids"]))
+    in_turn = [row for turn in zip_longest(*found.values()) for row in turn if row is not None]
+    return in_turn[:TEXTS]
 
 
 @torch.no_grad()
@@ -178,11 +177,8 @@ def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Co
         trust_remote_code=config.trust_remote_code,
     )
     answers = heldout_answers(str(out / "distilled"), config.train.max_length, config.train.heldout_fraction)
-    first = first_token(pair)
-    if first is None:
-        raise InputError(f"policy: {config.target} has no BOS or EOS to write freely from; use --policy id")
     longest = min(config.distill.max_new_tokens, (pair.context or 1 << 30) - 1)
-    texts = {"id": answers, "general": free_texts(pair.target, first, TEXTS, longest, config.seed)}
+    texts = {"id": answers, "general": free_texts(pair, TEXTS, longest, config.seed)}
     if empty := next((kind for kind, rows in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty])} texts to measure {empty} on are too few; use --policy id")
     return pair, texts
@@ -196,7 +192,7 @@ def _measure(
     draft = load_draft(str(aligned), pair.target, device=config.device, dtype=dtype_name(pair.target))
     assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
     drawn, chosen = config.distill, config.eval
-    assert drawn.temperature is not None and chosen.batch_size is not None
+    assert drawn.temperature is not None and chosen.batch_size is not None and config.policy is not None
     given = {key: getattr(drawn, key) for key in ("temperature", "top_k", "top_p", "min_p")}
     sampling = Sampling(**{key: value for key, value in given.items() if value is not None})
     points = curve(

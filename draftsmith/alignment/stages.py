@@ -17,14 +17,14 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from distill.config import DistillConfig
 from distill.generate import distill
-from drafts.load import draft_kind, load_pair
+from drafts.load import LoadedPair, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
 from draftsmith.alignment.prompts import hold_out
+from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
 from draftsmith.starting.config import InitConfig
 from draftsmith.starting.init import init
 from draftsmith_core.cards import add_results
@@ -47,11 +47,10 @@ from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.provenance import difference
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.request import NAME, check
+from eval.request import check
 from eval.results import Results
-from train.config import DraftKind, Optim, TrainConfig
+from train.config import Lora
 from train.training_run import train
 
 # Where the work is done is no part of what is done.
@@ -65,9 +64,10 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
-def align(config: AlignConfig) -> Results:
+def align(config: AlignConfig, answered: bool = False) -> Results:
     """Distil, train, evaluate and report; returns the results. What `config` leaves open is chosen, and printed.
 
+    answered: OUT/distilled is there already, with answers that were logged.
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
     checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate,
     train and evaluate. Raises InputError for what cannot be done, RunError for
@@ -80,17 +80,21 @@ def align(config: AlignConfig) -> Results:
     with terminable(), without_fsdp_variable(), _saying_what_is_kept(out), hold(out):
         config = _settle(_started(config, out), out)
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
-        say(f"\n1/3 distil: {config.target} answers {prompts}")
-        distill(_distill_config(config, prompts))
-        for index, name in enumerate(config.drafts()):
-            say(f"\n2/3 train: {name} ({config.drafts()[name]})")
-            train(_train_config(config, index))
+        if not answered:
+            say(f"\n1/3 distil: {config.target} answers {prompts}")
+            distill(distill_config(config, prompts))
+        if config.train.replay_fraction:
+            say(f"{config.target} writes {config.distill.general_texts} texts by itself, to be replayed")
+            distill(general_config(config))
+        for name, objective in config.trained().items():
+            say(f"\n2/3 train: {name} ({objective})")
+            train(train_config(config, name))
             _free()
         if config.policy != "id":
             on_main(lambda: _keep_general(config, out))
         say("\n3/3 evaluate")
-        results = evaluate(_eval_config(config))
-        for name in config.drafts() | config.offered():
+        results = evaluate(eval_config(config))
+        for name in config.compared():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
@@ -124,6 +128,8 @@ def _kept(out: Path) -> list[str]:
         found.append("all answers (distilled)")
     elif parts:
         found.append(f"{parts} files of answers (distilled)")
+    if (out / "general" / "manifest.json").exists():
+        found.append("the target's own texts (general)")
     for run in sorted(out.glob("*/run"), key=lambda each: each.stat().st_mtime):
         steps = [int(each.name.removeprefix("step_")) for each in run.glob("checkpoints/step_*")]
         if (run.parent / "config.json").exists():
@@ -146,6 +152,11 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
+def settled(config: AlignConfig) -> AlignConfig:
+    """The options of the run that `align(config)` has made, with nothing left open."""
+    return replace(_continued(config, Path(config.out) / "align.yaml"), out=config.out)
+
+
 def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     """The options with nothing left open: from OUT/align.yaml where a run has begun here, else chosen and written."""
     file = out / "align.yaml"
@@ -159,10 +170,10 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         facts, read = _look(config)
         whole, choices = complete(config, facts)
         # What a later stage would refuse is refused now, before anything is written or hours have passed.
-        _distill_config(whole, "")
-        for index in range(len(whole.objective)):
-            _train_config(whole, index)
-        check(_eval_config(whole))
+        distill_config(whole, "")
+        for name in whole.trained():
+            train_config(whole, name)
+        check(eval_config(whole))
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
         if read.skipped:
@@ -223,8 +234,9 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         trust_remote_code=config.trust_remote_code,
         tokenizer=load_tokenizer(config.target, config.trust_remote_code, config.chat_template),
     )
-    if config.policy != "id" and not isinstance(pair.drafts[str(config.draft)], PreTrainedModel):
-        raise InputError(f"policy: {config.policy} is for draft language models, and {config.draft} is a head; use id")
+    id_only = _id_only(config, pair)
+    if id_only and config.policy in ("balanced", "no_loss"):
+        raise InputError(f"policy: {config.policy} cannot be followed ({id_only}); use --policy id")
     heldout = 0 if config.id else (config.heldout_prompts or 64)
     read = read_prompts(
         config.prompts,
@@ -249,10 +261,21 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the hidden size.
         14 * hidden**2 if draft is None else parameter_count(draft),
         resolve_sampling(config.target, pair.target, temperature=config.distill.temperature, default_temperature=1.0),
+        id_only,
     )
     del pair, draft
     _free()
     return facts, read
+
+
+def _id_only(config: AlignConfig, pair: LoadedPair) -> str:
+    """Why only policy id can be followed with this pair; empty where any can."""
+    if config.draft is None or not isinstance(pair.drafts[config.draft], PreTrainedModel):
+        return "a head has no language model to go back to"
+    tokenizer = pair.tokenizer
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        return "the target has no BOS or EOS to begin a text of its own with"
+    return ""
 
 
 def _continued(config: AlignConfig, file: Path) -> AlignConfig:
@@ -264,6 +287,7 @@ def _continued(config: AlignConfig, file: Path) -> AlignConfig:
             ("train", TrainChoices),
             ("eval", EvalChoices),
         )
+        values["train"]["lora"] = Lora(**values["train"]["lora"])
         there = AlignConfig(**{**values, **{key: part(**values[key]) for key, part in parts}})
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, InputError) as error:
         raise InputError(
@@ -308,81 +332,3 @@ def _to_yaml(config: AlignConfig, choices: list[str]) -> str:
         else:
             lines.append(line(key, value))
     return "\n".join(lines) + "\n"
-
-
-def _common(config: AlignConfig) -> dict[str, Any]:
-    return {
-        "target": config.target,
-        "device": config.device,
-        "dtype": config.dtype,
-        "trust_remote_code": config.trust_remote_code,
-        "chat_template": config.chat_template,
-    }
-
-
-def _distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
-    chosen: dict[str, Any] = dataclasses.asdict(config.distill)
-    return DistillConfig(
-        prompts=prompts,
-        out=str(Path(config.out) / "distilled"),
-        prompt_tokens=config.prompt_tokens,
-        seed=config.seed,
-        **chosen,
-        **_common(config),
-    )
-
-
-def _train_config(config: AlignConfig, index: int) -> TrainConfig:
-    """The training run of the objective at `index`."""
-    chosen: dict[str, Any] = dataclasses.asdict(config.train)
-    rates, rows = chosen.pop("lr"), chosen.pop("rows_per_step")
-    optim = Optim(lr=rates[index % len(rates)], warmup_steps=chosen.pop("warmup_steps"))
-    batch = chosen["batch_size"] * launched()
-    if rows % batch:
-        raise InputError(
-            f"train.batch_size: {chosen['batch_size']} on {launched()} processes does not divide "
-            f"train.rows_per_step, {rows}; change one of them"
-        )
-    name, objective = list(config.drafts().items())[index]
-    kind: DraftKind = "eagle"
-    if config.draft is not None:
-        found = draft_kind(config.draft)
-        kind = "lm" if found == "draft" else found  # type: ignore[assignment]
-    return TrainConfig(
-        out=str(Path(config.out) / name),
-        data=[str(Path(config.out) / "distilled")],
-        kind=kind,
-        draft=config.draft,
-        objective=objective,
-        accumulation=rows // batch,
-        optim=optim,
-        seed=config.seed + 1 + index,
-        **chosen,
-        **_common(config),
-    )
-
-
-def _eval_config(config: AlignConfig) -> EvalConfig:
-    chosen: dict[str, Any] = dataclasses.asdict(config.eval)
-    drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(Path(config.out) / name) for name in config.drafts() | config.offered()}
-    return EvalConfig(
-        draft=[f"{name}={source}" for name, source in drafts.items()],
-        id=config.id or [f"{_set_name(config)}={Path(config.out) / 'prompts' / 'heldout.jsonl'}"],
-        ood=config.ood,
-        out=str(Path(config.out) / "eval"),
-        top_p=config.distill.top_p,
-        top_k=config.distill.top_k,
-        min_p=config.distill.min_p,
-        prompt_tokens=config.prompt_tokens,
-        seed=config.seed + 1 + len(config.objective),
-        **chosen,
-        **_common(config),
-    )
-
-
-def _set_name(config: AlignConfig) -> str:
-    """What the held-out prompts are called: as their file, where that can be a name and no other set has it."""
-    name = Path(config.prompts.partition(":")[0]).stem
-    taken = {each.partition("=")[0] for each in config.ood} | {"id", "ood"}
-    return name if NAME.fullmatch(name) and name not in taken else "heldout"

@@ -12,10 +12,11 @@ def run(argv: list[str]) -> None:
     from rich.console import Console
 
     from draftsmith.alignment import outcome
-    from draftsmith.alignment.stages import align
+    from draftsmith.alignment.stages import align, settled
     from draftsmith_core.processes import is_main
 
     results = align(config)
     if is_main():
+        config = settled(config)
         Console().print(outcome.table(results))
         finish(outcome.summary(config, results), outcome.lines(config, results), as_json)
