@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from drafts.merge import merge as merge
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
+    from draftsmith.alignment.rounds import adapt as adapt
+    from draftsmith.alignment.rounds_config import AdaptConfig as AdaptConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 # Public name: (module, its name there). One line per name; the block above tells type checkers the same.
 _PUBLIC = {
+    "AdaptConfig": ("draftsmith.alignment.rounds_config", "AdaptConfig"),
     "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
     "DistillConfig": ("distill.config", "DistillConfig"),
     "DoctorConfig": ("drafts.doctor_config", "DoctorConfig"),
@@ -67,6 +70,7 @@ _PUBLIC = {
     "RunError": ("draftsmith_core.errors", "RunError"),
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
+    "adapt": ("draftsmith.alignment.rounds", "adapt"),
     "align": ("draftsmith.alignment.stages", "align"),
     "compare": ("eval.compare", "compare"),
     "decide": ("eval.decision", "decide"),
@@ -83,6 +87,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AdaptConfig",
     "AlignConfig",
     "DistillConfig",
     "DoctorConfig",
@@ -101,6 +106,7 @@ __all__ = [
     "SpeculativeDecoder",
     "TrainConfig",
     "__version__",
+    "adapt",
     "align",
     "compare",
     "decide",

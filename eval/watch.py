@@ -199,7 +199,7 @@ def _answer(
         row = json.loads(line)
         if not isinstance(row, dict):
             raise InputError(f"{where}: is not a JSON object")
-        prompt, output = _tokens(row, where, tokenizer)
+        prompt, output = logged_tokens(row, where, tokenizer)
         if not prompt or not output:
             raise InputError(f"{where}: the prompt or the answer is empty")
         limits = [context_length(m) for m in (target, draft) if isinstance(m, PreTrainedModel)]
@@ -213,9 +213,10 @@ def _answer(
     return Continuation(where, prompt, output)
 
 
-def _tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def logged_tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(prompt, answer) of a row of a log, as `_answer` has it, in the target's tokens; InputError where it has none."""
     if isinstance(row.get("prompt_ids"), list) and isinstance(row.get("output_ids"), list):
-        return row["prompt_ids"], row["output_ids"]
+        return list(row["prompt_ids"]), list(row["output_ids"])
     if "messages" in row:
         prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where)
     elif isinstance(row.get("prompt"), str):
