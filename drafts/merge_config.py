@@ -13,7 +13,8 @@ class MergeConfig:
     """Add up the weights of drafts of one shape: base + sum of weight x (draft - base).
 
     One draft with a base is an interpolation between the two (WiSE-FT, arXiv 2109.01903), several without a base and
-    without weights are a uniform soup (arXiv 2203.05482), several with a base are task vectors (arXiv 2212.04089).
+    without weights are a uniform soup (arXiv 2203.05482; --greedy chooses among them), several with a base are task
+    vectors (arXiv 2212.04089).
     """
 
     out: str
@@ -22,11 +23,32 @@ class MergeConfig:
     """The drafts, each MODEL or MODEL=WEIGHT. Without weights all count alike; these then add up to 1."""
     base: str | None = None
     """The draft that the others were trained from. Without it the weights must add up to 1."""
+    greedy: str | None = None
+    """Prompts to choose by: from the best draft on, another is averaged in where that does not lower alpha on what
+    --target answers to them (greedy soup). For language models, without weights and base."""
+    target: str | None = None
+    """With --greedy: the target."""
+    max_prompts: int = 64
+    """With --greedy: prompts to read."""
+    max_new_tokens: int = 64
+    """With --greedy: the longest answer."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
-        self.weights()
+        weights = self.weights()
+        if (self.greedy is None) != (self.target is None):
+            raise InputError("target: --greedy needs it to measure by, and nothing else reads it")
+        if self.greedy is not None and (self.base is not None or len(set(weights)) < len(weights) or self._weighted()):
+            raise InputError(
+                "greedy: chooses among several drafts by itself; leave out --base, weights and repetitions"
+            )
+        for key in ("max_prompts", "max_new_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+
+    def _weighted(self) -> bool:
+        return any(weight is not None for _, weight in map(_source_and_weight, self.draft))
 
     def weights(self) -> list[tuple[str, float]]:
         """(model, weight) of every draft. InputError where weights are missing, not finite or do not add up."""

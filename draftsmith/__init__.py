@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
-    from drafts.merge import merge as merge
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.rounds import adapt as adapt
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
+    from draftsmith.soup import merge as merge
     from draftsmith.starting.config import InitConfig as InitConfig
     from draftsmith.starting.init import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
@@ -81,7 +81,7 @@ _PUBLIC = {
     "init": ("draftsmith.starting.init", "init"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
-    "merge": ("drafts.merge", "merge"),
+    "merge": ("draftsmith.soup", "merge"),
     "plan": ("eval.plan_run", "plan"),
     "train": ("train.training_run", "train"),
 }
