@@ -131,7 +131,7 @@ class TrainConfig:
     """The tokenizer to save with the draft, and for rows of text. Default: the target's, else the draft's."""
     objective: str = "ce"
     """ce (cross-entropy: sequence-level KD on the target's answers), fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha,
-    lk_hybrid:eta=3, sums such as `0.9*fkl+0.1*ce`; `@adaspec:keep=0.4` behind it selects tokens."""
+    lk_hybrid:eta=3, sums such as `0.9*fkl+0.1*ce`; `@adaspec:keep=0.4` behind it selects tokens; tvd@e2e:depth=4."""
     temperature: float = 1.0
     """Divides the logits of draft and target in the objective (not in `ce`, and not for the reported alpha)."""
     reference: str | None = None
@@ -148,6 +148,12 @@ class TrainConfig:
     """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other domains."""
     replay_fraction: float = 0.0
     """Share of the sequences that come from `replay`."""
+    mixing_temperature: float = 1.0
+    """With several `data`, which are domains then: each is drawn in proportion to its size^(1 / temperature). 1: as
+    large as it is; far above 1: all alike."""
+    group_dro: float = 0.0
+    """With several `data`: how fast the domains with the greatest loss come to count most (group DRO; `replay` is a
+    domain too). 0: every token counts alike. For language models."""
     anchor_kl: float = 0.0
     """Weight of KL(draft before training || draft) per token, beside the objective, so that the draft keeps what it
     knew; it holds on the tokens of `data` and `replay`. 0: none. For language models."""
@@ -228,6 +234,7 @@ class TrainConfig:
         for key in ("anchor_kl", "anchor_l2"):
             if getattr(self, key) and self.draft is None:
                 raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
+        self._check_domains(objective.keep is not None or objective.depth is not None)
         self._check_lora()
         if self.steps is not None and self.steps < 1:
             raise InputError(f"steps: {self.steps} must be at least 1")
@@ -252,6 +259,23 @@ class TrainConfig:
         ):
             if not 0 <= value < math.inf:
                 raise InputError(f"{key}: {value} must not be negative")
+
+    def _check_domains(self, selects: bool) -> None:
+        """InputError for options of several domains that this run cannot follow."""
+        if not 0 < self.mixing_temperature < math.inf:
+            raise InputError(f"mixing_temperature: {self.mixing_temperature} must be above 0")
+        if not 0 <= self.group_dro < math.inf:
+            raise InputError(f"group_dro: {self.group_dro} must not be negative")
+        for key, used, domains in (
+            ("mixing_temperature", self.mixing_temperature != 1, len(self.data)),
+            ("group_dro", self.group_dro > 0, len(self.data) + bool(self.replay)),
+        ):
+            if used and domains < 2:
+                raise InputError(f"{key}: needs several domains; name a set each in `data`, or leave it out")
+            if used and self.packing:
+                raise InputError(f"{key}: rows of several documents belong to no one domain; set packing to false")
+        if self.group_dro and (self.kind != "lm" or selects):
+            raise InputError("group_dro: is for language models, without @adaspec and @e2e; leave it out")
 
     def _check_lora(self) -> None:
         lora = self.lora

@@ -24,6 +24,7 @@ from draftsmith_core.prompts import check_messages, prompt_hash
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
 from train.batch import IGNORE, Batch, StoredRows
 from train.check_rows import check_part
+from train.mixture import drawn, shares
 from train.packing import document_layout, pack
 
 # Its progress bars would be drawn over ours.
@@ -52,7 +53,8 @@ class Examples:
     `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
     identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
     `stored` whether every row has the teacher's columns, and `max_top_id` the largest token in them with its file and
-    row ((-1, "") without). Units from `replay_from` on are general data to mix in.
+    row ((-1, "") without). Units from `replay_from` on are general data to mix in. `domains` says which source each
+    row is from; None where rows are packed.
     """
 
     rows: datasets.Dataset
@@ -66,6 +68,7 @@ class Examples:
     max_top_id: tuple[int, str] = (-1, "")
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
+    domains: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """How many units there are."""
@@ -93,11 +96,18 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
     if not all("top_ids" in table.column_names for table in tables):
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
-    examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)))
+    domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)), domains)
     return replace(examples, max_top_id=max_top_id if examples.stored else (-1, ""))
 
 
-def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: frozenset[str]) -> Examples:
+def _examples(
+    rows: datasets.Dataset,
+    max_length: int,
+    digest: str,
+    targets: frozenset[str],
+    domains: npt.NDArray[np.int64],
+) -> Examples:
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)
@@ -116,6 +126,7 @@ def _examples(rows: datasets.Dataset, max_length: int, digest: str, targets: fro
         max_token=max_token,
         targets=targets,
         stored="top_ids" in rows.column_names,
+        domains=domains[keep],
     )
 
 
@@ -241,6 +252,7 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
         examples,
         rows=examples.rows.select(index),
         valid_tokens=examples.valid_tokens[index],
+        domains=None if examples.domains is None else examples.domains[index],
         digest=hash_json([examples.digest, side, len(index)]),
     )
 
@@ -270,6 +282,7 @@ def packed(examples: Examples, seed: int) -> Examples:
         groups=tuple(map(tuple, groups)),
         valid_tokens=np.array([examples.valid_tokens[group].sum() for group in groups], dtype=np.int64),
         digest=hash_json([examples.digest, "packed", seed]),
+        domains=None,
     )
 
 
@@ -295,28 +308,51 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         stored=stored,
         groups=groups,
         replay_from=len(examples),
+        domains=None
+        if examples.domains is None
+        else np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1)),
     )
 
 
-def units(examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0) -> npt.NDArray[np.int64]:
+def units(
+    examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0, temperature: float = 1.0
+) -> npt.NDArray[np.int64]:
     """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
 
     Place g is replay when floor((g + 1) f) > floor(g f): it depends on the place alone, so it is the same however a
     step is divided (law 6) and wherever a run resumes. Data and replay are each reshuffled in every epoch of their own.
-    Without replay this is `order`.
+    temperature: how domains of the data are mixed (`train.mixture.shares`). Without replay and at 1 this is `order`.
     """
     if examples.replay_from is None:
-        return order(len(examples), start, stop, seed)
+        return _of_domains(examples, len(examples), start, stop, seed, temperature)
     main, general = examples.replay_from, len(examples) - examples.replay_from
     # How many replay units come before each place. The small summand makes floor(10 * 0.1) 1 in spite of rounding.
     before = np.floor(np.arange(start, stop + 1) * fraction + 1e-9).astype(np.int64)
     is_replay = np.diff(before) > 0
     found = np.empty(stop - start, dtype=np.int64)
     if (~is_replay).any():
-        found[~is_replay] = order(main, start - int(before[0]), stop - int(before[-1]), seed)
+        first, last = start - int(before[0]), stop - int(before[-1])
+        found[~is_replay] = _of_domains(examples, main, first, last, seed, temperature)
     if is_replay.any():
         # Another seed: with the same permutation for both, the same rows would meet in every epoch.
         found[is_replay] = main + order(general, int(before[0]), int(before[-1]), seed + 2**32)
+    return found
+
+
+def _of_domains(
+    examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float
+) -> npt.NDArray[np.int64]:
+    """`order` of the first `count` units, or, at another temperature than 1, each domain's in epochs of its own."""
+    if temperature == 1 or examples.domains is None:
+        return order(count, start, stop, seed)
+    rows = [np.flatnonzero(examples.domains[:count] == domain) for domain in np.unique(examples.domains[:count])]
+    found = np.empty(stop - start, dtype=np.int64)
+    for number, (places, first, last) in enumerate(
+        drawn(shares([len(each) for each in rows], temperature), start, stop)
+    ):
+        if last > first:
+            # Seeds of their own, as for replay.
+            found[places] = rows[number][order(len(rows[number]), first, last, seed + (number + 2) * 2**32)]
     return found
 
 
@@ -328,7 +364,8 @@ def collate(
     answers: (prompt, answer) to use in place of the unit at this index of `indices`. A batch with any has no stored
     rows, because those belong to the replaced answers.
     """
-    groups = [[int(i)] if examples.groups is None else list(examples.groups[int(i)]) for i in indices]
+    chosen = [int(i) for i in indices]
+    groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
     documents = [[examples.rows[row] for row in group] for group in groups]
     for index, (prompt, answer) in (answers or {}).items():
         documents[index] = [{"prompt_ids": prompt, "response_ids": answer}]
@@ -348,7 +385,8 @@ def collate(
     if examples.stored and not answers:
         stored = _stored([row for group in documents for row in group], examples.max_length)
     if examples.groups is None:
-        return Batch(ids_BT, labels_BT, stored=stored)
+        domains_B = None if examples.domains is None else torch.from_numpy(examples.domains[chosen])
+        return Batch(ids_BT, labels_BT, stored=stored, domains_B=domains_B)
     positions_BT, documents_BT = document_layout(lengths, width)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
 

@@ -1,6 +1,6 @@
 """Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `fkl@adaspec:keep=0.4`; or a function.
 
-    objective = term { "+" term } [ "@" "adaspec" [ ":keep=" number ] ]
+    objective = term { "+" term } [ "@" "adaspec" [ ":keep=" number ] ] | "tvd" "@" "e2e" [ ":depth=" number ]
     term      = [ number "*" ] name [ ":" key "=" number ]
 
 Reading a name needs no torch (so that a mistyped option is answered at once); the functions are in `train.losses`.
@@ -35,6 +35,8 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "lk_hybrid": {"eta": (0.0, math.inf)},
 }
 _DEFAULT_KEEP = 0.4
+# Drafted tokens in a row that `@e2e` looks at.
+_DEFAULT_DEPTH, _DEEPEST = 4, 64
 # Dividing the logits by T shrinks the gradient of these by T squared (Hinton et al. 2015, section 2.1).
 _MULTIPLIED_BY_T_SQUARED = frozenset({"fkl", "rkl", "jsd"})
 
@@ -77,7 +79,8 @@ class Term:
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of losses; with `keep`, on the share of each sequence's tokens where the draft can gain most.
+    """A weighted sum of losses; with `keep`, on the share of each sequence's tokens where the draft can gain most;
+    with `depth`, of runs of so many tokens in place of single ones (`train.end_to_end`).
 
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
     square, so that the size of their gradient does not depend on it.
@@ -87,6 +90,7 @@ class Objective:
     terms: tuple[Term, ...]
     temperature: float = 1.0
     keep: float | None = None
+    depth: int | None = None
 
     @property
     def needs_target(self) -> bool:
@@ -137,8 +141,14 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     if losses.split(":")[0] == "adaspec" and not mask:
         # Hu et al. (2025) select tokens for the forward KL.
         losses, mask = "fkl", losses
-    keep = _keep(mask, spec) if mask or "@" in text else None
-    return Objective(text, tuple(_term(part, spec) for part in losses.split("+")), temperature, keep)
+    if losses.split(":")[0] == "e2e" and not mask:
+        losses, mask = "tvd", losses
+    terms = tuple(_term(part, spec) for part in losses.split("+"))
+    if mask.split(":")[0] == "e2e":
+        if losses != "tvd":
+            raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so only tvd stands before it")
+        return Objective(text, terms, temperature, depth=_depth(mask, spec))
+    return Objective(text, terms, temperature, _keep(mask, spec) if mask or "@" in text else None)
 
 
 def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
@@ -181,11 +191,24 @@ def _keep(mask: str, spec: str) -> float:
     name, colon, option = mask.partition(":")
     key, _, value = option.partition("=")
     if name != "adaspec" or (colon and key != "keep"):
-        raise InputError(f"objective: {spec!r}: after '@' stands adaspec or adaspec:keep=0.4, not '{mask}'")
+        raise InputError(
+            f"objective: {spec!r}: after '@' stands adaspec or adaspec:keep=0.4, or e2e or e2e:depth=4, not '{mask}'"
+        )
     keep = _number(value, "keep", spec) if colon else _DEFAULT_KEEP
     if not 0 < keep <= 1:
         raise InputError(f"objective: {spec!r}: keep must be above 0 and at most 1, not {keep:g}")
     return keep
+
+
+def _depth(mask: str, spec: str) -> int:
+    _, colon, option = mask.partition(":")
+    key, _, value = option.partition("=")
+    if colon and key != "depth":
+        raise InputError(f"objective: {spec!r}: e2e has the option depth, such as e2e:depth=4, not '{option}'")
+    depth = _number(value, "depth", spec) if colon else _DEFAULT_DEPTH
+    if not 1 <= depth <= _DEEPEST or depth != int(depth):
+        raise InputError(f"objective: {spec!r}: depth must be a whole number from 1 to {_DEEPEST}, not {depth:g}")
+    return int(depth)
 
 
 def _suggestion(name: str) -> str:

@@ -57,7 +57,8 @@ class _Forward(nn.Module):
             # find the result's tensors in what that module returns.
             sums: LossSums = self.trainee.forward(batch)
         tensors = (sums.loss, sums.tokens, sums.alpha, sums.depth_alpha_D, sums.depth_tokens_D)
-        return tensors if sums.missing is None else (*tensors, sums.missing)
+        none = sums.tokens.new_empty(0)
+        return (*tensors, *(none if each is None else each for each in (sums.missing, sums.domain_loss_K)))
 
 
 def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> WrappedTrainee:
@@ -117,7 +118,8 @@ def compile_layers(draft: nn.Module) -> None:
 
 def forward(wrapped: WrappedTrainee, batch: Batch) -> LossSums:
     """The trainee's sums over a batch, through the wrapper."""
-    return LossSums(*wrapped.module(batch))
+    *tensors, missing, domain_loss_K = wrapped.module(batch)
+    return LossSums(*tensors, *(each if each.numel() else None for each in (missing, domain_loss_K)))
 
 
 @contextmanager

@@ -134,6 +134,8 @@ class HeadTrainee(nn.Module):
         super().__init__()
         if objective.needs_reference:
             raise InputError(f"objective: @adaspec compares language models; leave it out to train {draft.kind}")
+        if objective.depth is not None:
+            raise InputError(f"objective: @e2e is for draft language models; leave it out to train {draft.kind}")
         self.draft = draft
         self.objective = objective
         self.chunk, self.step_decay = chunk, step_decay

@@ -14,6 +14,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
+from train.end_to_end import draft_losses
 from train.features import FeatureCache, FrozenTarget, StateMemory, freeze
 from train.loss_sums import LossSums
 from train.losses import adaspec_weights
@@ -57,6 +58,8 @@ class LMTrainee(nn.Module):
         self.reference = None if reference is None else last(reference, name="reference")
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
         self.anchor_objective = None if anchor is None else parse_objective(f"{anchor[1]}*fkl")
+        # Group DRO: what the loss of a token of each domain is multiplied with in this step; the loop sets it.
+        self.domain_scale_K: Tensor | None = None
         self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
         if reference is not None and vocabulary_size(reference) != self.size:
@@ -79,6 +82,10 @@ class LMTrainee(nn.Module):
         hidden_NH = _at(last_states(self.draft, batch, self.packing), rows_N)
         if self.reference is not None:
             sums = self._selected(self.reference, batch, hidden_NH, teacher, rows_N, tokens_N)
+        elif self.training and self.domain_scale_K is not None:
+            sums = self._by_domain(batch, hidden_NH, teacher, rows_N, tokens_N, self.domain_scale_K)
+        elif self.objective.depth is not None:
+            sums = self._of_drafts(hidden_NH, teacher, tokens_N, _sequences(batch)[rows_N], self.objective.depth)
         else:
             sums = self._projected(hidden_NH, teacher, tokens_N, self.objective)
         if self.anchor is None or self.anchor_objective is None:
@@ -97,6 +104,67 @@ class LMTrainee(nn.Module):
         return projected(
             hidden_NH, weight_VH, bias_V, teacher, tokens_N, None, objective, self.chunk, self.projection, alpha
         )
+
+    def _by_domain(
+        self,
+        batch: Batch,
+        hidden_NH: Tensor,
+        teacher: Teacher | None,
+        rows_N: Tensor,
+        tokens_N: Tensor,
+        scale_K: Tensor,
+    ) -> LossSums:
+        """Each domain's tokens as much as they count in this step; and each domain's loss, by which that changes."""
+        assert batch.domains_B is not None
+        losses_N, alpha_N, missing_N = token_measures(
+            hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
+        )
+        domain_N = batch.domains_B[rows_N // batch.labels_BT.shape[1]]
+        losses_K = torch.zeros(len(scale_K), dtype=torch.float64, device=losses_N.device)
+        losses_K.index_add_(0, domain_N, losses_N.double())
+        weights_N = scale_K[domain_N].to(losses_N.dtype)
+        sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
+        return replace(sums, domain_loss_K=losses_K)
+
+    def _of_drafts(
+        self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, sequence_N: Tensor, depth: int
+    ) -> LossSums:
+        """The loss of whole drafts: `tvd` of every token, with what the tokens around it make it worth."""
+        tvd_N, alpha_N, missing_N = token_measures(
+            hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
+        )
+        loss_N, weights_N = draft_losses(1 - tvd_N, sequence_N, depth)
+        sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
+        return replace(sums, loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
+
+    def _weighted(
+        self,
+        hidden_NH: Tensor,
+        teacher: Teacher | None,
+        tokens_N: Tensor,
+        weights_N: Tensor,
+        alpha_N: Tensor,
+        missing_N: Tensor,
+    ) -> LossSums:
+        """Sums in which only tokens with a weight have a loss; alpha is over all of them."""
+        kept_M = weights_N.nonzero().squeeze(1)
+        sums = projected(
+            hidden_NH[kept_M],
+            self.projection.weight_VH,
+            self.projection.bias_V,
+            None if teacher is None else teacher.select(kept_M),
+            tokens_N[kept_M],
+            weights_N[kept_M],
+            self.objective,
+            self.chunk,
+            self.projection,
+            alpha=False,
+        )
+        count = torch.tensor(len(tokens_N), device=hidden_NH.device)
+        alpha = alpha_N.sum()
+        measured = count if teacher is not None else torch.zeros_like(count)
+        missing = missing_N.sum() if is_partial(teacher) else None
+        return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
 
     def _selected(
         self,
@@ -117,24 +185,7 @@ class LMTrainee(nn.Module):
         )
         assert self.objective.keep is not None
         weights_N = adaspec_weights(losses_N - reference_N, _sequences(batch)[rows_N], self.objective.keep)
-        kept_M = weights_N.nonzero().squeeze(1)
-        sums = projected(
-            hidden_NH[kept_M],
-            self.projection.weight_VH,
-            self.projection.bias_V,
-            None if teacher is None else teacher.select(kept_M),
-            tokens_N[kept_M],
-            weights_N[kept_M],
-            self.objective,
-            self.chunk,
-            self.projection,
-            alpha=False,
-        )
-        count = torch.tensor(len(tokens_N), device=hidden_NH.device)
-        alpha = alpha_N.sum()
-        measured = count if teacher is not None else torch.zeros_like(count)
-        missing = missing_N.sum() if is_partial(teacher) else None
-        return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
+        return self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:

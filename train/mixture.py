@@ -1,0 +1,66 @@
+"""Several domains in one training run: how often each is drawn, and how much each counts.
+
+A domain is one source of `data`; general data to replay is one more.
+
+Legend: K domains.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def shares(counts_K: Sequence[int], temperature: float) -> list[float]:
+    """How often each domain is drawn: in proportion to size^(1 / temperature) (arXiv 1907.05019, section 4.1)."""
+    # Divided by the largest first: a small temperature would overflow.
+    sizes = [(count / max(counts_K)) ** (1 / temperature) for count in counts_K]
+    return [size / sum(sizes) for size in sizes]
+
+
+def drawn(shares_K: Sequence[float], start: int, stop: int) -> list[tuple[npt.NDArray[np.int64], int, int]]:
+    """Of each domain: which of the places `start`..`stop` of the endless stream are its own, counted from `start`, and
+    how many of its own come before them and up to their end.
+
+    The first domain takes place g where floor((g + 1) p) > floor(g p), so that its places are evenly spread; the others
+    divide what is left in the same way. It depends on the place alone, as the places of replay do.
+    """
+    places, left, found = np.arange(stop - start), sum(shares_K), []
+    for share in shares_K:
+        # How many of this domain come before each place that is left. The summand makes up for rounding.
+        before = np.floor(np.arange(start, stop + 1) * min(1.0, share / left) + 1e-9).astype(np.int64)
+        own = np.diff(before) > 0
+        found.append((places[own], int(before[0]), int(before[-1])))
+        places, left = places[~own], left - share
+        start, stop = start - int(before[0]), stop - int(before[-1])
+    return found
+
+
+def domain_scales(weights_K: Sequence[float], tokens_K: Sequence[float]) -> list[float]:
+    """What the loss of a token of each domain is multiplied with, so that the loss per valid token of a step becomes
+    the weighted mean of the domains' own; 0 for those without a token in it.
+    """
+    known = sum(weight for weight, tokens in zip(weights_K, tokens_K, strict=True) if tokens)
+    total = sum(tokens_K)
+    return [
+        weight / known * total / tokens if tokens else 0.0 for weight, tokens in zip(weights_K, tokens_K, strict=True)
+    ]
+
+
+def raised(
+    weights_K: Sequence[float], losses_K: Sequence[float], tokens_K: Sequence[float], step_size: float
+) -> list[float]:
+    """The weights after a step: each times exp(step_size x its domain's loss per token), and normalised again, so that
+    the domain with the greatest loss comes to count most (group DRO, arXiv 1911.08731, algorithm 1).
+    """
+    means = [loss / tokens if tokens else None for loss, tokens in zip(losses_K, tokens_K, strict=True)]
+    top = max((mean for mean in means if mean is not None), default=0.0)
+    # A domain that had no token in this step keeps what it has, relative to the mean of the others.
+    seen = [(w, m) for w, m in zip(weights_K, means, strict=True) if m is not None]
+    usual = sum(w * m for w, m in seen) / max(sum(w for w, _ in seen), 1e-300)
+    grown = [
+        weight * math.exp(step_size * ((usual if mean is None else mean) - top))
+        for weight, mean in zip(weights_K, means, strict=True)
+    ]
+    return [each / sum(grown) for each in grown]
