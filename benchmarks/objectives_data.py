@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.demo import corpus
 from draftsmith.jsonl import write_rows
+from draftsmith.starting.config import InitConfig
+from draftsmith.starting.init import init
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic
 from draftsmith_core.prompt_rows import iterate_rows
@@ -33,7 +35,7 @@ class Options:
     out: str
     """Everything that is made, results.json last."""
     pair: str = "nano"
-    """nano (shipped with the project), or stories (needs --target and --texts)."""
+    """nano or pruned (shipped with the project), or stories (needs --target and --texts)."""
     target: str | None = None
     """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
     texts: str | None = None
@@ -99,6 +101,14 @@ def nano(options: Options) -> Pair:
     return Pair(str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True)
 
 
+def pruned(options: Options) -> Pair:
+    """The nano target with its own first layer as the draft, as `draftsmith init --method prune` cuts it out."""
+    pair, start = nano(options), str(Path(options.out) / "start")
+    if not Path(start).is_dir():
+        init(InitConfig(target=pair.target, out=start, method="prune", num_layers=1, keep="first"))
+    return replace(pair, draft=start)
+
+
 STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")
 ENDS = ("", " who", " and", " was", " saw")
 
@@ -161,7 +171,7 @@ def stories(options: Options) -> Pair:
     return Pair(options.target, str(out / "base"), 24, ("stories", *others), ("c4",), False)
 
 
-PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "stories": stories}
+PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "pruned": pruned, "stories": stories}
 
 
 def write_train_rows(made: Path, options: Options, rows: Sequence[dict[str, str]]) -> None:

@@ -1,0 +1,366 @@
+"""What each way of keeping the base draft's knowledge buys: alpha in distribution against alpha out of it.
+
+    python -m benchmarks.frontier --out DIR [--pair nano | pruned] [--seeds 3] [--runs 4]
+    python -m benchmarks.frontier --out DIR --pair stories --target MODEL --texts DIRECTORY
+    python -m benchmarks.frontier --out DIR --table
+
+Every run starts from one base draft and makes the same number of optimizer steps on the same number of sequences
+(early stopping alone: fewer). `plain` is alignment with nothing else; its learning rate is the one with the highest
+alpha on held-out prompts in distribution, and all other methods are trained at that rate unless their setting says
+otherwise. With seed 0 every setting of every method is run. Of each method the setting is taken that has the greatest
+sum of two changes in alpha over the base: on held-out prompts in distribution, and on the sets for tuning. The sets
+`near` and `far` that are reported have no say. The other seeds, which change the order of the data, run what was taken.
+
+alpha is what `draftsmith eval` measures, at temperature 1: the mean of sum_x min(p, q) over positions of continuations
+that the target drew itself. Drafts between the base and a trained one cost no training and share the target's forward
+with it. Everything is a file below OUT and is not made again; --runs N stops after N more training runs.
+"""
+
+import encodings
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from benchmarks import objectives_data
+from benchmarks.frontier_tables import Alphas, document_of, tables, write_pictures
+from benchmarks.objectives import claim
+from benchmarks.objectives_data import Pair, distilled, once, pieces, shuffled
+from distill.config import DistillConfig
+from draftsmith.alignment.policy import between
+from draftsmith.jsonl import write_rows
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.models import eos_ids, fingerprint, load_model
+from draftsmith_core.options import parse
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import load_tokenizer
+from eval import measure
+from eval.bootstrap import PromptSums
+from eval.estimate import Continuation, measure_alphas
+from eval.measurement_cache import MeasurementCache
+from train.config import Lora, Optim, TrainConfig
+from train.training_run import train
+
+COMMAND = "benchmarks/frontier.py"
+OBJECTIVE = "jsd:beta=0.5"
+# By method and setting, what is changed in a plain run: options of training, `lr`, `times` (of the plain rate) and
+# `share` (of the steps).
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {
+        "lr 0.001": {"lr": 0.001},
+        "lr 0.003": {"lr": 0.003},
+        "lr 0.006": {"lr": 0.006},
+        "lr 0.006, a quarter of the steps": {"lr": 0.006, "share": 0.25},
+    },
+    # Of texts that the target begins by itself, and of texts that begin with any token of the vocabulary.
+    "replay": {f"share {share:g}": {"replay_fraction": share, "replay": "self"} for share in (0.3, 0.5, 0.7)},
+    "even replay": {f"share {share:g}": {"replay_fraction": share, "replay": "token"} for share in (0.3, 0.5, 0.7)},
+    "anchor kl": {f"weight {weight:g}": {"anchor_kl": weight} for weight in (0.1, 0.3, 1.0)},
+    "anchor l2": {f"weight {weight:g}": {"anchor_l2": weight} for weight in (0.003, 0.01, 0.03)},
+    "LoRA": {
+        "rank 8": {"lora": Lora(rank=8)},
+        "rank 8, 3 x lr": {"lora": Lora(rank=8), "times": 3.0},
+        "rank 32": {"lora": Lora(rank=32)},
+    },
+}
+# Drafts between the base and those of another method, at these shares of the way.
+MERGED = {
+    "interpolation": "plain",
+    "replay + interpolation": "replay",
+    "even replay + interpolation": "even replay",
+}
+WEIGHTS = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which pair, and at what size."""
+
+    out: str
+    """Everything that is made, results.json last."""
+    pair: str = "nano"
+    """nano or pruned (shipped with the project), or stories (needs --target and --texts)."""
+    target: str | None = None
+    """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
+    texts: str | None = None
+    """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
+    seeds: int = 3
+    runs: int | None = None
+    """Stop after so many more training runs; the same command continues."""
+    steps: int = 160
+    batch_size: int = 16
+    sequences: int = 1280
+    """Sequences of answers, and of general text to replay."""
+    response_tokens: int = 64
+    """Longest answer in training."""
+    prompts: int = 64
+    """Prompts a set that alpha is measured on."""
+    new_tokens: int = 48
+    """Longest continuation that alpha is measured on."""
+    bootstrap: int = 2000
+    table: bool = False
+    """Only print the tables of OUT/results.json, and draw its pictures."""
+
+    @property
+    def data(self) -> objectives_data.Options:
+        """The same, as the pairs of benchmarks/objectives.py are made from."""
+        shared = {key: value for key, value in asdict(self).items() if key not in ("runs", "table")}
+        return objectives_data.Options(**shared)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Prompt sets by what they are for. own: in distribution, reported. tuning: out of it, never reported, beside
+    `heldout` (in distribution), `general` and `even` (what the target writes by itself, begun as for replay).
+    """
+
+    own: str
+    tuning: tuple[str, ...]
+    near: tuple[str, ...]
+    far: tuple[str, ...]
+
+    @property
+    def tuned_on(self) -> tuple[str, ...]:
+        """Out of distribution, for tuning."""
+        return ("general", "even", *self.tuning)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every set that alpha is measured on."""
+        return (self.own, *self.near, *self.far, "heldout", *self.tuned_on)
+
+
+SETS = {
+    "nano": Sets("prose", ("tables",), ("code",), ("unicode",)),
+    "pruned": Sets("prose", ("tables",), ("code",), ("unicode",)),
+    "stories": Sets("stories", ("c4",), ("alpaca", "wiki"), ("gsm8k", "humaneval")),
+}
+
+
+class EnoughError(Exception):
+    """As many training runs as were asked for have been made."""
+
+
+@dataclass
+class Bench:
+    """What everything is measured with. rows: of each set what identifies it, and the target's continuations."""
+
+    options: Options
+    pair: Pair
+    sets: Sets
+    target: PreTrainedModel
+    base: PreTrainedModel
+    rows: dict[str, tuple[dict[str, Any], list[Continuation]]]
+    store: MeasurementCache
+    left: float
+
+    @property
+    def out(self) -> Path:
+        """Where everything lies."""
+        return Path(self.options.out)
+
+
+def prepare(options: Options) -> Bench:
+    """Prompts, training sets and continuations; what is there is not made again."""
+    claim(options.data)
+    out = Path(options.out)
+    pair, sets = objectives_data.PAIRS[options.pair](options.data), SETS[options.pair]
+    if "tables" in sets.tuning and not (out / "tables").is_dir():
+        # Character tables: neither the pair nor any domain of the demo has seen them.
+        sources = sorted(Path(next(iter(encodings.__path__))).glob("*.py"))
+        found = {"text": "\n".join(path.read_text(encoding="utf-8") for path in sources)}
+        with atomic_dir(out / "tables") as made:
+            write_rows(made / "whole.jsonl", [found])
+            write_rows(made / "tables.jsonl", shuffled(pieces(made / "whole.jsonl"))[: 2 * options.prompts])
+    for name, prompts, count in (
+        ("home", str(out / "prompts" / "home.train.jsonl"), options.sequences),
+        ("heldout", str(out / "prompts" / "home.heldout.jsonl"), options.prompts),
+        ("self", f"self:{options.sequences}", options.sequences),
+        ("token", f"token:{options.sequences}", options.sequences),
+    ):
+        distilled(
+            DistillConfig(
+                target=pair.target,
+                prompts=prompts,
+                out=str(out / "data" / name),
+                max_prompts=count,
+                max_new_tokens=options.response_tokens,
+                prompt_tokens=pair.prompt_tokens,
+                batch_size=64,
+                seed=1,
+            )
+        )
+    store = MeasurementCache(out / "alpha")
+    target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
+    rows = {}
+    for name in sets.all:
+        files = {"heldout": "prompts/home.heldout.jsonl", "tables": "tables/tables.jsonl"}
+        source = str(out / files.get(name, f"prompts/{name}.jsonl"))
+        if name in ("general", "even"):
+            # Not one that is replayed: those of `self` are drawn anew, those of `token` begin with other tokens.
+            count = options.prompts + (options.sequences if name == "even" else 0)
+            source = f"token:{count}" if name == "even" else f"self:{count}"
+        prompts_read = read_prompts(source, tokenizer, prompt_tokens=pair.prompt_tokens).prompts
+        prompts_read = prompts_read[-options.prompts :] if name == "even" else prompts_read[: options.prompts]
+        asked = {"target": fingerprint(target), "new_tokens": options.new_tokens, "set": name}
+        asked["prompts"] = [list(prompt.ids) for prompt in prompts_read]
+        alone = partial(
+            measure.baseline,
+            target,
+            prompts_read,
+            Sampling(temperature=1.0),
+            eos_ids(target),
+            max_new_tokens=options.new_tokens,
+            batch_size=32,
+            seed=99,
+        )
+        continued = measure.continuations(prompts_read, store.get(asked, alone))
+        rows[name] = (asked, [row for row in continued if row.output_ids])
+    left = float("inf") if options.runs is None else options.runs
+    return Bench(options, pair, sets, target, load_model(pair.draft), rows, store, left)
+
+
+def config_of(bench: Bench, method: str, setting: str, rate: float, seed: int) -> TrainConfig:
+    """The training run of a setting; `rate` is the plain method's."""
+    options, out, changes = bench.options, bench.out, dict(METHODS[method][setting])
+    steps = round(changes.pop("share", 1.0) * options.steps)
+    lr = changes.pop("lr", rate) * changes.pop("times", 1.0)
+    name = f"{method}-{setting}-seed{seed}".replace(" ", "_").replace(",", "")
+    plain = TrainConfig(
+        out=str(out / "drafts" / name),
+        data=[str(out / "data" / "home")],
+        draft=bench.pair.draft,
+        target=bench.pair.target,
+        tokenizer=bench.pair.target,
+        objective=OBJECTIVE,
+        heldout=[str(out / "data" / "heldout")],
+        max_length=bench.pair.prompt_tokens + options.response_tokens,
+        batch_size=options.batch_size,
+        steps=steps,
+        eval_every=steps,
+        save_every=steps,
+        keep=1,
+        optim=Optim(lr=lr, warmup_steps=steps // 12),
+        seed=seed,
+    )
+    if "replay" in changes:
+        changes["replay"] = [str(out / "data" / changes["replay"])]
+    return replace(plain, **changes)
+
+
+def measured(bench: Bench, method: str, setting: str, rate: float, seed: int) -> dict[float, Alphas]:
+    """alpha on every set of a setting's draft (under 1), and of those between it and the base where they are wanted."""
+    config = config_of(bench, method, setting, rate, seed)
+    run = Path(config.out)
+
+    def make() -> dict[str, Any]:
+        if bench.left < 1:
+            raise EnoughError
+        bench.left -= 1
+        return train(config, COMMAND)
+
+    summary = once(run.parent / f"{run.name}.json", make)
+    weights = (*WEIGHTS, 1.0) if method in MERGED.values() else (1.0,)
+    return _alphas(bench, run, summary["fingerprint"], weights)
+
+
+def _alphas(bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]) -> dict[float, Alphas]:
+    """Per set, sums and counts by prompt of the drafts at these shares of the way; all on one target forward."""
+    found: dict[float, Alphas] = {weight: {} for weight in weights}
+    for name, (asked, rows) in bench.rows.items():
+        between_these = {"base": fingerprint(bench.base), "draft": mark}
+        requests = {f"{weight:g}": asked | between_these | {"weight": weight} for weight in weights}
+        for weight, each in bench.store.get_all(requests, partial(_measure, bench, draft, rows)).items():
+            found[float(weight)][name] = PromptSums.of(each["sum"], each["count"])
+    return found
+
+
+def _measure(bench: Bench, draft: Path, rows: list[Continuation], weights: list[str]) -> dict[str, dict[str, Any]]:
+    aligned = load_model(str(draft))
+    drafts = {weight: between(bench.base, aligned, float(weight)) for weight in weights}
+    read = measure_alphas(bench.target, drafts, rows, Sampling(temperature=1.0), batch_size=32)
+    return {weight: {key: each[key] for key in ("sum", "count")} for weight, each in read.items()}
+
+
+def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) -> Iterator[tuple[str, str, Alphas]]:
+    """(method, setting, alphas) of the settings wanted of each method that is trained, and of what is merged of it."""
+    for method, settings in wanted.items():
+        for setting in METHODS[method]:
+            if setting not in settings:
+                continue
+            for weight, alphas in measured(bench, method, setting, rate, seed).items():
+                if weight == 1:
+                    yield method, setting, alphas
+                else:
+                    (merged,) = (name for name, of in MERGED.items() if of == method)
+                    yield merged, f"{setting}, {weight:g} of the way", alphas
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Everything that `options.runs` leaves time for, to OUT/results.json. EnoughError when there is more to do."""
+    bench = prepare(options)
+    base = _alphas(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
+    rates = {setting: changes["lr"] for setting, changes in METHODS["plain"].items()}
+    plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
+    best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
+    rate = rates[best]
+    found: dict[tuple[str, str], list[Alphas]] = {}
+    try:
+        for method, setting, alphas in points(bench, 0, rate, {name: set(METHODS[name]) for name in METHODS}):
+            found[method, setting] = [alphas]
+    except EnoughError:
+        _write(bench, base, found, best)
+        raise
+    taken = _write(bench, base, found, best)["taken"]
+    wanted = {method: {taken[method]} for method in METHODS}
+    for merged, of in MERGED.items():
+        wanted[of].add(taken[merged].rpartition(", ")[0])
+    try:
+        for seed in range(1, options.seeds):
+            for method, setting, alphas in list(points(bench, seed, rate, wanted)):
+                found[method, setting].append(alphas)
+            _write(bench, base, found, best)
+    except EnoughError:
+        pass
+    if bench.left < 1 and any(len(found[key]) < options.seeds for key in taken.items()):
+        raise EnoughError
+    return _write(bench, base, found, best)
+
+
+def _write(bench: Bench, base: Alphas, found: dict[tuple[str, str], list[Alphas]], best: str) -> dict[str, Any]:
+    """OUT/results.json of what there is so far."""
+    apart = ("out", "target", "texts", "runs", "table")
+    options = {key: value for key, value in asdict(bench.options).items() if key not in apart}
+    document = document_of(bench.sets, base, found, best, bench.options.bootstrap) | {"options": options}
+    write_json_atomic(bench.out / "results.json", document)
+    return document
+
+
+def main() -> None:
+    """Run, draw, and print the tables."""
+    options, _ = parse(Options, COMMAND, sys.argv[1:])
+    if options.pair not in SETS:
+        raise InputError(f"--pair {options.pair}: use {', '.join(SETS)}")
+    out = Path(options.out)
+    if not options.table:
+        try:
+            run(options)
+        except EnoughError:
+            sys.stderr.write(f"{COMMAND}: {options.runs} runs made; the same command continues\n")
+    if (out / "results.json").exists():
+        results = read_json(out / "results.json", "the results of this benchmark")
+        write_pictures(results, out)
+        sys.stdout.write(tables(results))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")

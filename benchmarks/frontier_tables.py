@@ -1,0 +1,232 @@
+"""What the runs of benchmarks/frontier.py come to: what is taken of each method, areas, bars, tables, the picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.objectives_tables import mean_of, row_of
+from draftsmith_core.sampling import row_seed
+from eval.bootstrap import PromptSums, Resamples, difference, interval, pool_resamples, pool_sums, pooled_ratios
+from eval.bootstrap import resamples as resample
+from eval.report.theme import DARK, LIGHT, drawing, write_png
+
+# Of one draft: per-prompt sums and counts by set.
+Alphas = dict[str, PromptSums]
+Found = Mapping[tuple[str, str], Sequence[Alphas]]
+COLOURS = {
+    "plain": "ink",
+    "interpolation": "d6",
+    "anchor kl": "d3",
+    "anchor l2": "d5",
+    "LoRA": "d4",
+    "replay + interpolation": "d2",
+    "even replay + interpolation": "d1",
+}
+MARKERS = dict(zip(COLOURS, "oPD^vsX", strict=True))
+# What is merged of them has their own points at its end.
+_ENDS = {"replay + interpolation": "replay", "even replay + interpolation": "even replay", "interpolation": "plain"}
+# The bars: this share of the plain method's gain, and at most this share of its loss.
+GAIN, LOSS = 0.9, 0.1
+
+
+class Sets(Protocol):
+    """Prompt sets by what they are for, as benchmarks/frontier.py has them."""
+
+    @property
+    def own(self) -> str: ...  # noqa: D102
+    @property
+    def near(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def far(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def tuned_on(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+def document_of(sets: Sets, base: Alphas, found: Found, plain: str, count: int) -> dict[str, Any]:
+    """Figures of all points with seed 0, and of what is taken of each method with all the seeds that it has.
+
+    plain: the setting of the plain method. Changes are over the base, paired by prompt.
+    """
+    picks = {name: resample(len(each.numerator_P), count, row_seed(0, name) % 2**32) for name, each in base.items()}
+    places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
+    places |= {"heldout": ("heldout",), "tuning": sets.tuned_on}
+
+    def pooled(alphas: Alphas, place: str) -> PromptSums:
+        return pool_sums([alphas[name] for name in places[place]])
+
+    def picked(place: str) -> Resamples:
+        return pool_resamples([picks[name] for name in places[place]])
+
+    def changes(seeds: Sequence[Alphas]) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for place in places:
+            each = [pooled(alphas, place) for alphas in seeds]
+            row[place] = {"alpha": mean_of(each).pooled, "change": _change(each, pooled(base, place), picked(place))}
+        return row
+
+    points = [
+        {"method": method, "setting": setting, **changes(seeds[:1])} for (method, setting), seeds in found.items()
+    ]
+    taken = {}
+    for method in dict.fromkeys(point["method"] for point in points):
+        own = {point["setting"]: point for point in points if point["method"] == method}
+        taken[method] = plain if method == "plain" else max(own, key=lambda setting: _merit(own[setting]))
+    reference = found["plain", plain]
+    rows = {}
+    for method, setting in taken.items():
+        seeds = found[method, setting]
+        together = min(len(seeds), len(reference))
+        row = changes(seeds) | {"setting": setting, "seeds": len(seeds)}
+        row["share"] = _share(
+            [pooled(alphas, "id") for alphas in seeds[:together]],
+            [pooled(alphas, "id") for alphas in reference[:together]],
+            pooled(base, "id"),
+            picked("id"),
+        )
+        rows[method] = row
+    gain, loss = (rows["plain"][place]["change"]["value"] for place in ("id", "ood"))
+    for method, row in rows.items():
+        row["area"] = area([_place(point) for point in points if point["method"] == method], gain, loss)
+        row["met"] = met(row, loss)
+    return {
+        "sets": {"own": sets.own, "near": sets.near, "far": sets.far, "tuned_on": sets.tuned_on},
+        "base": {place: pooled(base, place).pooled for place in places},
+        "prompts": {name: len(each.numerator_P) for name, each in base.items()},
+        "points": points,
+        "taken": taken,
+        "rows": rows,
+    }
+
+
+def _place(point: Mapping[str, Any]) -> tuple[float, float]:
+    return point["id"]["change"]["value"], point["ood"]["change"]["value"]
+
+
+def _merit(point: Mapping[str, Any]) -> float:
+    """What a setting is taken by: nothing that is reported."""
+    return float(point["heldout"]["change"]["value"] + point["tuning"]["change"]["value"])
+
+
+def _change(seeds: Sequence[PromptSums], base: PromptSums, picks: Resamples) -> dict[str, Any]:
+    each = [(one.pooled or 0.0) - (base.pooled or 0.0) for one in seeds]
+    return {**difference(mean_of(seeds), base, picks), "seeds": each}
+
+
+def _share(
+    new: Sequence[PromptSums], plain: Sequence[PromptSums], base: PromptSums, picks: Resamples
+) -> dict[str, float | None]:
+    """The gain over the plain method's gain, with the interval of their paired quotient."""
+    base_R = pooled_ratios(base, picks)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = interval(
+            (pooled_ratios(mean_of(new), picks) - base_R) / (pooled_ratios(mean_of(plain), picks) - base_R), picks
+        )
+    above, below = ((mean_of(each).pooled or 0.0) - (base.pooled or 0.0) for each in (new, plain))
+    return {"value": above / below if below else None, "low": low, "high": high}
+
+
+def met(row: Mapping[str, Any], loss: float) -> bool:
+    """Whether the share of the plain gain is at least `GAIN`, and what is lost out of distribution cannot be told from
+    zero or is at most `LOSS` of what the plain method loses.
+    """
+    change = row["ood"]["change"]
+    kept = (change["high"] is not None and change["high"] >= 0) or (loss < 0 and change["value"] >= LOSS * loss)
+    return bool(row["share"]["value"] is not None and row["share"]["value"] >= GAIN and kept)
+
+
+def area(places: Sequence[tuple[float, float]], gain: float, loss: float) -> float | None:
+    """The area under a method's frontier, as a share of the rectangle from (0, plain loss) to (plain gain, 0).
+
+    places: (change in distribution, change out of it) of its points; the base, (0, 0), is one of every method. The
+    frontier is their upper hull, because a server that gives each request one of two drafts at random has a mixture of
+    both alphas. 1: the whole gain of the plain method at no loss; more where the base is surpassed out of distribution.
+    None where the plain method has no gain, or no loss: there is nothing to trade.
+    """
+    if gain <= 0 or loss >= 0:
+        return None
+    hull = frontier(places)
+    x, y = (np.array(each) for each in zip(*hull, strict=True))
+    steps = np.linspace(0, gain, 2001)
+    heights = np.where(steps <= x[-1], np.clip(np.interp(steps, x, y) - loss, 0, None), 0.0)
+    return float(np.trapezoid(heights, steps) / (gain * -loss))
+
+
+def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the upper hull of the places and (0, 0), from no gain to the greatest; it never rises."""
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted({(0.0, 0.0), *(place for place in places if place[0] > 0)}):
+        # A corner below the line from the one before it to this point is none.
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((x, y))
+    top = max(range(len(hull)), key=lambda index: hull[index][1])
+    # Less gain than at the highest corner can be had with that corner itself.
+    return ([(0.0, hull[top][1])] if top else []) + hull[top:]
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """The table of docs/robust.md, in Markdown."""
+    sets, base = results["sets"], results["base"]
+    heading = ["method", "setting", "seeds", "ID", "of the plain gain", "OOD", "near", "far", "area", "bar"]
+    lines = [row_of(heading), row_of(["---"] * len(heading))]
+    for method, row in results["rows"].items():
+        share = row["share"]
+        words = [method, row["setting"], str(row["seeds"]), _told(row["id"]["change"])]
+        words.append("" if share["value"] is None else _percent(share))
+        words += [_told(row[place]["change"]) for place in ("ood", "near", "far")]
+        words += ["" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"]
+        lines.append(row_of(words))
+    said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
+    on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
+    tuned = f"tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
+    return "\n".join([*lines, "", f"Base: {said}. {on}; {tuned}."]) + "\n"
+
+
+def _told(change: Mapping[str, Any]) -> str:
+    interval = "" if change["low"] is None else f" [{change['low']:+.3f}, {change['high']:+.3f}]"
+    return f"{change['value']:+.3f}{interval}"
+
+
+def _percent(share: Mapping[str, Any]) -> str:
+    interval = "" if share["low"] is None else f" [{share['low']:.0%}, {share['high']:.0%}]"
+    return f"{share['value']:.0%}{interval}"
+
+
+def write_pictures(results: Mapping[str, Any], out: Path) -> None:
+    """OUT/frontier.png and frontier-dark.png."""
+    for suffix, colours in (("", LIGHT), ("-dark", DARK)):
+        write_png(picture(results, colours), out / f"frontier{suffix}.png")
+
+
+def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
+    """Change in alpha ID (x) and OOD (y) over the base, seed 0: all points, and the frontier of each method."""
+    with drawing(dict(colours)):
+        figure = Figure(figsize=(9.0, 5.0))
+        ax = figure.subplots()
+        for method, role in COLOURS.items():
+            own = (method, _ENDS.get(method))
+            places = [_place(point) for point in results["points"] if point["method"] in own]
+            if method not in results["taken"]:
+                continue
+            colour, strong = colours[role], method == "plain" or "replay" in method
+            x, y = zip(*frontier(places), strict=True)
+            ax.plot(x, y, color=colour, lw=2.0 if strong else 1.2, zorder=3 if strong else 2)
+            x, y = zip(*places, strict=True)
+            ax.scatter(x, y, s=34, marker=MARKERS[method], color=colour, label=method, zorder=4)
+            setting = results["taken"][method]
+            (mine,) = (p for p in results["points"] if (p["method"], p["setting"]) == (method, setting))
+            ax.scatter(*_place(mine), s=150, marker="o", facecolors="none", edgecolors=colour, zorder=4)
+        ax.scatter([0], [0], s=60, color=colours["base"], zorder=5)
+        ax.annotate("base", (0, 0), xytext=(6, 6), textcoords="offset points", color=colours["soft"])
+        ax.axhline(0, color=colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
+        ax.set_xlabel(
+            f"change in α in distribution ({results['sets']['own']}), T = 1, one seed; rings: the settings taken"
+        )
+        ax.set_ylabel("change in α out of distribution")
+        ax.legend(loc="lower left")
+        return figure

@@ -1,0 +1,168 @@
+"""The benchmark of what keeps a base draft's knowledge, on a tiny pair: what it runs, takes, and calls a frontier."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import frontier, objectives_data
+from benchmarks.frontier import EnoughError, Options, Sets, run
+from benchmarks.frontier_tables import area, document_of, met, tables, write_pictures
+from benchmarks.frontier_tables import frontier as hull_of
+from benchmarks.objectives_data import Pair
+from draftsmith.jsonl import write_rows
+from draftsmith_core.io import atomic_dir
+from eval.bootstrap import PromptSums
+from tests.test_benchmarks_objectives import texts
+from train import training_run as train_run
+from train.config import TrainConfig
+from train.data import load_examples
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"lr 0.01": {"lr": 0.01}, "lr 0.03, half": {"lr": 0.03, "share": 0.5}},
+    "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": "self"}},
+    "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": "token"}},
+    "anchor kl": {"weight 1": {"anchor_kl": 1.0, "times": 2.0}},
+}
+
+
+@pytest.fixture
+def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """A pair `nano` that is made of the tests' tiny models, few settings, and the least of everything."""
+
+    def tiny(options: objectives_data.Options) -> Pair:
+        out = Path(options.out) / "prompts"
+        if not out.is_dir():
+            with atomic_dir(out) as made:
+                objectives_data.write_train_rows(made, options, texts(20, 0))
+                for start, domain in enumerate(("prose", "code", "lists", "other")):
+                    write_rows(made / f"{domain}.jsonl", texts(8, start + 1))
+        return Pair(target_dir, draft_dir, 6, ("prose", "code", "lists"), ("code",), True)
+
+    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
+    monkeypatch.setitem(frontier.SETS, "nano", Sets("prose", ("other",), ("code",), ("lists",)))
+    monkeypatch.setattr(frontier, "METHODS", SETTINGS)
+    small = {"seeds": 2, "steps": 4, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
+    return Options(out=str(tmp_path / "out"), new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    asked: list[TrainConfig] = []
+    real = train_run.train
+
+    def train(config: TrainConfig, command: str) -> dict[str, Any]:
+        asked.append(config)
+        return real(config, command)
+
+    monkeypatch.setattr(frontier, "train", train)
+    return asked
+
+
+def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, trained: list[TrainConfig]) -> None:
+    pieces = 0
+    while True:
+        try:
+            found = run(replace(options, runs=2))
+            break
+        except EnoughError:
+            pieces += 1
+    assert pieces >= 2 and len(trained) == len({each.out for each in trained})
+    whole = run(replace(options, out=str(Path(options.out).with_name("whole"))))
+    assert json.dumps(whole) == json.dumps(found)
+    trained.clear()
+    assert json.dumps(run(options)) == json.dumps(found) and not trained
+    # Every method starts alike: the same base and data, the plain rate, the same steps but where it says otherwise.
+    best = found["taken"]["plain"]
+    rate = SETTINGS["plain"][best]["lr"]
+    kept = json.loads((Path(options.out) / "results.json").read_text())
+    merged = {"interpolation", "replay + interpolation", "even replay + interpolation"}
+    assert kept["rows"].keys() == SETTINGS.keys() | merged
+    assert {row["seeds"] for row in kept["rows"].values()} == {2}
+    assert len(kept["points"]) == 2 + 2 * 3 + 2 * (1 + 3) + 1
+    # What is half-way is between the two in weights, and named by how far it is.
+    assert {point["setting"] for point in kept["points"] if point["method"] == "replay + interpolation"} == {
+        f"share 0.5, {weight} of the way" for weight in (0.25, 0.5, 0.75)
+    }
+    bench = frontier.prepare(options)
+    config = frontier.config_of(bench, "anchor kl", "weight 1", rate, 1)
+    assert (config.optim.lr, config.anchor_kl, config.steps, config.seed) == (2 * rate, 1.0, 4, 1)
+    assert frontier.config_of(bench, "plain", "lr 0.03, half", rate, 0).steps == 2
+    assert frontier.config_of(bench, "replay", "share 0.5", rate, 0).replay == [f"{options.out}/data/self"]
+    text = tables(kept)
+    assert text.count("\n| ") == 8 and "tuned on held-out prompts of prose, and out of distribution on general" in text
+    write_pictures(kept, Path(options.out))
+    assert all((Path(options.out) / f"frontier{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
+
+
+def sums(*values: float) -> PromptSums:
+    return PromptSums.of(list(values), [1.0] * len(values))
+
+
+def draft(own: float, out: float, tuning: float) -> dict[str, PromptSums]:
+    """alpha of a draft on four prompts of each set, which differ by prompt as the base's do."""
+    values = {"own": own, "heldout": own, "near": out, "far": out, "general": tuning, "even": tuning}
+    return {name: sums(*(value + 0.01 * i for i in range(4))) for name, value in values.items()}
+
+
+def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported() -> None:
+    sets = Sets("own", (), ("near",), ("far",))
+    found = {
+        ("plain", "a"): [draft(0.6, 0.2, 0.2)],
+        # The first is the better by what is reported, the second by what may be looked at.
+        ("replay", "b"): [draft(0.58, 0.9, 0.1)],
+        ("replay", "c"): [draft(0.585, 0.28, 0.3), draft(0.605, 0.30, 0.3)],
+    }
+    document = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 50)
+    assert document["taken"] == {"plain": "a", "replay": "c"}
+    plain, kept = document["rows"]["plain"], document["rows"]["replay"]
+    assert plain["id"]["change"]["value"] == pytest.approx(0.2) and plain["share"]["value"] == pytest.approx(1)
+    # The mean of two seeds; a share is of the seeds that both have.
+    assert kept["id"]["change"]["value"] == pytest.approx(0.195) and kept["seeds"] == 2
+    assert kept["share"]["value"] == pytest.approx(0.925) and kept["ood"]["change"]["value"] == pytest.approx(-0.01)
+    assert kept["met"] and not plain["met"]
+
+
+@pytest.mark.parametrize(
+    ("share", "change", "expected"),
+    [
+        (0.95, {"value": -0.02, "low": -0.05, "high": 0.001}, True),
+        (0.95, {"value": -0.02, "low": -0.03, "high": -0.01}, False),
+        (0.95, {"value": -0.01, "low": -0.03, "high": -0.005}, True),
+        (0.85, {"value": 0.02, "low": 0.01, "high": 0.03}, False),
+    ],
+)
+def test_the_bars(share: float, change: dict[str, float], expected: bool) -> None:
+    assert met({"share": {"value": share}, "ood": {"change": change}}, -0.1) is expected
+
+
+def test_the_area_under_a_frontier() -> None:
+    # The whole gain at no loss is the whole rectangle; the plain method's straight line has half of it.
+    assert area([(0.1, 0.0)], 0.1, -0.2) == pytest.approx(1, abs=1e-3)
+    assert area([(0.1, -0.2)], 0.1, -0.2) == pytest.approx(0.5, abs=1e-3)
+    # Half the gain at no loss, and nothing beyond.
+    assert area([(0.05, 0.0)], 0.1, -0.2) == pytest.approx(0.5, abs=1e-3)
+    # What surpasses the base counts for more, also below its own gain.
+    assert area([(0.1, 0.2)], 0.1, -0.2) == pytest.approx(2, abs=1e-3)
+    # A point below the line between two others adds nothing, one above it does.
+    two = [(0.05, 0.0), (0.1, -0.2)]
+    assert area([*two, (0.075, -0.15)], 0.1, -0.2) == area(two, 0.1, -0.2) == pytest.approx(0.75, abs=1e-3)
+    assert hull_of([*two, (0.075, -0.05)]) == [(0, 0), (0.05, 0.0), (0.075, -0.05), (0.1, -0.2)]
+    # More loss than the plain method's counts for nothing, and without a loss there is nothing to trade.
+    assert area([(0.1, -0.5)], 0.1, -0.2) == pytest.approx(0.2, abs=1e-3)
+    assert area([(0.1, 0.1)], 0.1, 0.05) is None
+
+
+def test_free_texts_for_tuning_are_not_those_that_are_replayed(options: Options) -> None:
+    bench = frontier.prepare(options)
+    assert set(bench.rows) == {"prose", "code", "lists", "heldout", "general", "even", "other"}
+    replayed = load_examples([str(bench.out / "data" / "self")], None, 16).rows
+    assert len(replayed) == 12 and {tuple(row["prompt_ids"]) for row in replayed} == {(0,)}
+    general = bench.rows["general"][1]
+    assert {tuple(row.prompt_ids) for row in general} == {(0,)} and len({tuple(row.output_ids) for row in general}) > 1
+    assert not {tuple(row.output_ids[:6]) for row in general} & {tuple(row["response_ids"][:6]) for row in replayed}
+    begun = [tuple(row["prompt_ids"]) for row in load_examples([str(bench.out / "data" / "token")], None, 16).rows]
+    assert {len(ids) for ids in begun} == {2} and len(set(begun)) > 8
+    assert not {tuple(row.prompt_ids) for row in bench.rows["even"][1]} & set(begun)
