@@ -75,7 +75,7 @@ def _logged(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Logged:
     prompt_ids, response_ids = logged_tokens(row, where, tokenizer)
     if not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in (*prompt_ids, *response_ids)):
         raise InputError(f"{where}: holds ids that are not tokens of the target")
-    if "prompt_ids" in row and "output_ids" in row:
+    if isinstance(row.get("prompt_ids"), list) and isinstance(row.get("output_ids"), list):
         prompt = {"prompt": decode_text(tokenizer, prompt_ids)}
     else:
         prompt = {key: row[key] for key in ("messages", "tools", "prompt") if row.get(key) is not None}
