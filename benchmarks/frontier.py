@@ -58,9 +58,13 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "lr 0.006": {"lr": 0.006},
         "lr 0.006, a quarter of the steps": {"lr": 0.006, "share": 0.25},
     },
-    # Of texts that the target begins by itself, and of texts that begin with any token of the vocabulary.
-    "replay": {f"share {share:g}": {"replay_fraction": share, "replay": "self"} for share in (0.3, 0.5, 0.7)},
-    "even replay": {f"share {share:g}": {"replay_fraction": share, "replay": "token"} for share in (0.3, 0.5, 0.7)},
+    # Of texts that the target begins by itself, of texts that begin with any token of the vocabulary, and half of each.
+    "replay": {f"share {share:g}": {"replay_fraction": share, "replay": ["self"]} for share in (0.3, 0.5, 0.7)},
+    "even replay": {f"share {share:g}": {"replay_fraction": share, "replay": ["token"]} for share in (0.3, 0.5, 0.7)},
+    "mixed replay": {
+        **{f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.3, 0.5, 0.7)},
+        "share 0.5, 2 x lr": {"replay_fraction": 0.5, "replay": ["self", "token"], "times": 2.0},
+    },
     "anchor kl": {f"weight {weight:g}": {"anchor_kl": weight} for weight in (0.1, 0.3, 1.0)},
     "anchor l2": {f"weight {weight:g}": {"anchor_l2": weight} for weight in (0.003, 0.01, 0.03)},
     "LoRA": {
@@ -74,6 +78,7 @@ MERGED = {
     "interpolation": "plain",
     "replay + interpolation": "replay",
     "even replay + interpolation": "even replay",
+    "mixed replay + interpolation": "mixed replay",
 }
 WEIGHTS = (0.25, 0.5, 0.75)
 
@@ -250,7 +255,7 @@ def config_of(bench: Bench, method: str, setting: str, rate: float, seed: int) -
         seed=seed,
     )
     if "replay" in changes:
-        changes["replay"] = [str(out / "data" / changes["replay"])]
+        changes["replay"] = [str(out / "data" / name) for name in changes["replay"]]
     return replace(plain, **changes)
 
 

@@ -21,13 +21,12 @@ COLOURS = {
     "interpolation": "d6",
     "anchor kl": "d3",
     "anchor l2": "d5",
-    "LoRA": "d4",
-    "replay + interpolation": "d2",
-    "even replay + interpolation": "d1",
+    "LoRA": "soft",
+    "replay + interpolation": "d4",
+    "even replay + interpolation": "d2",
+    "mixed replay + interpolation": "d1",
 }
-MARKERS = dict(zip(COLOURS, "oPD^vsX", strict=True))
-# What is merged of them has their own points at its end.
-_ENDS = {"replay + interpolation": "replay", "even replay + interpolation": "even replay", "interpolation": "plain"}
+MARKERS = dict(zip(COLOURS, "oPD^vsX*", strict=True))
 # The bars: this share of the plain method's gain, and at most this share of its loss.
 GAIN, LOSS = 0.9, 0.1
 
@@ -209,7 +208,8 @@ def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
         figure = Figure(figsize=(9.0, 5.0))
         ax = figure.subplots()
         for method, role in COLOURS.items():
-            own = (method, _ENDS.get(method))
+            # What is merged has the drafts that it goes to at its end.
+            own = (method, method.removesuffix(" + interpolation") if method != "interpolation" else "plain")
             places = [_place(point) for point in results["points"] if point["method"] in own]
             if method not in results["taken"]:
                 continue

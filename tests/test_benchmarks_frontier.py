@@ -22,8 +22,9 @@ from train.data import load_examples
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"lr 0.01": {"lr": 0.01}, "lr 0.03, half": {"lr": 0.03, "share": 0.5}},
-    "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": "self"}},
-    "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": "token"}},
+    "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self"]}},
+    "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["token"]}},
+    "mixed replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self", "token"]}},
     "anchor kl": {"weight 1": {"anchor_kl": 1.0, "times": 2.0}},
 }
 
@@ -78,10 +79,10 @@ def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, 
     best = found["taken"]["plain"]
     rate = SETTINGS["plain"][best]["lr"]
     kept = json.loads((Path(options.out) / "results.json").read_text())
-    merged = {"interpolation", "replay + interpolation", "even replay + interpolation"}
+    merged = {"interpolation", *(f"{kind}replay + interpolation" for kind in ("", "even ", "mixed "))}
     assert kept["rows"].keys() == SETTINGS.keys() | merged
     assert {row["seeds"] for row in kept["rows"].values()} == {2}
-    assert len(kept["points"]) == 2 + 2 * 3 + 2 * (1 + 3) + 1
+    assert len(kept["points"]) == 2 + 2 * 3 + 3 * (1 + 3) + 1
     # What is half-way is between the two in weights, and named by how far it is.
     assert {point["setting"] for point in kept["points"] if point["method"] == "replay + interpolation"} == {
         f"share 0.5, {weight} of the way" for weight in (0.25, 0.5, 0.75)
@@ -92,7 +93,7 @@ def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, 
     assert frontier.config_of(bench, "plain", "lr 0.03, half", rate, 0).steps == 2
     assert frontier.config_of(bench, "replay", "share 0.5", rate, 0).replay == [f"{options.out}/data/self"]
     text = tables(kept)
-    assert text.count("\n| ") == 8 and "tuned on held-out prompts of prose, and out of distribution on general" in text
+    assert text.count("\n| ") == 10 and "tuned on held-out prompts of prose, and out of distribution on general" in text
     write_pictures(kept, Path(options.out))
     assert all((Path(options.out) / f"frontier{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
 
