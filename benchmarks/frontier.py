@@ -61,10 +61,12 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     # Of texts that the target begins by itself, of texts that begin with any token of the vocabulary, and half of each.
     "replay": {f"share {share:g}": {"replay_fraction": share, "replay": ["self"]} for share in (0.3, 0.5, 0.7)},
     "even replay": {
-        f"share {share:g}": {"replay_fraction": share, "replay": ["token"]} for share in (0.3, 0.5, 0.7, 0.9)
+        **{f"share {share:g}": {"replay_fraction": share, "replay": ["token"]} for share in (0.3, 0.5, 0.7)},
+        "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["token"], "times": 0.5},
     },
     "mixed replay": {
-        f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.5, 0.7, 0.9)
+        **{f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.3, 0.5, 0.7)},
+        "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["self", "token"], "times": 0.5},
     },
     "anchor kl": {f"weight {weight:g}": {"anchor_kl": weight} for weight in (0.1, 0.3, 1.0)},
     "anchor l2": {f"weight {weight:g}": {"anchor_l2": weight} for weight in (0.003, 0.01, 0.03)},

@@ -293,7 +293,7 @@ def test_choices_follow_what_is_given() -> None:
     # The rows of a step are shared by the processes.
     assert 32 % (4 * (chosen(processes=4).train.batch_size or 0)) == 0
     # What the base knew is kept where there is a language model to go back to, and general text to replay.
-    assert (usual.policy, usual.train.replay_fraction, usual.distill.general_texts) == ("balanced", 0.5, 1920)
+    assert (usual.policy, usual.train.replay_fraction, usual.distill.general_texts) == ("balanced", 0.7, 1920)
     head = chosen(id_only="a head has no language model to go back to")
     assert (head.policy, head.train.replay_fraction, head.distill.general_texts) == ("id", 0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))

@@ -70,12 +70,12 @@ def test_low_rank_updates(aligned: Callable[..., Path], draft_dir: str) -> None:
 def test_general_text_is_replayed_and_a_plain_draft_stands_beside_it(aligned: Callable[..., Path]) -> None:
     out = aligned("--policy", "balanced", "--plain", "true")
     kept, plain = (json.loads((out / name / "draftsmith.json").read_text())["config"] for name in ("jsd", "jsd-plain"))
-    assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.5)
+    assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.7)
     assert (plain["replay"], plain["replay_fraction"]) == ([], 0.0)
     differs = {key for key in kept if kept[key] != plain[key]}
     assert differs == {"out", "replay", "replay_fraction"}
     manifest = json.loads((out / "general" / "manifest.json").read_text())
-    assert manifest["config"]["prompts"].startswith("self:") and manifest["config"]["temperature"] == 1.0
+    assert manifest["config"]["prompts"].startswith("token:") and manifest["config"]["temperature"] == 1.0
     # What the replay draft is moved to is offered; the plain one is only compared.
     results = ds.Results.load(out / "eval")
     assert results.drafts == ["base", "jsd-plain", "jsd-balanced"]

@@ -10,8 +10,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
-# What docs/robust.md supports: half of every step is general text.
-REPLAYED = 0.5
+# The share of every step that is general text, as docs/robust.md supports it.
+REPLAYED = 0.7
 # Beyond this more general text is not worth its generation: replay begins anew.
 _MOST_TEXTS = 4096
 
@@ -84,8 +84,8 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         for key, value in dataclasses.asdict(facts.sampling.sampling).items()
     }
     replayed = choose("train", "replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}")
-    needed = min(_MOST_TEXTS, math.ceil(prompts * samples * replayed / (1 - replayed)))
-    texts = choose("distill", "general_texts", needed, f"{replayed:g} of the sequences, at most {_MOST_TEXTS}")
+    needed = min(_MOST_TEXTS, prompts * samples) if replayed else 0
+    texts = choose("distill", "general_texts", needed, f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id")
     drawn |= {"general_texts": texts, "max_prompts": prompts, "num_samples": samples}
     distill = replace(config.distill, max_new_tokens=answer, batch_size=together, **drawn)
     train = replace(_train(config, facts, prompts * samples, answer, choose), replay_fraction=replayed)

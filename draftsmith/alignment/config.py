@@ -38,7 +38,7 @@ class DistillChoices:
     part_rows: int = 512
     """Answers per file; a killed run loses at most the files in the making."""
     general_texts: int | None = None
-    """Texts that the target writes by itself, from its first token on, to be replayed while training."""
+    """Texts that the target writes by itself, from any token of the vocabulary on, to be replayed while training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,9 @@ def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
 
 
 def general_config(config: AlignConfig) -> DistillConfig:
-    """The general text to replay: what the target writes by itself, from its own distribution as it is."""
+    """The general text to replay: what the target writes by itself from any token on, at its own distribution."""
     return DistillConfig(
-        prompts=f"self:{config.distill.general_texts}",
+        prompts=f"token:{config.distill.general_texts}",
         out=str(Path(config.out) / "general"),
         max_new_tokens=config.distill.max_new_tokens or 1,
         batch_size=config.distill.batch_size or 1,
