@@ -205,7 +205,7 @@ def write_pictures(results: Mapping[str, Any], out: Path) -> None:
 def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
     """Change in alpha ID (x) and OOD (y) over the base, seed 0: all points, and the frontier of each method."""
     with drawing(dict(colours)):
-        figure = Figure(figsize=(9.0, 5.0))
+        figure = Figure(figsize=(10.5, 5.0))
         ax = figure.subplots()
         for method, role in COLOURS.items():
             # What is merged has the drafts that it goes to at its end.
@@ -218,15 +218,16 @@ def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
             ax.plot(x, y, color=colour, lw=2.0 if strong else 1.2, zorder=3 if strong else 2)
             x, y = zip(*places, strict=True)
             ax.scatter(x, y, s=34, marker=MARKERS[method], color=colour, label=method, zorder=4)
-            setting = results["taken"][method]
-            (mine,) = (p for p in results["points"] if (p["method"], p["setting"]) == (method, setting))
-            ax.scatter(*_place(mine), s=150, marker="o", facecolors="none", edgecolors=colour, zorder=4)
+            for point in results["points"]:
+                if point["method"] in own and results["taken"][point["method"]] == point["setting"]:
+                    ax.scatter(*_place(point), s=150, marker="o", facecolors="none", edgecolors=colour, zorder=4)
         ax.scatter([0], [0], s=60, color=colours["base"], zorder=5)
-        ax.annotate("base", (0, 0), xytext=(6, 6), textcoords="offset points", color=colours["soft"])
+        ax.annotate("base", (0, 0), xytext=(0, -20), textcoords="offset points", color=colours["soft"])
         ax.axhline(0, color=colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
         ax.set_xlabel(
-            f"change in α in distribution ({results['sets']['own']}), T = 1, one seed; rings: the settings taken"
+            f"change in α in distribution ({results['sets']['own']}), T = 1, seed 0; rings: the settings taken"
         )
         ax.set_ylabel("change in α out of distribution")
-        ax.legend(loc="lower left")
+        # Beside the drawing: wherever it stood in it, it would hide a point.
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
         return figure

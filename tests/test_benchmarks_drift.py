@@ -50,7 +50,7 @@ def test_the_stream_in_pieces_is_as_at_once(
 
     def passages(domain: str, documents: Any, characters: int) -> list[dict[str, str]]:
         words = f"the {domain} of quick brown foxes jumps over a lazy dog and numbers such as 12 and 345".split()
-        return [{"text": " ".join([*words[i % 9 :], str(i), *words, *words])} for i in range(40)]
+        return [{"text": " ".join([str(i), *words[i % 9 :], *words, *words])} for i in range(40)]
 
     monkeypatch.setattr(corpus, "passages", passages)
     options = Options(out=str(tmp_path / "out"), windows=2, requests=16, new_tokens=8, steps=2, bootstrap=100)
