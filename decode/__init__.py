@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from decode.defaults import default_tree, default_verifier
 from decode.propose import PROPOSERS, ProposerKind
-from decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from decode.tree import Drawing, DynamicTree, OnlineTrees, Tree, TreeShape
 from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
@@ -66,6 +66,7 @@ __all__ = [
     "DynamicTree",
     "HeadProposer",
     "LookaheadProposer",
+    "OnlineTrees",
     "Outcome",
     "PromptLookupProposer",
     "Proposal",

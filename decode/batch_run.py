@@ -21,7 +21,7 @@ from decode.stats import DecodeStats
 from decode.stop_strings import StopCondition
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
-from decode.verify import Verifier
+from decode.verify import VERIFIERS, Verifier
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import Sampling, probs, uniforms
@@ -159,7 +159,9 @@ class BatchRun:
             tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
             block = self.decoder.block(proposal.tree)
             logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            facts, p_BMV, states = _judge(self.decoder.verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
+            # Where nothing was drafted there is nothing to verify, and every rule comes to a draw from the target.
+            verifier = self.decoder.verifier if proposal.tree.depth else VERIFIERS["exact"]
+            facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
         # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
         return self._record(proposal, facts.tolist(), states, p_BMV)
 

@@ -2,7 +2,7 @@
 the benchmarks and `SpeculativeDecoder`. Needs no torch.
 """
 
-from decode.tree import DynamicTree, Tree, TreeShape
+from decode.tree import Tree, TreeShape
 
 # Where a larger tree seldom pays. A draft that is accepted 8 times in 10 gets past 16 levels in 3 steps of 100, and
 # each level costs a forward of the draft; published trees end at about 64 nodes (EAGLE-2, Medusa), Sequoia's at 128.
@@ -33,7 +33,7 @@ def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) ->
     `block` on chains and `traversal` on trees accept a little more per target call, but cost more time per step, and
     the acceptance that the evaluation predicts is that of the rules above. Name them to use them.
     """
-    if not draws or isinstance(tree, DynamicTree):
+    if not draws or tree.grows:
         return "exact"
     if drafts > 1:
         return "specinfer"
@@ -45,7 +45,7 @@ def size_remark(tree: TreeShape, *, draws: bool = True) -> str | None:
     (`draws` false) cost no forward per level, so that only their number counts.
     """
     fix = "compare its tokens/s with those of chain:4"
-    if (draws or isinstance(tree, DynamicTree)) and tree.depth > DEEP:
+    if (draws or tree.grows) and tree.depth > DEEP:
         return f"the tree is {tree.depth} levels deep, and each level takes a forward of the draft; {fix}"
     if tree.size > LARGE:
         return f"the tree has {tree.size} nodes, and the target computes all of them at every step; {fix}"

@@ -6,7 +6,7 @@ What can be refused from names and small files alone is refused here, before a m
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode import PROPOSERS, VERIFIERS, DynamicTree, TreeShape, Verifier, default_tree, default_verifier, parse_tree
+from decode import PROPOSERS, VERIFIERS, OnlineTrees, TreeShape, Verifier, default_tree, default_verifier, parse_tree
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
 from draftsmith_core.errors import InputError
@@ -31,7 +31,9 @@ def tree_name(shape: TreeShape, proposer: str) -> str:
 def planned_without_a_draft(tree: str) -> bool:
     """Whether `tree` is a plan (`auto:FILE`) that found no draft to be faster than the target alone."""
     kind, _, file = tree.partition(":")
-    plan = read_tree_file(file) if kind == "auto" and file else None
+    # A draft that does not pay now may do so later: online decoding begins without one and tries.
+    online = file == "online" or file.startswith("online:")
+    plan = read_tree_file(file) if kind == "auto" and file and not online else None
     return isinstance(plan, dict) and plan.get("pays") is False
 
 
@@ -113,9 +115,11 @@ def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
 def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
     """What can be known without the models; the decoder checks the rest once they are there."""
     copies = not PROPOSERS[proposer].draws
+    if copies and isinstance(shape, OnlineTrees):
+        raise InputError(f"tree: auto:online is for draft models and heads, and {proposer} copies; use chain:8")
     if copies:
         check_static(proposer, shape)
-    if isinstance(shape, DynamicTree) and drafts > 1:
+    if shape.grows and drafts > 1:
         raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
     usual = PROPOSERS[proposer].usual
     if usual is not None and not shape.is_chain:
@@ -123,4 +127,4 @@ def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier
     if drafts > 1 and not copies:
         rule.check(shape, "with_replacement", drafts)
     else:
-        rule.check(shape, "deterministic" if copies or isinstance(shape, DynamicTree) else None)
+        rule.check(shape, "deterministic" if copies or shape.grows else None)

@@ -81,7 +81,8 @@ class EvalConfig:
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to measure at; the report leads with the highest."""
     tree: list[str] = field(default_factory=lambda: ["chain:4"])
-    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt."""
+    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt, auto:FILE as
+    `plan` chose, or auto, planned first: for the first draft that is not the base, at the highest temperature."""
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with; when empty, speculative on chains, mcsd on trees, exact on trees that grow."""
     top_k: int | None = None

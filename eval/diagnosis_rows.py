@@ -288,7 +288,10 @@ def _viewed(
                             "alpha": round(own["alpha"][row][place], 4),
                             "p": token["p"],
                             "q": token["q"],
-                            "guesses": [{"text": text_of(x), "q": q, "p": p} for x, q, p in token["guesses"]],
+                            "guesses": [
+                                {"text": text_of(x), "q": q, "p": p, "taken": x == outputs[row][place]}
+                                for x, q, p in token["guesses"]
+                            ],
                         }
                         for place, token in enumerate(tokens)
                     ],

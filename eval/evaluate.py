@@ -4,7 +4,9 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -24,12 +26,13 @@ from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.measure_all import measure_all
 from eval.measurement_cache import MeasurementCache
-from eval.model_rows import clock, model_row
+from eval.model_rows import clock, identity, machine, model_row
+from eval.plan_run import NOW_PROMPTS, plan_now, planned_now
 from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
-from eval.schema import Remark
+from eval.schema import ModelRow, Remark
 from eval.suites import Suite, fit, load_suites
 from eval.tracking import check_tracker, track
 
@@ -54,10 +57,12 @@ def evaluate(config: EvalConfig) -> Results:
         reset_peak_memory(resolve_device(config.device))
         suites, pair, said = _load(config, request)
         asked, config = config, _with_sampling_of(pair.target, config)
-        request = check(config)
         cache = MeasurementCache(out / "cells")
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
+        if "auto" in config.tree:
+            config = _with_planned_tree(config, check(config), suites, pair, models, cache)
+        request = check(config)
         said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         measured = measure_all(config, request, suites, pair, models, cache)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
@@ -144,6 +149,43 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         *remarks.of_training(request.drafts, suites),
     ]
     return suites, pair, said + announce(found, strict=config.strict)
+
+
+def _with_planned_tree(
+    config: EvalConfig,
+    request: EvalRequest,
+    suites: list[Suite],
+    pair: LoadedPair,
+    models: dict[str, ModelRow],
+    cache: MeasurementCache,
+) -> EvalConfig:
+    """The options with the tree that is fastest in place of `auto`, planned now or by the run that this one continues:
+    for the first draft that is not the base, at the highest temperature, batch 1, on prompts in distribution in turn.
+    """
+    draft = next((name for name in pair.drafts if name != request.base), request.base)
+    sampling = max(request.samplings, key=lambda each: each.temperature)
+    turns = zip_longest(*(suite.prompts for suite in suites if suite.kind == "id"))
+    prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:NOW_PROMPTS]
+    decided: dict[str, Any] = {
+        "prompts": [list(prompt.ids) for prompt in prompts],
+        "sampling": asdict(sampling),
+        "models": [identity(models[name]) for name in ("target", draft)],
+        "machine": machine(pair.target),
+        "options": [config.max_new_tokens, config.seed],
+    }
+    options = {"batch_size": 1, "max_new_tokens": config.max_new_tokens, "seed": config.seed}
+    found = cache.get(
+        {"what": "plan", **decided},
+        lambda: plan_now(pair.target, pair.drafts[draft], prompts, sampling, **options),
+    )
+    file = Path(config.out) / "plan.json"
+    write_json_atomic(file, found)
+    kept = " (kept from before)" * (cache.reused > 0)
+    sys.stderr.write(
+        f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(found)}\n"
+    )
+    tree = found["tree"].get("spec") or f"auto:{file}"
+    return replace(config, tree=list(dict.fromkeys(tree if each == "auto" else each for each in config.tree)))
 
 
 def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:

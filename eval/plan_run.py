@@ -1,16 +1,20 @@
 """`draftsmith plan` behind its options: load, plan, write."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drafts.load import kind_of, load_pair
+from transformers import PreTrainedModel
+
+from drafts.load import Draft, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.progress import progress
-from draftsmith_core.prompts import read_prompts
+from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.provenance import provenance
+from draftsmith_core.sampling_options import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.model_rows import machine, model_row
@@ -18,6 +22,8 @@ from eval.plan import Planner, plan_pair
 from eval.plan_flags import with_commands
 
 STEPS = 6
+# `--tree auto` plans on so many prompts, with answers of so many tokens.
+NOW_PROMPTS, NOW_TOKENS = 8, 48
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
@@ -81,6 +87,30 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     }
     write_json_atomic(Path(config.out), document)
     return document
+
+
+def plan_now(
+    target: PreTrainedModel,
+    draft: Draft,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    """A plan made on the spot, on the first prompts and with short answers, for `--tree auto`."""
+    few, tokens = prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, max_new_tokens))
+    planner = Planner.of(target, draft, few, sampling, batch_size=batch_size, max_new_tokens=tokens, seed=seed)
+    with progress("plan", STEPS) as advance:
+        return plan_pair(planner, confirm_prompts=len(few), advance=advance)
+
+
+def planned_now(plan: dict[str, Any]) -> str:
+    """One line about a plan of `plan_now`."""
+    best = "no draft is faster; the best is " * (plan["pays"] is False) + plan["name"]
+    times = plan["speedup"]["value"]
+    return f"planned now, on {plan['prompts']} prompts: {best} ({times:.2f} times no draft)"
 
 
 def plan_lines(document: dict[str, Any]) -> list[str]:

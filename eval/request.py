@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
+from decode import VERIFIERS, OnlineTrees, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
+from draftsmith_core.processes import launched
 from draftsmith_core.sampling_options import Sampling
 from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
@@ -85,12 +86,16 @@ def _with_names(sets: Sequence[str]) -> list[str]:
 def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     methods: list[Method] = []
     for spec in trees:
+        if spec == "auto":
+            continue  # planned once the models are there
         try:
             tree = parse_tree(spec, read_tree_file)
         except InputError as error:
             raise InputError(f"--tree {spec}: {error}") from None
         except ValueError as error:
             raise InputError(f"--tree: {error}") from None
+        if isinstance(tree, OnlineTrees):
+            raise InputError(f"--tree {spec}: learns as it decodes; name the trees that it chooses from")
         for name in verifiers or [default_verifier(tree)]:
             if name not in VERIFIERS:
                 near = difflib.get_close_matches(name, VERIFIERS, 1) or [", ".join(VERIFIERS)]
@@ -155,12 +160,18 @@ def check(config: EvalConfig) -> EvalRequest:
     except ValueError as error:
         raise InputError(f"--{error}") from None
     methods = _methods(config.tree, config.verifier)
+    if "auto" in config.tree and launched() > 1:
+        raise InputError(
+            "--tree auto: plans by the clock, in one process; run `draftsmith plan`, then --tree auto:FILE"
+        )
     for text in config.require:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:
             raise InputError(f"--require {text!r}: nothing is timed with --speed_prompts 0; time some, or drop it")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: is about sets out of distribution, and there are none; add --ood")
+        if "auto" in config.tree:
+            continue  # trees are known once one is planned
         only_ood = requirement.figure == "transfer"
         for _ in requirement.cells(
             drafts=list(drafts),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 KINDS: tuple[SuiteKind, ...] = ("id", "ood")
-FRAMES = ("alpha", "decoding", "predictions", "speed", "transfer", "baselines", "suites", "models")
+FRAMES = ("alpha", "decoding", "predictions", "speed", "transfer", "why", "lost", "baselines", "suites", "models")
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class Results:
     def to_frame(self, table: str) -> "DataFrame":
         """One table as a pandas DataFrame, one row per measurement: figures as columns with `_low` and `_high`.
 
-        Tables: alpha, decoding, predictions, speed, transfer, baselines, suites, models. Sets of a kind pooled have
-        domain None.
+        Tables: alpha, decoding, predictions, speed, transfer, why, lost (of the diagnosis), baselines, suites,
+        models. Sets of a kind pooled have domain None.
         """
         if table not in FRAMES:
             raise InputError(f"to_frame: no table {table!r}; there are {', '.join(FRAMES)}")
@@ -206,6 +206,8 @@ class Results:
             rows = found["speed"]["domains"] + found["speed"]["overall"]
         elif table == "models":
             rows = [{"role": role, **row} for role, row in found["models"].items()]
+        elif table in ("why", "lost"):
+            rows = (found["diagnosis"] or {table: []})[table]
         else:
             rows = found[table]
         return pandas.DataFrame([_flat(row) for row in rows])

@@ -9,72 +9,72 @@ SuiteKind = Literal["id", "ood"]
 
 DEFINITIONS: dict[str, str] = {
     "alpha": (
-        "Expected acceptance of one draft token: the mean over the positions of the target's own continuations "
-        "(up to and including the end token) of sum_x min(p(x), q(x)), where p and q are what target and draft "
-        "would sample from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how often "
-        "the two most probable tokens agree. Pooled over positions. Of a head it is the first token it drafts, "
-        "from the target's own states. A token that the draft does not have counts as q = 0."
+        "Expected acceptance of one draft token: the mean over the positions of the target's own continuations (up to "
+        "and including the end token) of sum_x min(p(x), q(x)), where p and q are what target and draft would sample "
+        "from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how often the two most "
+        "probable tokens agree. Pooled over positions. Of a head it is the first token it drafts, from the target's "
+        "own states. A token that the draft does not have counts as q = 0."
     ),
     "alpha_greedy_draft": (
         "The same where the draft takes its most probable token and the target samples: the mean of p(argmax q). What "
         "llama.cpp accepts, and vLLM where it keeps no draft probabilities."
     ),
     "alpha_match": (
-        "The same where the draft samples and a token is kept when the target samples the same: the mean of "
-        "sum_x p(x) q(x)."
+        "The same where the draft samples and a token is kept when the target samples the same: the mean of sum_x "
+        "p(x) q(x)."
     ),
     "accept@d": (
-        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted "
-        "and a token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean "
-        "over all positions of the text, accept@1 over those at which steps begin, and steps begin more often "
-        "where the draft was just refused. Predictions weigh positions as decoding visits them."
+        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted and a "
+        "token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean over all "
+        "positions of the text, accept@1 over those at which steps begin, and steps begin more often where the draft "
+        "was just refused. Predictions weigh positions as decoding visits them."
     ),
     "tau, predicted": (
         "Without a decoding loop: tokens of the target's own continuations over the target calls that decoding them "
         "would be expected to take, from the acceptance of every token of the text at every depth (eval/predict.py). "
-        "low and high: 95 % bootstrap interval of the expectation. run_low and run_high: where tau of one decoding run "
-        "over as many prompts falls in at least 95 % of cases; `inside` says whether the measured one does. "
+        "low and high: 95 % bootstrap interval of the expectation. run_low and run_high: where tau of one decoding "
+        "run over as many prompts falls in at least 95 % of cases; `inside` says whether the measured one does. "
         "`independent`: 1 + alpha + alpha^2 + ..., as if tokens of a chain were accepted independently."
     ),
     "tau": (
-        "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token "
-        "included; 1 for the target alone. Tokens after the end token or past the length limit do not count."
+        "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token included; 1 "
+        "for the target alone. Tokens after the end token or past the length limit do not count."
     ),
     "alpha_mcsd": (
-        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance rate. "
-        "It falls as trees deepen even with an unchanged draft; compare it only between equal trees."
+        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance rate. It "
+        "falls as trees deepen even with an unchanged draft; compare it only between equal trees."
     ),
     "headroom": (
-        "How much more often a candidate at the root of the tree could be accepted: the optimal-transport bound on the "
-        "acceptance of that many candidates, over how often the verifier accepts one, simulated with the same p and q "
-        "at the same positions (up to 16 per prompt, spread evenly over the target's own continuation). 1 is optimal. "
-        "About the root only; not given at temperature 0, where every lossless verifier reaches the bound, for lossy "
-        "verifiers, and for trees whose shape depends on what was drafted."
+        "How much more often a candidate at the root of the tree could be accepted: the optimal-transport bound on "
+        "the acceptance of that many candidates, over how often the verifier accepts one, simulated with the same p "
+        "and q at the same positions (up to 16 per prompt, spread evenly over the target's own continuation). 1 is "
+        "optimal. About the root only; not given at temperature 0, where every lossless verifier reaches the bound, "
+        "for lossy verifiers, and for trees whose shape depends on what was drafted."
     ),
     "speedup": (
-        "Tokens per second over those of the target alone, on the same engine, in the same process, at batch 1, "
-        "on the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not included."
+        "Tokens per second over those of the target alone, on the same engine, in the same process, at batch 1, on "
+        "the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not included."
     ),
     "gain": "A draft's figure minus the base draft's on the same prompts, paired by prompt.",
     "transfer": (
-        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). Undefined "
-        "unless the interval of the gain in distribution lies above zero."
+        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). Undefined unless "
+        "the interval of the gain in distribution lies above zero."
     ),
     "calibration": (
         "Whether a draft is as sure as it should be: of the tokens drafted with one confidence (the draft's "
         "probability; at temperature 0, that at temperature 1), the share that is accepted. ECE is the mean distance "
-        "of the two over ten bins. Of a calibrated draft the acceptance equals the confidence, and trees that grow "
-        "by it suit. A draft's 64 most probable tokens at each position are counted."
+        "of the two over ten bins. Of a calibrated draft the acceptance equals the confidence, and trees that grow by "
+        "it suit. A draft's 64 most probable tokens at each position are counted."
     ),
     "candidates": (
-        "Acceptance of the first drafted token when the verifier has k of them: the draft's k most probable (the "
-        "mass of p on them, which a lossless rule for a fixed set accepts), or k drawn from q without replacement "
-        "and tried in turn (MCSD), at up to 4 positions per prompt."
+        "Acceptance of the first drafted token when the verifier has k of them: the draft's k most probable (the mass "
+        "of p on them, which a lossless rule for a fixed set accepts), or k drawn from q without replacement and "
+        "tried in turn (MCSD), at up to 4 positions per prompt."
     ),
     "interval": (
         "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is computed "
-        "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. "
-        "Several sets are each resampled on their own. None when a set has a single prompt."
+        "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. Several "
+        "sets are each resampled on their own. None when a set has a single prompt."
     ),
     "identical_outputs": (
         "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
@@ -93,32 +93,26 @@ DEFINITIONS: dict[str, str] = {
 }
 
 
-class Estimate(TypedDict):
-    """A figure with its 95 % interval. None means undefined (zero denominator) or not estimable (one prompt)."""
+class Difference(TypedDict):
+    """A paired difference of two pooled ratios over the same prompts, with its 95 % interval."""
 
     value: float | None
     low: float | None
     high: float | None
+    prompts: int
+
+
+class Estimate(Difference):
+    """A figure with its 95 % interval. None means undefined (zero denominator) or not estimable (one prompt)."""
+
     mean_per_prompt: float | None
     numerator: float
     denominator: float
-    prompts: int
-
-
-class Difference(TypedDict):
-    """A paired difference of two pooled ratios over the same prompts."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    prompts: int
 
 
 class Identical(TypedDict):
-    """How many greedy outputs equal the target's own, and how near a tie the others were.
-
-    `largest_gap`: over the outputs that differ, the largest difference between the target's two logits at the
-    first token that differs (None when none differ). A rounding tie is of the size of the dtype's resolution.
+    """Greedy outputs that equal the target's own, and how near a tie the others were: `largest_gap` is, over those that
+    differ, the largest difference of the target's two logits at the first token that differs (None when none does).
     """
 
     same: int
@@ -126,13 +120,23 @@ class Identical(TypedDict):
     largest_gap: float | None
 
 
-class AlphaRow(TypedDict):
-    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None)."""
+class OfDraft(TypedDict):
+    """What a row about all sets of a kind is about."""
 
     draft: str
-    domain: str | None
     kind: SuiteKind
     temperature: float
+
+
+class OfSet(OfDraft):
+    """What a row about one set is about; `domain` None stands for all sets of the kind pooled."""
+
+    domain: str | None
+
+
+class AlphaRow(OfSet):
+    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None)."""
+
     alpha: Estimate
     alpha_greedy_draft: Estimate | None
     alpha_match: Estimate | None
@@ -140,13 +144,9 @@ class AlphaRow(TypedDict):
     per_prompt: dict[str, list[Any]] | None
 
 
-class DecodingRow(TypedDict):
+class DecodingRow(OfSet):
     """Measured decoding of one draft with one tree and verifier. `counts` are totals over prompts."""
 
-    draft: str
-    domain: str | None
-    kind: SuiteKind
-    temperature: float
     tree: str
     verifier: str
     lossless: bool
@@ -160,16 +160,12 @@ class DecodingRow(TypedDict):
     per_prompt: dict[str, list[Any]] | None
 
 
-class PredictionRow(TypedDict):
+class PredictionRow(OfSet):
     """tau of one draft with one tree and verifier as it is predicted without decoding, and `measured` where it was.
 
     `accept_at`: predicted accept@d by depth. None where something is not known: see DEFINITIONS["tau, predicted"].
     """
 
-    draft: str
-    domain: str | None
-    kind: SuiteKind
-    temperature: float
     tree: str
     verifier: str
     tau: Estimate
@@ -302,14 +298,11 @@ class Speed(TypedDict):
     conditions: list[SpeedConditions]
 
 
-class WhyRow(TypedDict):
+class WhyRow(OfDraft):
     """alpha at the positions of one bin, all sets of a kind pooled. `sign`: 1 or -1 where the gain over the base is not
     zero, Holm's correction over the bins of the draft; None for the base.
     """
 
-    draft: str
-    kind: SuiteKind
-    temperature: float
     by: str
     bin: str
     alpha: Estimate
@@ -317,12 +310,9 @@ class WhyRow(TypedDict):
     sign: int | None
 
 
-class LostToken(TypedDict):
+class LostToken(OfDraft):
     """A token of the text at which a draft lost acceptance to the base: alpha of both, and the change in all."""
 
-    draft: str
-    kind: SuiteKind
-    temperature: float
     token: str
     count: int
     alpha: float
@@ -330,28 +320,20 @@ class LostToken(TypedDict):
     change: float
 
 
-class CalibrationRow(TypedDict):
+class CalibrationRow(OfDraft):
     """By tenths of the draft's confidence: the mass drafted, its mean confidence and how much of it was accepted.
     `ece`: the mean distance of the two over the mass drafted, with its interval.
     """
 
-    draft: str
-    kind: SuiteKind
-    temperature: float
     ece: float
     low: float | None
     high: float | None
     bins: list[dict[str, float | None]]
 
 
-class CandidatesRow(TypedDict):
-    """Acceptance of the first drafted token with `k` candidates: the draft's most probable, or drawn without
-    replacement (`way`).
-    """
+class CandidatesRow(OfDraft):
+    """Acceptance of the first token with `k` candidates: drawn in turn, or the draft's most probable (`way`)."""
 
-    draft: str
-    kind: SuiteKind
-    temperature: float
     way: str
     k: list[int]
     acceptance: list[Estimate]

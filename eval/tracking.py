@@ -9,7 +9,7 @@ from eval.results import Results
 from eval.schema import ResultsDocument
 
 # Tables of `Results.to_frame` that are logged.
-TABLES = ("alpha", "decoding", "speed", "transfer")
+TABLES = ("alpha", "decoding", "predictions", "speed", "transfer", "why", "lost")
 
 
 def check_tracker(config: EvalConfig) -> None:
@@ -43,7 +43,8 @@ def track(config: EvalConfig, results: Results) -> None:
                 wandb_runs.log_input(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
             run.summary.update(figures(document))
             # Tables that can be filtered there, and the figures of the report.
-            run.log({f"tables/{name}": wandb.Table(dataframe=results.to_frame(name)) for name in TABLES})
+            frames = {f"tables/{name}": results.to_frame(name) for name in TABLES}
+            run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items() if len(frame)})
             run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
             artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
             for file in ("results.json", "report.html"):

@@ -16,7 +16,7 @@ from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
 from eval.estimate import Continuation
 from eval.report.page import render_page
-from eval.report.viewer import viewed_texts
+from eval.report.viewer import MOST_TOKENS, viewed_texts
 from eval.request import Method
 from eval.results import Results
 from eval.schema import SuiteKind
@@ -175,12 +175,15 @@ def shown() -> Results:
 
 def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
     page = render_page(shown)
-    tokens = re.findall(r'<span class="tok a(\d)" tabindex="0" role="note" aria-label="([^"]*)">', page)
-    assert len(tokens) == 10 and tokens[1][0] == "1"
-    # What is pointed at is read aloud too, and text of models is escaped.
-    assert tokens[1][1].startswith(
-        "&lt;b&gt;↵: acceptance 0.20, p 0.500, q 0.250. mine would draft  a (q 0.500, p 0.100"
-    )
+    found = r'<label class="tok a(\d)"><input type="radio" name="(text\d+)">[^<]*<span class="tip">(.*?)</span></label>'
+    tokens = re.findall(found, page, flags=re.DOTALL)
+    assert len(tokens) == 10 and tokens[1][:2] == ("1", "text1")
+    # What is pointed at is the name of its control, which is read aloud, and text of models is escaped.
+    assert tokens[1][2].startswith("<span>&lt;b&gt;↵: acceptance .20, p .50, q .25</span><span>depth 1: ")
+    refused, taken = "<s>␣a p .10, q .50</s>", "<strong>␣a p .10, q .50</strong>"
+    # The first guess is the text's own token at every place but where the text has another.
+    assert tokens[1][2].count("depth") == 1 and refused in tokens[1][2]
+    assert tokens[0][2].count(taken) == 1 and tokens[0][2].count("depth") == 2
     assert "<b>" not in page and "<script" not in page
     assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
     for name in ("cost", "calibration", "candidates"):
@@ -191,7 +194,7 @@ def test_the_viewer_stays_small(shown: Results) -> None:
     diagnosis: Any = shown.document["diagnosis"]
     (row,) = [row for row in diagnosis["viewed"] if row["draft"] == "mine"]
     diagnosis["viewed"] = [{**row, "tokens": row["tokens"] * 9, "domain": f"d{index}"} for index in range(40)]
-    assert sum(len(text.tokens) for text in viewed_texts(shown)) == 600
+    assert sum(len(text.tokens) for text in viewed_texts(shown)) == MOST_TOKENS
     assert len(render_page(shown)) < 600_000
 
 

@@ -178,6 +178,33 @@ def test_decode_plans_on_the_spot_and_says_so(door: Door, target_dir: str, draft
     assert [row["output_ids"] for row in ours] == [row["output_ids"] for row in alone]
 
 
+def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
+    door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    words: list[Any] = ["eval", "--target", target_dir, "--draft", f"d={draft_dir}", "--id", f"a={prompts_file}"]
+    words += "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --temperature 0 1 --bootstrap 100".split()
+    words += ["--tree", "chain:1", "auto", "--out", tmp_path / "out", "--require", "tau[a T=1] >= 1"]
+    code, _, err = door(*words)
+    assert code == 0, err
+    assert "--tree auto, for draft d at T = 1: planned now, on 3 prompts: " in err
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    trees = [method["tree"] for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]]
+    planned = plan["tree"].get("spec", f"auto:{tmp_path / 'out' / 'plan.json'}")
+    assert trees == list(dict.fromkeys(["chain:1", planned]))
+    code, _, err = door(*words)
+    assert code == 0 and "(kept from before): planned now" in err
+    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == plan
+
+
+def test_eval_on_several_processes_takes_a_plan_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, door: Door, target_dir: str, draft_dir: str, prompts_file: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["--target", target_dir, "--draft", f"d={draft_dir}", "--id", f"a={prompts_file}", "--out", "out"]
+    code, _, err = door("eval", *words, "--tree", "auto")
+    assert code == 2 and "run `draftsmith plan`, then --tree auto:FILE" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -188,7 +215,8 @@ def test_decode_plans_on_the_spot_and_says_so(door: Door, target_dir: str, draft
         ("decode --target {t} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
-        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto", "names no file"),
+        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "names no file"),
+        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:online", "learns as it decodes"),
     ],
 )
 def test_wrong_plans_are_refused_in_one_line(

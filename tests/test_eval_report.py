@@ -290,17 +290,46 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["small", "large", "viewer"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: str, width: int) -> None:
+    said = _in_chromium(
+        tmp_path,
+        (pages / f"{name}.html").read_text(),
+        width,
+        "const seen=[...d.querySelectorAll('svg')].filter(s=>s.getBoundingClientRect().width>0).length;"
+        "return `scroll=${d.documentElement.scrollWidth} figures=${seen} h1=${d.querySelector('h1').textContent}`",
+    )
+    scroll, figures, heading = re.fullmatch(r"scroll=(\d+) figures=(\d+) h1=(.+)", said).groups()  # type: ignore[union-attr]
+    assert int(scroll) <= width
+    assert int(figures) == {"small": 4, "large": 5, "viewer": 6}[name]
+    assert "hip" in heading or "decided" in heading
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_token_that_is_focused_shows_the_drafts_candidates(pages: Path, tmp_path: Path) -> None:
+    """One text is one stop of the tab key, whose arrow keys the browser brings (a group of radio buttons)."""
+    said = _in_chromium(
+        tmp_path,
+        (pages / "viewer.html").read_text(),
+        390,
+        "const radios=[...d.querySelectorAll('.tok input')];"
+        "const shown=()=>[...d.querySelectorAll('.tip')].filter(t=>getComputedStyle(t).clipPath=='none');"
+        "const before=shown().length; radios[3].focus(); const tips=shown();"
+        "const box=tips[0].getBoundingClientRect();"
+        "return `${before} ${tips.length} ${new Set(radios.map(r=>r.name)).size} ${radios.length} "
+        "${box.left>=0&&box.right<=390} ${tips[0].querySelectorAll('s').length}`",
+    )
+    assert said == "0 1 1 64 true 1"
+
+
+def _in_chromium(tmp_path: Path, page: str, width: int, script: str) -> str:
+    """What `script` returns of the page's document `d` in a frame of that width."""
     frame = tmp_path / "frame.html"
     # Headless Chromium has no window narrower than 500 pixels; a frame has.
-    page = (pages / f"{name}.html").read_text().replace("&", "&amp;").replace('"', "&quot;")
+    page = page.replace("&", "&amp;").replace('"', "&quot;")
     frame.write_text(
         f'<iframe srcdoc="{page}" style="width:{width}px;height:900px;border:0"></iframe>'
         '<pre id="said"></pre>'
         "<script>onload=()=>{const d=document.querySelector('iframe').contentDocument;"
-        "const seen=[...d.querySelectorAll('svg')].filter(s=>s.getBoundingClientRect().width>0).length;"
-        "document.getElementById('said').textContent="
-        "`scroll=${d.documentElement.scrollWidth} figures=${seen} "
-        "h1=${d.querySelector('h1').textContent}`}</script>"
+        f"document.getElementById('said').textContent=(()=>{{{script}}})()}}</script>"
     )
     ran = subprocess.run(
         [
@@ -319,11 +348,9 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
         capture_output=True,
         text=True,
     )
-    said = re.search(r'<pre id="said">scroll=(\d+) figures=(\d+) h1=(.+?)</pre>', ran.stdout)
+    said = re.search(r'<pre id="said">(.+?)</pre>', ran.stdout)
     assert said is not None, ran.stderr[-2000:]
-    assert int(said[1]) <= width
-    assert int(said[2]) == {"small": 4, "large": 5, "viewer": 6}[name]
-    assert "hip" in said[3] or "decided" in said[3]
+    return said[1]
 
 
 GAINS: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
@@ -391,8 +418,8 @@ def test_tables_have_a_row_per_measurement_and_a_column_per_figure(results: Resu
     rows = {table: len(results.to_frame(table)) for table in FRAMES}
     # 2 drafts x (3 sets + ID + OOD) x 2 temperatures; decoding by two trees; the target alone is timed too.
     assert rows == {
-        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "transfer": 6, "baselines": 6, "suites": 3,
-        "models": 3,
+        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "transfer": 6, "why": 0, "lost": 0, "baselines": 6,
+        "suites": 3, "models": 3,
     }  # fmt: skip
     frame = results.to_frame("alpha").set_index(["draft", "domain", "temperature"])
     estimate = results.alpha("mine", "code", 1.0)

@@ -8,6 +8,7 @@ next step, right-aligned, so that the root is the last of them in every row.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -18,17 +19,20 @@ from decode.packed_linear import Packs
 from decode.propose.drafting_plan import DraftingPlan
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
+from decode.propose.online import OnlineSession
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
 from decode.propose.static_tree import StaticTreeSession
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps, steps_for
 from decode.supported_models import attention_windows, check_context
-from decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from decode.tree import Drawing, DynamicTree, OnlineTrees, Tree, TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
 # Pieces of one target token that a draft of another vocabulary reads, and room is kept for.
 _MOST_PIECES = 4
+# Tokens that a draft which has rested forwards at once, at most.
+CATCH_UP = 256
 # Plans by tree, the device that drafts and the device of the target.
 Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
 
@@ -41,6 +45,8 @@ class DraftModelProposer(Proposer):
     logits are restricted to them before anything is drawn, so q is exact. With several drafts the child of rank k is
     the choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
+
+    adapts = True
 
     def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)
@@ -59,7 +65,7 @@ class DraftModelProposer(Proposer):
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method for one draft. With several, only independent draws let each sibling have its own distribution."""
-        if isinstance(tree, DynamicTree):
+        if tree.grows:
             return frozenset({"deterministic"})
         if self.drafts > 1:
             return frozenset({"with_replacement"})
@@ -69,7 +75,7 @@ class DraftModelProposer(Proposer):
         """Refuse what cannot be drafted for this target."""
         if self.drafts > 1 and any(self._words):
             raise ValueError(f"{self.drafts} drafts of which one has another tokenizer cannot draft together; use one")
-        if isinstance(tree, DynamicTree) and self.drafts > 1:
+        if tree.grows and self.drafts > 1:
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -105,7 +111,11 @@ class DraftModelProposer(Proposer):
 
 
 def make_session(network: Network, setup: SessionSetup, plans: Plans, device: torch.device) -> Session:
-    """The session of a network on `device` for a static tree or for one that grows."""
+    """The session of a network on `device` for a static tree, for one that grows, or for several in turn."""
+    if isinstance(setup.tree, OnlineTrees):
+        sessions = [make_session(network, replace(setup, tree=arm), plans, device) for arm in setup.tree.arms]
+        sizes = [arm.size for arm in setup.tree.arms]
+        return OnlineSession(network, sessions, sizes, setup.tree.bandit, setup.device)
     if isinstance(setup.tree, DynamicTree):
         return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
     key = (setup.tree, device, setup.device)
@@ -116,6 +126,8 @@ def make_session(network: Network, setup: SessionSetup, plans: Plans, device: to
 
 def slots_per_step(tree: TreeShape) -> int:
     """Cache slots that one step needs behind the text: pending tokens and every node that may be expanded."""
+    if isinstance(tree, OnlineTrees):
+        return max(map(slots_per_step, tree.arms))
     if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size
@@ -187,6 +199,28 @@ class DraftModelNetwork:
                 self.runner.finish(row)
                 self._pending[row] = self._pending[row][-1:]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return len(self._pending)
+
+    def skip(self, outcome: Outcome) -> None:
+        """Note what was emitted by a step that drafted nothing; it is forwarded by `catch_up`."""
+        for row, emitted in enumerate(outcome.tokens):
+            if emitted:
+                self._pending[row] += emitted if self._words is None else self._words.translate(emitted)[-_MOST_PIECES:]
+            else:
+                self.runner.finish(row)
+                self._pending[row] = self._pending[row][-1:]
+
+    def catch_up(self) -> None:
+        """Forward all but the last of what is pending, the same number in every row, so that steps keep few shapes."""
+        while (count := min(CATCH_UP, min(map(len, self._pending)) - 1)) > 0:
+            tokens_BW, _ = self.runner.open_pending([tokens[:count] for tokens in self._pending])
+            self._forward(tokens_BW, pending_block(count, self.runner.device), 1)
+            self.runner.keep([range(count)] * len(self._pending))
+            self._pending = [tokens[count:] for tokens in self._pending]
+
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.runner.select_rows(rows)
@@ -250,6 +284,21 @@ class SeveralNetworks:
         """All of them learn the same."""
         for network in self.networks:
             network.commit(expanded, outcome)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.networks[0].rows
+
+    def skip(self, outcome: Outcome) -> None:
+        """All of them rest."""
+        for network in self.networks:
+            network.skip(outcome)
+
+    def catch_up(self) -> None:
+        """All of them read what was emitted meanwhile."""
+        for network in self.networks:
+            network.catch_up()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -40,6 +40,10 @@ class Network(Protocol):
     reads_paths: bool
 
     @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+
+    @property
     def width(self) -> int:
         """Number of pending tokens in the present step, padding included."""
 
@@ -58,6 +62,12 @@ class Network(Protocol):
         """Learn the outcome. `expanded[b]` gives for each accepted node of row b its number among the nodes that were
         forwarded after the root (0 the first), None if it was not forwarded.
         """
+
+    def skip(self, outcome: Outcome) -> None:
+        """Learn the outcome of a step in which it was not asked for a draft."""
+
+    def catch_up(self) -> None:
+        """After steps that it skipped, and before the next `open`: make up for them."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -161,6 +161,9 @@ class Proposer(Protocol):
     steps: "Sequence[StaticSteps]" = ()
     """Its recorded forwards, where the decoder compiles."""
 
+    adapts: bool = False
+    """Whether its sessions can draft another tree at every step, or none (`OnlineTrees`)."""
+
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
         return default_tree()

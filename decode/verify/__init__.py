@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from decode.tree import Drawing, DynamicTree, TreeShape
+from decode.tree import Drawing, TreeShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ class Verifier:
             )
         if drawing is None:
             return
-        if isinstance(tree, DynamicTree):
+        if tree.grows:
             drawing = "deterministic"
         if drawing not in self.drawings:
             raise ValueError(

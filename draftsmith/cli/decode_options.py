@@ -22,8 +22,9 @@ class DecodeConfig:
     proposer: str | None = None
     """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
     tree: str | None = None
-    """What is drafted per step; see below. auto plans first, auto:FILE is what `plan` chose. Default: chain:4 (fewer
-    for fewer heads), for lookahead its own."""
+    """What is drafted per step; see below. auto plans first, auto:FILE is what `plan` chose, auto:online moves between
+    no draft, shorter and longer chains as it learns (auto:online:FILE: around what `plan` chose). Default: chain:4
+    (fewer for fewer heads), for lookahead its own."""
     verifier: str | None = None
     """What is kept of it; see below. Default: speculative on a chain, mcsd on a tree, specinfer for several drafts,
     exact where nothing is drawn."""

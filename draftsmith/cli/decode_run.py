@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS, TreeShape
+from decode import PROPOSERS, OnlineTrees, TreeShape
 from drafts.load import draft_kind
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_summary import in_words, summarise
@@ -28,8 +28,6 @@ from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sources import check_source
 from draftsmith_core.tokenization import load_tokenizer
 
-# `--tree auto` plans on so many prompts, with answers of so many tokens.
-PLAN_PROMPTS, PLAN_TOKENS, PLAN_STEPS = 8, 48, 6
 # Options that change outputs by rounding at most, and those that are in the identity of a run by what they name.
 _NOT_IDENTITY = (
     "out",
@@ -77,6 +75,12 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         stop=config.stop,
         ignore_eos=config.ignore_eos,
     )
+    if isinstance(decoding.decoder.tree, OnlineTrees) and not sampling.sampling.greedy:
+        print(
+            f"draftsmith decode: {config.tree} chooses by the clock what is drafted: above temperature 0 another run "
+            f"with this seed draws other outputs from the same distribution",
+            file=sys.stderr,
+        )
     requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
     work = DecodeRun(config, pair, decoding, settings, requests)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
@@ -138,29 +142,21 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 
 def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
-    from eval.plan import Planner, plan_pair, planned_tree
+    from eval.plan import planned_tree
+    from eval.plan_run import plan_now, planned_now
 
     sampling = pair.sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
     (draft,) = pair.drafts.values()
-    prompts = _prompts(config, pair).prompts[:PLAN_PROMPTS]
-    tokens = min(PLAN_TOKENS, max(4, config.max_new_tokens))
-    planner = Planner.of(
+    found = plan_now(
         pair.target,
         draft,
-        prompts,
+        _prompts(config, pair).prompts,
         sampling.sampling,
         batch_size=config.batch_size,
-        max_new_tokens=tokens,
+        max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    with progress("plan", PLAN_STEPS) as advance:
-        found = plan_pair(planner, confirm_prompts=len(prompts), advance=advance)
-    chosen = "no draft" if found["pays"] is False else found["name"]
-    print(
-        f"draftsmith decode: planned now, on {len(prompts)} prompts: {chosen} "
-        f"({found['speedup']['value']:.2f} times no draft); `draftsmith plan` keeps a plan",
-        file=sys.stderr,
-    )
+    print(f"draftsmith decode: {planned_now(found)}; `draftsmith plan` keeps a plan", file=sys.stderr)
     return None if found["pays"] is False else planned_tree(found)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from decode import DecodeStats
+from decode import DecodeStats, OnlineTrees
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.outputs import Output
 from draftsmith.pair import Decoding
@@ -52,6 +52,8 @@ def summarise(
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
     }
+    if isinstance(decoding.decoder.tree, OnlineTrees):
+        summary["arms"] = decoding.decoder.tree.record()
     if config.out is not None:
         summary["out"] = config.out
     else:
@@ -82,6 +84,9 @@ def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
         method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
+    if "arms" in summary:
+        arms = ", ".join(f"{arm['tree']} {arm['steps']}" for arm in summary["arms"])
+        lines.append(f"steps by arm (the last step of every batch is not counted): {arms}")
     if summary["recorded_steps"]:
         lines.append(
             f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "

@@ -70,7 +70,7 @@ def memory(value: int) -> str:
 def tree_name(spec: str) -> str:
     """A tree spec; of a file, its name without the folders. results.json has all of it."""
     kind, colon, body = spec.partition(":")
-    return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia") and colon else spec
+    return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia", "auto") and colon else spec
 
 
 def shortened(text: str, longest: int) -> str:
