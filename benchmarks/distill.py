@@ -1,12 +1,14 @@
 """What making a distilled set costs: reading prompts, asking servers, and generating in this process.
 
     python benchmarks/distill.py --out FILE.json [--sections stream client hf hf_wide draft --rows 200000]
+    python benchmarks/distill.py --out FILE.json --sections stream --rows 10000000 --rows_answered 1000000
 
 Each section runs in a process of its own, on the demo's target but for the last two.
 
 stream: a JSONL of `rows` short prompts through an engine that answers at once. Seconds until the first answer (the
-    model's loading apart), rows per processor-second, the highest resident memory, and how long a second run takes that
-    finds all but the last part made.
+    model's loading apart), rows per processor-second, the resident memory at each tenth of the way and at its highest,
+    and how long a second run takes that finds all but the last part made. `rows_answered` ends the run after so many of
+    them, like Ctrl-C, and then only what holds until there is said.
 client: `answers` answers of one short server in another process; processor-seconds of the client per 1,000 answers,
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
@@ -35,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # This file has the name of the package that it measures; its own directory must not be searched for it.
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,8 @@ class Options:
     out: str
     sections: list[str] = field(default_factory=lambda: ["stream", "client", "hf", "hf_wide", "draft"])
     rows: int = 200_000
+    rows_answered: int = 0
+    """stream: stop after so many rows; 0 goes on to the end."""
     answers: int = 4000
     prompts: int = 400
     wide_prompts: int = 96
@@ -87,6 +91,10 @@ class AtOnce:
     keeps_answers = False
     max_prompt_tokens = None
     first_answer = 0.0
+    answered = 0
+    stop_at = 0
+    # (rows answered, MB held) about ten times on the way.
+    held: ClassVar[list[tuple[int, float]]] = []
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         like = HFEngine(config, tokenizer)
@@ -99,6 +107,11 @@ class AtOnce:
             AtOnce.first_answer = AtOnce.first_answer or time.monotonic()
             for request in group:
                 done(request, Answer((7,), "length"))
+            before, AtOnce.answered = AtOnce.answered, AtOnce.answered + len(group)
+            if before * 10 // AtOnce.stop_at < AtOnce.answered * 10 // AtOnce.stop_at:
+                AtOnce.held.append((AtOnce.answered, _held_megabytes()))
+            if AtOnce.answered >= AtOnce.stop_at:
+                raise KeyboardInterrupt
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
         """Nothing."""
@@ -113,26 +126,39 @@ def stream(options: Options, directory: Path) -> dict[str, Any]:
             file.write(json.dumps({"id": f"row-{row}", "prompt": f"{row} {TEXT}"}) + "\n")
     ENGINES["hf"] = AtOnce
     config = DistillConfig(target=TARGET, prompts=str(source), out=str(out), part_rows=4096, device="cpu")
+    AtOnce.stop_at = options.rows_answered or options.rows + 1
     before = _megabytes()
     began = time.process_time()
-    distill(config)
-    spent, peak = time.process_time() - began, _megabytes()
-    first_s = AtOnce.first_answer - AtOnce.loaded
+    try:
+        distill(config)
+    except KeyboardInterrupt:
+        assert options.rows_answered
+    found = {
+        "rows": options.rows,
+        "rows_answered": AtOnce.answered,
+        "first_answer_after_loading_s": AtOnce.first_answer - AtOnce.loaded,
+        "rows_per_cpu_s": AtOnce.answered / (time.process_time() - began),
+        "peak_memory_mb": _megabytes(),
+        "memory_before_mb": before,
+        "memory_on_the_way_mb": AtOnce.held,
+    }
+    if options.rows_answered:
+        return found
     sorted(out.glob("part-*"))[-1].unlink()
+    AtOnce.answered = 0
     again = time.process_time()
     distill(config)
-    return {
-        "rows": options.rows,
-        "first_answer_after_loading_s": first_s,
-        "rows_per_cpu_s": options.rows / spent,
-        "peak_memory_mb": peak,
-        "memory_before_mb": before,
-        "second_run_cpu_s": time.process_time() - again,
-    }
+    return found | {"second_run_cpu_s": time.process_time() - again}
 
 
 def _megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _held_megabytes() -> float:
+    """What the process holds now, not what it held at most."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def _serve(port: "multiprocessing.Queue[int]") -> None:

@@ -11,6 +11,16 @@ from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling_options import check_sampling
 
 
+def magpie(prompts: str) -> int | None:
+    """N of `magpie:N`, None for other prompts; InputError for what is no number."""
+    kind, colon, count = prompts.partition(":")
+    if kind != "magpie" or not colon:
+        return None
+    if not (count.isascii() and count.isdecimal() and int(count)):
+        raise InputError(f"prompts: {prompts!r}: expected magpie:N, such as magpie:1000")
+    return int(count)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
     """Let the target answer prompts, and keep its tokens as a distilled set."""
@@ -18,8 +28,9 @@ class DistillConfig:
     target: str
     """The target: a local directory or hub name."""
     prompts: str
-    """Prompts: a .jsonl or .parquet file, a hub dataset as owner/name[:split], or N texts that the target
-    writes by itself: self:N from the first token on, token:N from any one token of the vocabulary on."""
+    """Prompts: a .jsonl or .parquet file, a hub dataset as owner/name[:split], or what the target writes by
+    itself: self:N is N texts from the first token on, token:N from any one token of the vocabulary on, magpie:N is N
+    turns of the user of its chat template."""
     out: str
     """The distilled set: a directory of part-*.parquet and manifest.json."""
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
@@ -51,6 +62,9 @@ class DistillConfig:
     turns that call tools stay. `last`: it answers once, after the turns as they are."""
     chat_template: str | None = None
     """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
+    thinking: Literal["keep", "drop"] = "keep"
+    """Of a target that thinks before it answers. `keep`: its thinking is part of its answers, as its chat template has
+    it. `drop`: the template's switch tells it not to think, and answers that do all the same are left out."""
     num_samples: int = 1
     """Answers per prompt; several samples of one prompt are worth more than one."""
     max_new_tokens: int = 256
@@ -84,10 +98,23 @@ class DistillConfig:
     """Use only the first rows of the prompts."""
     teacher_top_k: int = 0
     """Also keep the target's distribution at every token of an answer: its so many likeliest tokens and the mass of
-    the rest. `train` can then use fkl and its like without the target. About 8 k bytes per token; 0 keeps none."""
+    the rest. `train` can then use fkl and its like without the target. About 4 k bytes per token; 0 keeps none."""
     decontaminate: list[str] = field(default_factory=list)
     """Prompt sets of the evaluation, as NAME=P: a prompt that shares 13 words in a row with one of theirs is skipped,
     and counted."""
+    near_duplicates: float | None = None
+    """Skip a prompt whose runs of five words are to this share those of an earlier row, such as 0.8. About 1 kB of
+    memory a prompt, and the words of all rows are read again by a run that continues."""
+    split: float | None = None
+    """Ask only this share of the prompts, such as 0.9, chosen by the hash of their tokens; the others are skipped and
+    written to heldout.jsonl for `eval`."""
+    drop: list[Literal["empty", "truncated", "repetitive"]] = field(default_factory=list)
+    """Answers to leave out: `empty`, without any text; `truncated`, at max_new_tokens; `repetitive`, half of whose runs
+    of four tokens stood in it before."""
+    min_response_tokens: int | None = None
+    """Leave out answers of fewer tokens."""
+    max_response_tokens: int | None = None
+    """Leave out answers of more tokens."""
     prompt_tokens: int = 32
     """For rows with `text`: how many of its first tokens make the prompt."""
     domain: str = "default"
@@ -107,21 +134,30 @@ class DistillConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        magpie(self.prompts)
         counts = ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens")
         for key in (*counts, "concurrency", "tensor_parallel_size"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
-        for key in ("max_requests", "max_tokens", "workers"):
+        for key in ("max_requests", "max_tokens", "workers", "min_response_tokens", "max_response_tokens"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise InputError(f"timeout_s: {self.timeout_s} must be above 0 seconds")
         self._check_engine()
         self._check_draft()
-        if self.teacher_top_k < 0:
-            raise InputError(f"teacher_top_k: {self.teacher_top_k} must not be negative")
+        if not 0 <= self.teacher_top_k < 2**16:
+            raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 0 to 65535")
         if self.max_prompts is not None and self.max_prompts < 1:
             raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
+        if self.split is not None and not 0 < self.split < 1:
+            raise InputError(f"split: {self.split} must be between 0 and 1, such as 0.9")
+        if self.split is not None and self.prompts.startswith("self:"):
+            raise InputError("split: texts of self:N begin with one and the same prompt; leave it out, or use token:N")
+        if self.near_duplicates is not None and not 0.1 <= self.near_duplicates <= 0.95:
+            raise InputError(f"near_duplicates: {self.near_duplicates} must be from 0.1 to 0.95, such as 0.8")
+        if (self.min_response_tokens or 1) > min(self.max_response_tokens or math.inf, self.max_new_tokens):
+            raise InputError(f"min_response_tokens: {self.min_response_tokens} is more than an answer may have")
         if not self.domain:
             raise InputError("domain: is empty; give it a name")
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)

@@ -32,7 +32,7 @@ class Suites:
             name, equals, source = value.partition("=")
             if not (name and equals and source):
                 raise InputError(f"--decontaminate {value}: expected NAME=P, such as gsm8k=gsm8k.jsonl")
-            counts = Counter(run for _, row in iterate_rows(source) for run in set(_runs(row)))
+            counts = Counter(run for _, row in iterate_rows(source) for run in set(runs_of_words(row, WORDS)))
             if not counts:
                 raise InputError(f"--decontaminate {value}: holds no text")
             self._names |= {run: name for run, count in counts.items() if count <= _FORM}
@@ -44,14 +44,15 @@ class Suites:
 
     def shared_with(self, row: dict[str, Any]) -> str | None:
         """The name of a set that the text of a row shares a run with."""
-        return next((self._names[run] for run in _runs(row) if run in self._names), None)
+        return next((self._names[run] for run in runs_of_words(row, WORDS) if run in self._names), None)
 
 
-def _runs(row: dict[str, Any]) -> Iterator[int]:
+def runs_of_words(row: dict[str, Any], length: int) -> Iterator[int]:
+    """A 64-bit hash of each run of so many words in what a row asks; of a text of fewer words, of all of it."""
     for text in _texts(row):
         words = _WORD.findall(text.lower())
-        for start in range(max(1, len(words) - WORDS + 1) if words else 0):
-            run = " ".join(words[start : start + WORDS])
+        for start in range(max(1, len(words) - length + 1) if words else 0):
+            run = " ".join(words[start : start + length])
             yield int.from_bytes(hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest(), "big")
 
 

@@ -16,33 +16,44 @@ from typing import Any, cast
 import pyarrow as pa
 
 from distill.config import DistillConfig
-from distill.conversations import answer_text, turn_prompt
+from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.decontaminate import WORDS, Suites
-from distill.drafting import DECISION, settle_drafting
+from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
-from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, Totals, add_up, part_name, read_record
-from draftsmith_core.cards import distilled_set_card
-from draftsmith_core.errors import InputError, RunError
+from distill.filters import HELD_OUT, NearDuplicates, is_held_out, why_dropped
+from distill.manifest import claim_set, finish
+from distill.own_prompts import draw_prompts, find_opening
+from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, part_name, read_record
+from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import canonical_json, hash_json, read_json, write_json_atomic, write_text_atomic, writing
+from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
+from draftsmith_core.packages import require_package
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
+from draftsmith_core.prompt_rows import (
+    KEYS,
+    Record,
+    count_rows,
+    digest_of,
+    iterate_records,
+    parse_record,
+)
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
-from draftsmith_core.provenance import command_line, provenance
-from draftsmith_core.run_directory import claim, hold, keeping
+from draftsmith_core.provenance import command_line
+from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.stores import check_store, copied
+from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
 
-# `manifest.json` of a finished set, `run.json` of one in the making.
-_RECORDS = ("manifest.json", "run.json")
 # Options that change where the work is done and written, or when it stops, not the rows.
 _NOT_IDENTITY = (
     *("out", "device", "push_to_hub", "copy_to", "strict"),
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
+# Options that sets of earlier versions do not have.
+_LATER = ("near_duplicates", "split", "drop", "min_response_tokens", "max_response_tokens", "thinking")
 
 
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
@@ -58,7 +69,8 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     out = Path(config.out)
 
     def kept() -> bool:
-        return any(out.glob("part-*.parquet")) or any(out.glob(".part-*.answers.jsonl"))
+        files = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
+        return any(any(out.glob(name)) for name in files)
 
     with terminable(), without_fsdp_variable(), keeping(kept):
         summary = _distill(config, command or command_line("distill", config))
@@ -70,7 +82,11 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     out = Path(config.out)
     if not config.out.strip() or out.is_file():
         raise InputError(f"--out {config.out!r}: is {'a file' if config.out else 'empty'}; name a directory")
+    if config.near_duplicates is not None:
+        require_package("datasketch", "near_duplicates")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    if config.thinking == "drop":
+        switch_thinking_off(tokenizer)
     engine = ENGINES[config.engine](config, tokenizer)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
@@ -83,12 +99,17 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         whole_chats=config.turns == "last",
     )
     suites = Suites(config.decontaminate) if config.decontaminate else None
-    _find_a_prompt(config, reader, suites)
+    opening = find_opening(config, engine, tokenizer)
+    if opening is None:
+        _find_a_prompt(config, reader, suites)
     sampling = dataclasses.asdict(engine.sampling.sampling)
     if not sampling["min_p"]:
         del sampling["min_p"]  # sets that were made before there was the option have no such key
     options = dataclasses.asdict(config)
     del options["min_p"], options["chat_template"]
+    for key in _LATER:
+        if options[key] in (None, [], "keep"):
+            del options[key]
     identity = {
         "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
         **engine.identity,
@@ -98,7 +119,14 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     if suites is not None:
         identity["decontaminated"] = suites.digest
     with hold(out):
-        on_main(lambda: _claim(out, identity))
+        on_main(lambda: claim_set(out, identity))
+        if config.thinking == "drop":
+            on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
+        if opening is not None:
+            drawn = draw_prompts(opening, config, engine, tokenizer, processes)
+            config = dataclasses.replace(config, prompts=str(drawn))
+            reader = dataclasses.replace(reader, source=config.prompts)
+            _find_a_prompt(config, reader, suites)
         drafted: dict[str, Any] = {}
         if config.draft is not None:
             drafting = cast(DraftingEngine, engine)
@@ -108,7 +136,7 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         run.make()
         processes.wait_for_everyone()
         extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
-        on_main(lambda: _finish(out, run.parts, identity, command, extra))
+        on_main(lambda: finish(out, run.parts, identity, command, extra, config))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     return {
         "out": str(out),
@@ -118,6 +146,8 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
         "skipped_because": manifest["skipped_because"],
         "failed_because": manifest["failed_because"],
         "shortened_because": manifest["shortened_because"],
+        "dropped_because": manifest["dropped_because"],
+        "own_prompts": manifest["own_prompts"],
         **drafted,
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
@@ -129,7 +159,7 @@ def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites |
     first, rows = "", 0
     for record in islice(iterate_records(config.prompts), config.max_prompts):
         rows += 1
-        found = _read(reader, record, config.strict, suites)
+        found = _read(reader, record, config, suites)
         if isinstance(found, Prompt):
             return
         first = first or f"row {found.row}: {found.reason}"
@@ -138,9 +168,9 @@ def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites |
     raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
 
 
-def _read(reader: PromptReader, record: Record, strict: bool, suites: Suites | None) -> Prompt | Skipped:
-    """The prompt of a row; one that cannot be understood is skipped, or an error when `strict`, and so is one that
-    shares its words with a suite.
+def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
+    """The prompt of a row; one that cannot be understood is skipped, or an error when `strict`. One that shares its
+    words with a suite is skipped, and so is one that is held out.
     """
     try:
         found = reader.read(record)
@@ -148,20 +178,13 @@ def _read(reader: PromptReader, record: Record, strict: bool, suites: Suites | N
             name = suites.shared_with(parse_record(record, reader.source))
             if name is not None:
                 return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
+        if config.split is not None and isinstance(found, Prompt) and is_held_out(found.ids, config.split):
+            return Skipped(record.number, HELD_OUT)
         return found
     except InputError as error:
-        if strict:
+        if config.strict:
             raise
         return Skipped(record.number, str(error).removeprefix(f"{reader.source}:{record.number}: "))
-
-
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    """Make `out` this run's own, or make sure it is; InputError names what differs."""
-    if not any((out / name).exists() for name in _RECORDS):
-        for other in ("part-*.parquet", "README.md", "config.json"):  # a set's, written over; a model's, mixed up
-            if found := next(out.glob(other), None):
-                raise InputError(f"--out {out}: holds {found.name} of something else; choose another --out")
-    claim(out, identity, what="distilled set", records=_RECORDS)
 
 
 class _Run:
@@ -182,6 +205,7 @@ class _Run:
         self.parts = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
+        self.near = NearDuplicates(config.near_duplicates, config.prompts) if config.near_duplicates else None
         self.tokens = 0
         self.making: dict[int, Part] = {}
         self.part_of: dict[int, Part] = {}
@@ -215,6 +239,7 @@ class _Run:
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
+            near = self.near.among(group) if self.near else {}
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
@@ -225,12 +250,20 @@ class _Run:
                         f"{self.out / part_name(index)} was made from; choose another --out or delete the directory"
                     )
                 self.advance(len(group), "")
-            elif requests := self._open(index, digest, group):
+            elif requests := self._open(index, digest, group, near):
                 yield requests
 
-    def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
-        """Begin a part: read its prompts, take the answers that were kept, and return what is left to ask."""
-        found = [_read(self.reader, record, self.config.strict, self.suites) for record in group]
+    def _open(self, index: int, digest: str, group: list[Record], near: dict[int, int]) -> list[AnswerRequest]:
+        """Begin a part: read its prompts, take the answers that were kept, and return what is left to ask.
+
+        near: rows to skip, and the earlier rows that they are nearly the same as.
+        """
+        found = [
+            Skipped(record.number, f"nearly the same as row {near[record.number]}")
+            if record.number in near
+            else _read(self.reader, record, self.config, self.suites)
+            for record in group
+        ]
         prompts = {each.row: each for each in found if isinstance(each, Prompt)}
         skipped = [each for each in found if isinstance(each, Skipped)]
         samples = range(self.config.num_samples)
@@ -329,8 +362,10 @@ class _Run:
                 "tokens_from": answer.tokens_from,
             }
             self.tokens += len(answer.response_ids)
-            if k := self.config.teacher_top_k:
-                part.rows[request.key] |= vars(self.engine.score(request, answer, k))
+            if why := why_dropped(self.config, self.reader.tokenizer, answer):
+                part.dropped[request.key] = why
+            elif k := self.config.teacher_top_k:
+                part.rows[request.key][COLUMN] = self.engine.score(request, answer, k)
             after = self._request(prompt, sample, turn + 1)
         if after is not None:
             return after
@@ -347,47 +382,3 @@ class _Run:
         del self.making[part.index]
         if kept := self.kept.pop(part.index, None):
             kept.close(delete=True)
-
-
-def _finish(out: Path, parts: int, identity: dict[str, Any], command: str, extra: dict[str, Any]) -> None:
-    """Add up the parts, and write the card and the manifest, which makes the set a finished one."""
-    with writing(out / "manifest.json"):
-        totals = add_up(out, parts)
-        if not totals.rows:
-            for empty in out.glob("empty-*.json"):
-                empty.unlink()
-            raise RunError(
-                f"{out}: no prompt was answered: {totals.failed.lines('failed')[0]}; the same command asks again"
-            )
-        manifest = _manifest(totals, identity, command) | extra
-        write_text_atomic(out / "README.md", distilled_set_card(manifest))
-        write_json_atomic(out / "manifest.json", manifest)
-        for name in ("run.json", DECISION):
-            (out / name).unlink(missing_ok=True)
-
-
-def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:
-    skipped, failed = totals.skipped.total(), totals.failed.total()
-    return {
-        "format": "draftsmith distilled set",
-        "version": 2,
-        "complete": True,
-        "parts": totals.files,
-        "counts": {
-            "prompts_read": totals.read,
-            "prompts_done": totals.read - skipped - failed,
-            "prompts_skipped": skipped,
-            "prompts_failed": failed,
-            "rows": totals.rows,
-        },
-        "skipped_because": totals.skipped.lines("skipped"),
-        "failed_because": totals.failed.lines("failed"),
-        "shortened_because": totals.shortened.lines("shortened"),
-        "finish_reasons": dict(totals.finish_reasons),
-        "tokens_from": dict(totals.tokens_from),
-        "response_tokens": totals.tokens,
-        "prompts_digest": hash_json(totals.digests),
-        "digest": hash_json([file["sha256"] for file in totals.files]),
-        "identity": identity,
-        **provenance(command, identity["config"]),
-    }

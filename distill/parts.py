@@ -15,9 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from distill.engines import Answer, AnswerRequest
+from distill.filters import HELD_OUT
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_file, canonical_json, read_json, sha256_file, write_json_atomic, writing
 from draftsmith_core.prompts import Prompt, Reasons, Skipped, content_id
+from draftsmith_core.teacher_rows import COLUMN
 
 SCHEMA = pa.schema(
     [
@@ -35,12 +37,8 @@ SCHEMA = pa.schema(
         pa.field("tokens_from", pa.string()),
     ]
 )
-# Beside each response token, when `teacher_top_k` asks for them.
-TEACHER = [
-    pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),
-    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
-    pa.field("tail_mass", pa.list_(pa.float32())),
-]
+# When `teacher_top_k` asks for them.
+TEACHER = [pa.field(COLUMN, pa.large_binary())]
 ERRORS = "errors.jsonl"
 _METADATA = b"draftsmith"
 
@@ -58,7 +56,8 @@ def _empty_name(index: int) -> str:
 @dataclass
 class Part:
     """A part in the making. `left` counts the samples of each prompt that have not ended, by row of the source;
-    `failed` and `shortened` say of rows why they have no answer, or not to all turns.
+    `failed` and `shortened` say of rows why they have no answer, or not to all turns, `dropped` of answers why they are
+    not written.
     """
 
     index: int
@@ -70,26 +69,40 @@ class Part:
     failed: dict[int, str] = field(default_factory=dict)
     shortened: dict[int, str] = field(default_factory=dict)
     rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
+    dropped: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def write(self, out: Path, schema: pa.Schema) -> None:
-        """Write the rows in the order of the prompts, whole or not at all."""
+        """Write the rows in the order of the prompts, whole or not at all.
+
+        A prompt whose every answer is dropped is skipped for the reason of the first.
+        """
+        keys = sorted(self.rows.keys() - self.dropped.keys())
+        useful = {key[0] for key in keys} | self.failed.keys()
+        gone = {key[0]: self.dropped[key] for key in sorted(self.dropped, reverse=True) if key[0] not in useful}
+        skipped = [*self.skipped, *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(gone.items()))]
         record = {
             "read": self.read,
             "digest": self.digest,
-            "skipped": [[skip.row, skip.reason] for skip in self.skipped],
+            "skipped": [[skip.row, skip.reason] for skip in skipped],
             "failed": sorted(self.failed.items()),
             "shortened": sorted(self.shortened.items()),
+            "dropped": [[key[0], why] for key, why in sorted(self.dropped.items())],
         }
-        if not self.rows:
-            path = out / _empty_name(self.index)
-            with writing(path):
-                write_json_atomic(path, record)
-            return
-        columns = {name: [self.rows[key][name] for key in sorted(self.rows)] for name in schema.names}
-        path = out / part_name(self.index)
-        table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
-        with writing(path), atomic_file(path) as temporary:
-            pq.write_table(table, temporary)
+        write_part(out, self.index, record, [self.rows[key] for key in keys], schema)
+
+
+def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> None:
+    """Write the file of a part, whole or not at all. record: what it is made from and what was left out."""
+    if not rows:
+        path = out / _empty_name(index)
+        with writing(path):
+            write_json_atomic(path, record)
+        return
+    columns = {name: [row[name] for row in rows] for name in schema.names}
+    path = out / part_name(index)
+    table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
+    with writing(path), atomic_file(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def read_record(out: Path, index: int) -> dict[str, Any] | None:
@@ -157,7 +170,7 @@ class KeptAnswers:
 
 @dataclass
 class Totals:
-    """What the parts of a set add up to."""
+    """What the parts of a set add up to. `held_out`: rows of the prompts."""
 
     files: list[dict[str, Any]]
     read: int
@@ -168,16 +181,22 @@ class Totals:
     skipped: Reasons
     failed: Reasons
     shortened: Reasons
+    dropped: Reasons
     digests: list[str]
+    held_out: list[int] = field(default_factory=list)
 
 
 def add_up(out: Path, parts: int) -> Totals:
-    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave less than it should."""
-    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), Reasons(), Reasons(), Reasons(), [])
+    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave less than it should.
+
+    Those that were held out are as they should be.
+    """
+    reasons = (Reasons(), Reasons(), Reasons(), Reasons())
+    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), *reasons, [])
     with atomic_file(out / ERRORS) as temporary, temporary.open("w", encoding="utf-8") as errors:
         for index in range(parts):
             _add(totals, out, index, errors)
-    if not any(each.total() for each in (totals.skipped, totals.failed, totals.shortened)):
+    if not (out / ERRORS).stat().st_size:
         (out / ERRORS).unlink()
     return totals
 
@@ -199,7 +218,12 @@ def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
                 counts[each["values"]] += each["counts"]
     totals.read += record["read"]
     totals.digests.append(record["digest"])
-    outcomes = {"skipped": totals.skipped, "failed": totals.failed, "shortened": totals.shortened}
-    for row, outcome, reason in sorted((row, name, reason) for name in outcomes for row, reason in record[name]):
+    outcomes = {name: getattr(totals, name) for name in ("skipped", "failed", "shortened", "dropped")}
+    # Parts of an earlier version have nothing dropped.
+    each = ((row, name, reason) for name in outcomes for row, reason in record.get(name, []))
+    for row, outcome, reason in sorted(each):
         outcomes[outcome].add(row, reason)
+        if reason == HELD_OUT:
+            totals.held_out.append(row)
+            continue
         errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
     from distill.config import DistillConfig as DistillConfig
     from distill.generate import distill as distill
+    from distill.score_config import ScoreConfig as ScoreConfig
+    from distill.score_set import score_set as score_set
     from drafts.doctor import examine as doctor
     from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
+    from draftsmith.set_page import write_set_page as write_set_page
     from draftsmith.soup import merge as merge
     from draftsmith.starting.config import InitConfig as InitConfig
     from draftsmith.starting.init import init as init
@@ -68,6 +71,7 @@ _PUBLIC = {
     "RequirementError": ("draftsmith_core.errors", "RequirementError"),
     "Results": ("eval.results", "Results"),
     "RunError": ("draftsmith_core.errors", "RunError"),
+    "ScoreConfig": ("distill.score_config", "ScoreConfig"),
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
     "adapt": ("draftsmith.alignment.rounds", "adapt"),
@@ -83,7 +87,9 @@ _PUBLIC = {
     "losses": ("train.losses", "LOSSES"),
     "merge": ("draftsmith.soup", "merge"),
     "plan": ("eval.plan_run", "plan"),
+    "score_set": ("distill.score_set", "score_set"),
     "train": ("train.training_run", "train"),
+    "write_set_page": ("draftsmith.set_page", "write_set_page"),
 }
 
 __all__ = [
@@ -103,6 +109,7 @@ __all__ = [
     "RequirementError",
     "Results",
     "RunError",
+    "ScoreConfig",
     "SpeculativeDecoder",
     "TrainConfig",
     "__version__",
@@ -119,7 +126,9 @@ __all__ = [
     "losses",
     "merge",
     "plan",
+    "score_set",
     "train",
+    "write_set_page",
 ]
 
 

@@ -59,8 +59,8 @@ import datasets
 rows = datasets.load_dataset("{here}", split="train")
 ```
 
-With the directory on disk, `draftsmith train --data DIRECTORY`. `response_ids` include the end token; `top_ids`,
-`top_logprobs` and `tail_mass` are there where teacher rows were kept."""
+With the directory on disk, `draftsmith train --data DIRECTORY`. `response_ids` include the end token; where teacher
+rows were kept, `draftsmith_core.teacher_rows.unpack` reads the bytes of `teacher`."""
 
 
 def checkpoint_card(record: Values, results: Values | None = None, draft: str | None = None) -> str:

@@ -53,6 +53,11 @@ def parse_record(record: Record, source: str) -> dict[str, Any]:
     return _as_messages(_stored_row(record, source), f"{source}:{record.number}")
 
 
+def asked_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row makes its prompt."""
+    return {key: row[key] for key in ("messages", "tools", "prompt", "text") if row.get(key) is not None}
+
+
 def _stored_row(record: Record, source: str) -> dict[str, Any]:
     """The row in a record with its own keys; InputError names its line."""
     where = f"{source}:{record.number}"

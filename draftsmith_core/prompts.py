@@ -288,6 +288,20 @@ def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
+def answered(value: Any, where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt and of the answer, with EOS, of messages that end with an answer; else InputError."""
+    messages = check_messages(value, where)
+    if len(messages) == len(value):
+        raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
+    response: list[int] = tokenizer(value[-1]["content"], add_special_tokens=False)["input_ids"]
+    return encode_messages(tokenizer, messages, where), closed(response, tokenizer)
+
+
+def closed(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """A text's tokens, and EOS where the tokenizer has one."""
+    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
 def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
     """All messages, with all their keys, or InputError naming the key. A turn that calls tools needs no content."""
     if not isinstance(value, list) or not value:

@@ -76,20 +76,27 @@ def encode_messages(
     messages and tools go to the template as they are. Raises InputError, beginning with `where`, where there is no
     template, and for a chat that it refuses.
     """
+    encoded = _apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)
+    ids: list[int] = list(encoded["input_ids"])
+    return ids
+
+
+def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    """The text that `encode_messages` gives the tokens of; InputError as there."""
+    return str(_apply_template(tokenizer, messages, where, tokenize=False))
+
+
+def _apply_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
     if tokenizer.chat_template is None:
         raise InputError(
             f"{where}: key 'messages': the tokenizer of {tokenizer.name_or_path} has no chat template; name one with "
             f"--chat_template FILE, or put it beside the tokenizer as chat_template.jinja"
         )
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, **options)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         # Besides its own errors a template raises whatever Python raises for a turn of a kind that it did not expect.
         raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
-    ids: list[int] = list(encoded["input_ids"])
-    return ids
 
 
 def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -2,18 +2,26 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distill.config import DistillConfig
 from distill.conversations import answer_text, answered_turns, turn_prompt
+from distill.engines import Answer
+from distill.filters import why_dropped
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from train.batch import IGNORE
+from train.data import _examples, collate
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -21,11 +29,12 @@ Door = Callable[..., tuple[int, str, str]]
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    # Earlier thinking is dropped from history, and an empty block stands where an answer begins.
+    # Earlier thinking is dropped from history, and an empty block stands where an answer begins that is to have none.
     "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
     "{% if m.role == 'assistant' and '</think>' in text %}"
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
     # A date that the template puts in, and content that is trimmed.
     "llama3": "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% endif %}<|eot_id|>"
@@ -105,14 +114,28 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
     assert len(answered_turns(chat)) == len(turns)
     history = messages[: len(messages) - 2 * len(turns)]
     texts: list[str] = []
+    rows: list[dict[str, list[int]]] = []
     for (asked, _), ids in zip(turns, answers, strict=False):
         history = [*history, {"role": "user", "content": asked}]
-        prompt = turn_prompt(chat, texts, tokenizer, "here")
+        prompt = turn_prompt(chat, texts, tokenizer, "here") or []
+        rows.append({"prompt_ids": prompt, "response_ids": [*ids, 1]})
         encoded: Any = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)
         assert prompt == list(encoded["input_ids"])
         texts.append(answer_text(tokenizer, [*ids, 1]))
         history = [*history, {"role": "assistant", "content": texts[-1]}]
     assert turn_prompt(chat, texts, tokenizer, "here") is None
+    # What is trained on is each token that the target drew, where it drew it, and nothing else.
+    batch = collate(
+        _examples(datasets.Dataset.from_list(rows), 4096, "", frozenset(), np.zeros(len(rows), int)), range(len(rows))
+    )
+    for row, ids_T, labels_T in zip(rows, batch.ids_BT, batch.labels_BT, strict=True):
+        trained = labels_T != IGNORE
+        assert labels_T[trained].tolist() == row["response_ids"]
+        assert trained.nonzero()[:, 0].tolist() == [
+            len(row["prompt_ids"]) - 1 + n for n in range(len(row["response_ids"]))
+        ]
+        whole = [*row["prompt_ids"], *row["response_ids"]]
+        assert ids_T[: len(whole)].tolist() == whole
 
 
 def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
@@ -139,6 +162,52 @@ def test_what_the_assistant_says_first_stays(tokenizer: Tokenizer) -> None:
     greeting = {"role": "assistant", "content": "Hello!"}
     chat = Chat((greeting, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}), None)
     assert answered_turns(chat) == [2]
+
+
+def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, target_dir: str) -> None:
+    Path("chat.jinja").write_text(TEMPLATES["qwen3"])
+    code, _, err = door(*words, "--thinking", "drop")
+    assert code == 0, err
+    rows = rows_of("set")
+    tokenizer = load_tokenizer(target_dir)
+    ends = ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "The")  # the second of the row that is no chat
+    assert all(str(tokenizer.decode(row["prompt_ids"])).endswith(ends) for row in rows)
+    assert door(*words, "--out", "kept")[0] == 0
+    assert not any("<think>" in tokenizer.decode(row["prompt_ids"]) for row in rows_of("kept"))
+    # The set brings the template along, with which `eval` asks the same prompts.
+    asked = read_prompts("p.jsonl", load_tokenizer(target_dir, chat_template="set/chat_template.jinja")).prompts
+    assert {int(row["prompt_hash"], 16) for row in rows} == {prompt_hash(prompt.ids) for prompt in asked}
+    assert not Path("kept/chat_template.jinja").exists()
+    code, _, err = door(*words)
+    assert code == 2 and "holds another distilled set" in err
+
+
+def test_a_template_without_the_switch(
+    words: list[str], door: Door, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
+) -> None:
+    code, _, err = door(*words, "--thinking", "drop")
+    assert code == 0, err
+    assert "--thinking drop: the chat template has no switch for it; answers that think all the same are" in caplog.text
+    Path("chat.jinja").write_text(TEMPLATES["deepseek"])
+    code, _, err = door(*words, "--thinking", "drop", "--out", "o")
+    assert code == 2 and "the chat template begins every answer with <think>" in err
+    code, _, err = door(*words[:-2], "--thinking", "drop", "--out", "o")
+    assert code == 2 and "--thinking drop: the tokenizer has no single chat template" in err
+    assert not Path("o").exists()
+    config = DistillConfig(target="t", prompts="p", out="o", thinking="drop")
+    for text, why in (("<think>hm</think>No.", "thinks"), ("hm</think>No.", "thinks"), ("No.", "")):
+        answer = Answer(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), "stop")
+        assert why_dropped(config, tokenizer, answer) == why
+        assert why_dropped(replace(config, thinking="keep"), tokenizer, answer) == ""
+
+
+def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir: str) -> None:
+    """Its text would look like the answer's, and the template could not find it."""
+    tokenizer = load_tokenizer(target_dir)
+    assert answer_text(tokenizer, tokenizer("hm</think>No.", add_special_tokens=False)["input_ids"]) == "hm</think>No."
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = tokenizer("<think>hm</think>No.", add_special_tokens=False)["input_ids"]
+    assert answer_text(tokenizer, [*ids, 1]) == "No."
 
 
 @pytest.fixture

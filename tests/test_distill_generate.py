@@ -34,7 +34,7 @@ def dying(table, path):
 module.pq.write_table = dying
 """
 HOLD = """
-import distill.generate as module
+import distill.manifest as module
 real = module.add_up
 def held(*words):
     hold()
@@ -88,6 +88,7 @@ def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
         "prompts_skipped": 1,
         "prompts_failed": 0,
         "rows": 24,
+        "rows_dropped": 0,
     }
     assert manifest["skipped_because"] == ["1 skipped: key 'prompt' is empty (row 4)"]
     errors = [json.loads(line) for line in (whole / "errors.jsonl").read_text().splitlines()]

@@ -83,7 +83,7 @@ def test_rows_are_what_the_server_drew(words: list[str], door: Door, serve: Call
     assert len({row["id"] for row in rows}) == 80
     made = manifest()
     assert made["counts"] | {"rows": 0} == {
-        "prompts_read": 40, "prompts_done": 40, "prompts_skipped": 0, "prompts_failed": 0, "rows": 0
+        "prompts_read": 40, "prompts_done": 40, "prompts_skipped": 0, "prompts_failed": 0, "rows": 0, "rows_dropped": 0
     }  # fmt: skip
     assert made["identity"]["served_model"] == "target"
     assert server.url not in json.dumps(made["identity"])

@@ -1,7 +1,9 @@
 """Prompts as a stream: read as they come, each row accounted for, and never confused with another file's."""
 
+import gc
 import gzip
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -165,6 +167,34 @@ class _Echo:
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
         raise NotImplementedError
+
+
+def test_memory_does_not_grow_with_the_rows(
+    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What Python holds after eight parts and after 64: rows, prompts, answers and reasons have gone to the disk."""
+    monkeypatch.setitem(ENGINES, "hf", _Echo)
+    lines = [json.dumps({"prompt": f"The {i}" if i % 5 else ""}) + "\n" for i in range(64 * 32)]
+    Path("p.jsonl").write_text("".join(lines))
+    held: dict[int, int] = {}
+    write = pq.write_table
+
+    def measured(table: pa.Table, path: Path) -> None:
+        write(table, path)
+        if len(held) in (7, 63):
+            gc.collect()
+        held[len(held)] = tracemalloc.get_traced_memory()[0]
+
+    monkeypatch.setattr(pq, "write_table", measured)
+    tracemalloc.start()
+    try:
+        code, _, err = door(*words, "--part_rows", 64)
+    finally:
+        tracemalloc.stop()
+    assert code == 0, err
+    assert len(held) == 64
+    # 1,800 rows later; a kept row would be at least 1 kB.
+    assert held[63] - held[7] < 200_000
 
 
 def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

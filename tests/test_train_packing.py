@@ -27,6 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError
 from train.batch import IGNORE
 from train.config import TrainConfig
@@ -226,9 +227,10 @@ def stored_rows() -> list[Row]:
         {"prompt_ids": [2] * 4, "response_ids": [10, 11, 12]},
     ]
     for row in rows:
-        row["top_ids"] = [[token, token + 1][: 1 + token % 2] for token in row["response_ids"]]
-        row["top_logprobs"] = [[-0.5, -2.0][: 1 + token % 2] for token in row["response_ids"]]
-        row["tail_mass"] = [token / 100 for token in row["response_ids"]]
+        tokens = np.array(row["response_ids"])
+        # An even token is all that is listed: the other place has no mass.
+        ids, second = np.stack([tokens, tokens + 1], -1), np.where(tokens % 2 == 1, -2.0, -math.inf)
+        row["teacher"] = teacher_rows.pack(ids, np.stack([np.full(len(tokens), -0.5), second], -1), tokens / 100, 290)
     return rows
 
 
@@ -242,10 +244,10 @@ def test_the_teachers_columns_follow_the_labels(tmp_path: Path) -> None:
         # Of the second row's two tokens the first is not predicted, the third row is cut to two.
         assert sorted(tokens.tolist()) == [4, 7, 8, 9, 10, 11]
         assert batch.stored.top_ids_NK[:, 0].tolist() == tokens.tolist()
-        torch.testing.assert_close(batch.stored.tail_N, tokens / 100)
+        torch.testing.assert_close(batch.stored.tail_N, tokens / 100, atol=0, rtol=1e-3)
         odd = tokens % 2 == 1
         assert (batch.stored.top_logprobs_NK[odd, 1] == -2.0).all()
-        assert (batch.stored.top_logprobs_NK[~odd, 1] == -math.inf).all()
+        assert (batch.stored.top_logprobs_NK[~odd, 1].exp() == 0).all()
     moved = batch.to(torch.device("cpu"))
     assert moved.stored is not None and moved.positions_BT is not None
 
@@ -260,10 +262,25 @@ def test_columns_count_only_where_all_sources_have_them(tmp_path: Path) -> None:
     assert len(mixed.rows) == 6
 
 
-def test_columns_of_another_length_are_named(tmp_path: Path) -> None:
-    rows = stored_rows()
-    rows[1]["tail_mass"] = [0.1]
-    with pytest.raises(InputError, match="part-00000.parquet: row 2: key 'tail_mass' must have one entry per token"):
+def packed_rows(ids: Any, logprobs: Any, tail: Any) -> bytes:
+    return teacher_rows.pack(np.array(ids), np.array(logprobs, float), np.array(tail, float), 290)
+
+
+def test_sets_of_different_k_are_read_together(tmp_path: Path) -> None:
+    other = stored_rows()
+    for row in other:
+        length = len(row["response_ids"])
+        row["teacher"] = packed_rows([[1, 2, 3]] * length, [[-0.5, -math.inf, -2.0]] * length, [0.25] * length)
+    examples = load_examples([write(tmp_path / "a", stored_rows()), write(tmp_path / "b", other)], None, 16)
+    stored = collate(examples, range(6)).stored
+    assert stored is not None and stored.top_ids_NK.shape[1] == 3
+    assert (stored.top_logprobs_NK[:7, 2] == -math.inf).all()
+    assert stored.top_ids_NK[7:].tolist() == [[1, 2, 3]] * 7
+
+
+def test_teacher_rows_of_an_older_version_say_what_to_do(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [5], "response_ids": [7], "top_ids": [[7]], "top_logprobs": [[0.0]], "tail_mass": [0.0]}]
+    with pytest.raises(InputError, match="its teacher rows are of an older version; make them again with draftsmith"):
         examples_of(tmp_path, "set", rows)
 
 
@@ -274,17 +291,36 @@ def test_columns_of_another_length_are_named(tmp_path: Path) -> None:
         ("response_ids", [-7, 4], "'response_ids' holds -7; tokens are 0 or more"),
         ("response_ids", [None, 4], "'response_ids' holds a null"),
         ("prompt_ids", None, "'prompt_ids' holds a null"),
-        ("top_ids", [[3, -4], [4]], "'top_ids' holds -4; tokens are 0 or more"),
-        ("top_ids", [[3, 3], [4]], "'top_ids' holds 3; twice at one position"),
-        ("top_ids", [[3, None], [4]], "'top_ids' holds a null"),
-        ("top_ids", [[3], [4]], "'top_logprobs' must have one entry per token of top_ids"),
-        ("top_logprobs", [[math.nan, -2.0], [-0.5]], "'top_logprobs' holds nan; log-probabilities are at most 0"),
-        ("top_logprobs", [[-0.5, 1.5], [-0.5]], "'top_logprobs' holds 1.5; log-probabilities are at most 0"),
-        ("top_logprobs", [[math.inf, -2.0], [-0.5]], "'top_logprobs' holds inf"),
-        ("tail_mass", [math.nan, 0.1], "'tail_mass' holds nan; it is a probability"),
-        ("tail_mass", [-0.25, 0.1], "'tail_mass' holds -0.25; it is a probability"),
-        ("tail_mass", [0.1, 1.0], "'tail_mass' holds 1.0; with top_logprobs that is more than one"),
-        ("tail_mass", [0.1, 2.0], "'tail_mass' holds 2.0; it is a probability"),
+        (
+            "teacher",
+            packed_rows([[3, 3], [4, 5]], [[-1, -2]] * 2, [0, 0]),
+            "'teacher' holds a token twice at one position",
+        ),
+        (
+            "teacher",
+            packed_rows([[3], [4]], [[math.nan], [-2]], [0, 0]),
+            "'teacher' holds a log-probability that is not",
+        ),
+        ("teacher", packed_rows([[3], [4]], [[1.5], [-2]], [0, 0]), "'teacher' holds a log-probability that is not"),
+        (
+            "teacher",
+            packed_rows([[3], [4]], [[math.inf], [-2]], [0, 0]),
+            "'teacher' holds a log-probability that is not",
+        ),
+        (
+            "teacher",
+            packed_rows([[3], [4]], [[-1], [-2]], [math.nan, 0]),
+            "'teacher' holds a tail mass that is not from",
+        ),
+        ("teacher", packed_rows([[3], [4]], [[-1], [-2]], [-0.25, 0]), "'teacher' holds a tail mass that is not from"),
+        (
+            "teacher",
+            packed_rows([[3], [4]], [[-1], [-0.5]], [0, 1]),
+            "'teacher' holds probabilities that are more than one",
+        ),
+        ("teacher", packed_rows([[3]], [[-1]], [0]), "'teacher' has 1 positions for 2 tokens of response_ids"),
+        ("teacher", b"\2\0\1\0\0", "'teacher' is cut short"),
+        ("teacher", None, "'teacher' holds no bytes"),
     ],
 )
 def test_values_that_cannot_be_are_named_by_file_row_and_column(
@@ -300,11 +336,14 @@ def test_values_that_cannot_be_are_named_by_file_row_and_column(
 
 def test_rows_that_are_rare_but_right_are_read(tmp_path: Path) -> None:
     rows = stored_rows()
-    rows[0] |= {"top_ids": [[], [3], [4, 5]], "top_logprobs": [[], [0.0], [-math.inf, -1.0]], "tail_mass": [1, 0, 0.5]}
+    rows[0]["teacher"] = packed_rows(
+        [[3, 4], [3, 4], [4, 5]], [[-math.inf] * 2, [0, -math.inf], [-math.inf, -1]], [1, 0, 0.5]
+    )
+    rows[1]["teacher"] = packed_rows(np.zeros((2, 0), int), np.zeros((2, 0)), [1, 1])
     examples = examples_of(tmp_path, "set", rows)
     assert (
         examples.stored
-        and examples.max_top_id[0] == 12
+        and examples.max_top_id[0] == 13
         and examples.max_top_id[1].endswith("part-00000.parquet: row 3")
     )
 
@@ -313,10 +352,10 @@ def test_a_teacher_token_beyond_the_vocabulary_is_named_by_its_row(
     tmp_path: Path, target_dir: str, draft_dir: str
 ) -> None:
     rows = stored_rows()
-    rows[1]["top_ids"] = [[3, 290], [4]]
+    rows[1]["teacher"] = teacher_rows.pack(np.array([[3, 290], [3, 4]]), np.full((2, 2), -1.0), np.zeros(2), 300)
     config = TrainConfig(
         target=target_dir, draft=draft_dir, data=[write(tmp_path / "set", rows)], out=str(tmp_path / "out"),
         device="cpu", max_length=16, steps=1, heldout_fraction=0.4,
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"part-00000\.parquet: row 2: key 'top_ids' holds token 290, and .* has 290"):
+    with pytest.raises(InputError, match=r"part-00000\.parquet: row 2: key 'teacher' holds token 290, and .* has 290"):
         train(config)

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
+from draftsmith_core.teacher_rows import pack
 from train.batch import IGNORE, Batch, StoredRows
 from train.chunked import projected, token_measures
 from train.data import _stored
@@ -48,9 +50,7 @@ def test_rows_that_tell_nothing_are_a_teacher_too() -> None:
     row = {
         "prompt_ids": [1],
         "response_ids": [2, 3],
-        "top_ids": [[], []],
-        "top_logprobs": [[], []],
-        "tail_mass": [1, 1],
+        "teacher": pack(np.zeros((2, 0), int), np.zeros((2, 0)), np.ones(2), 5),
     }
     stored = _stored([row], 8)
     teacher = StoredTeacher(stored.top_ids_NK, stored.top_logprobs_NK, stored.tail_N)

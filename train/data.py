@@ -20,8 +20,9 @@ import torch
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows, whole
-from draftsmith_core.prompts import check_messages, prompt_hash
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_messages, encode_text
+from draftsmith_core.prompts import answered, closed, prompt_hash
+from draftsmith_core.teacher_rows import COLUMN, unpack
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch, StoredRows
 from train.check_rows import check_part
 from train.mixture import drawn, shares
@@ -35,14 +36,8 @@ _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for 
 # turns of a conversation have one.
 _PROMPT = "prompt_hash"
 _COLUMNS = [*_FEATURES, _PROMPT]
-# The target's distribution at each response token: its likeliest tokens, and the mass of all others.
-_TEACHER = datasets.Features(
-    {
-        "top_ids": datasets.List(datasets.List(datasets.Value("int32"))),
-        "top_logprobs": datasets.List(datasets.List(datasets.Value("float32"))),
-        "tail_mass": datasets.List(datasets.Value("float32")),
-    }
-)
+# The target's distribution at each response token, packed.
+_TEACHER = datasets.Features({COLUMN: datasets.Value("large_binary")})
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Examples:
     What is shuffled and dealt to processes is a unit: a row, or, where `groups` is given, the rows packed together.
     `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
     identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
-    `stored` whether every row has the teacher's columns, and `max_top_id` the largest token in them with its file and
+    `stored` whether every row has the teacher's column, and `max_top_id` the largest token in them with its file and
     row ((-1, "") without). Units from `replay_from` on are general data to mix in. `domains` says which source each
     row is from; None where rows are packed.
     """
@@ -92,8 +87,8 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
         tables.append(table)
         digests.append(digest)
     tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
-    # A batch may mix rows of all sources, so teacher columns are used only where every source has them.
-    if not all("top_ids" in table.column_names for table in tables):
+    # A batch may mix rows of all sources, so teacher rows are used only where every source has them.
+    if not all(COLUMN in table.column_names for table in tables):
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -125,7 +120,7 @@ def _examples(
         digest=digest,
         max_token=max_token,
         targets=targets,
-        stored="top_ids" in rows.column_names,
+        stored=COLUMN in rows.column_names,
         domains=domains[keep],
     )
 
@@ -175,7 +170,12 @@ def _distilled(
 
 def _has_teacher(parts: Sequence[Path]) -> bool:
     names = [set(pq.read_schema(path).names) for path in parts]
-    return all(set(_TEACHER) <= each for each in names)
+    if old := next((path for path, each in zip(parts, names, strict=True) if "top_ids" in each), None):
+        raise InputError(
+            f"{old}: its teacher rows are of an older version; make them again with "
+            f"draftsmith distill --score {old.parent} --target TARGET --out OTHER"
+        )
+    return all(COLUMN in each for each in names)
 
 
 def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
@@ -185,11 +185,11 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
     for number, row in iterate_rows(source):
         where = f"{source}:{number}"
         if row.get("messages") is not None:
-            prompt, response = _answered(row["messages"], where, tokenizer)
+            prompt, response = answered(row["messages"], where, tokenizer)
             prompts.append(prompt)
             responses.append(response)
         elif isinstance(row.get("text"), str):
-            stream += _closed(encode_text(tokenizer, whole(row["text"], "text", where)), tokenizer)
+            stream += closed(encode_text(tokenizer, whole(row["text"], "text", where)), tokenizer)
         else:
             raise InputError(f"{where}: needs `text`, or `messages` that end with the assistant's answer")
     if not prompts and not stream:
@@ -200,20 +200,6 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
         features=_FEATURES,
     )
     return table, hash_json([prompts, responses, blocks])
-
-
-def _answered(value: Any, where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    messages = check_messages(value, where)
-    if len(messages) == len(value):
-        raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
-    prompt = encode_messages(tokenizer, messages, where)
-    answer = value[-1]["content"]
-    response: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return prompt, _closed(response, tokenizer)
-
-
-def _closed(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
@@ -396,17 +382,20 @@ def _length(row: dict[str, Any], limit: int) -> int:
 
 
 def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
-    ids, logprobs, tails = [], [], []
+    found = []
     for row in rows:
         # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
         valid = slice(0 if row["prompt_ids"] else 1, _length(row, limit) - len(row["prompt_ids"]))
-        ids += row["top_ids"][valid]
-        logprobs += row["top_logprobs"][valid]
-        tails += row["tail_mass"][valid]
+        found.append([each[valid] for each in unpack(row[COLUMN])])
     # At least one: a row may list no token, only the tail mass.
-    width = max([1, *map(len, ids)])
-    return StoredRows(
-        torch.tensor([each + [0] * (width - len(each)) for each in ids], dtype=torch.long).reshape(len(ids), width),
-        torch.tensor([each + [-math.inf] * (width - len(each)) for each in logprobs]).reshape(len(ids), width),
-        torch.tensor(tails),
-    )
+    width = max([1, *(ids_RK.shape[1] for ids_RK, _, _ in found)])
+
+    def joined(place: int, fill: float) -> torch.Tensor:
+        pads = [((0, 0), (0, width - each[place].shape[1])) for each in found]
+        return torch.from_numpy(
+            np.concatenate(
+                [np.pad(each[place], pad, constant_values=fill) for each, pad in zip(found, pads, strict=True)]
+            )
+        )
+
+    return StoredRows(joined(0, 0), joined(1, -math.inf), torch.from_numpy(np.concatenate([each[2] for each in found])))

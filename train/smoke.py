@@ -8,13 +8,13 @@ out is the rest of the recipe: its kind, objective, data mode, optimizer and lau
 
 import json
 import logging
-import math
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import make_dir, read_json, sha256_file, write_json_atomic
 from draftsmith_core.sources import quiet
+from draftsmith_core.teacher_rows import COLUMN, pack
 from train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -197,15 +198,18 @@ def _write_data(directory: Path) -> None:
             {
                 "prompt_ids": prompt,
                 "response_ids": response,
-                "top_ids": [[token, token + 1] for token in response],
-                "top_logprobs": [[math.log(0.5), math.log(0.25)] for _ in response],
-                "tail_mass": [0.25 for _ in response],
+                COLUMN: pack(
+                    np.array([[token, token + 1] for token in response]),
+                    np.log([[0.5, 0.25]] * len(response)),
+                    np.full(len(response), 0.25),
+                    258,
+                ),
             }
         )
-    ids, mass = pa.list_(pa.int32()), pa.list_(pa.float32())
-    columns = [("prompt_ids", ids), ("response_ids", ids), ("top_ids", pa.list_(ids)), ("top_logprobs", pa.list_(mass))]
+    ids = pa.list_(pa.int32())
+    schema = pa.schema([("prompt_ids", ids), ("response_ids", ids), (COLUMN, pa.large_binary())])
     directory.mkdir(parents=True)
     part = directory / "part-00000.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema([*columns, ("tail_mass", mass)])), part)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
     manifest = {"complete": True, "parts": [{"file": part.name, "rows": _ROWS, "sha256": sha256_file(part)}]}
     (directory / "manifest.json").write_text(json.dumps(manifest))

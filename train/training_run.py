@@ -343,7 +343,7 @@ def _check_data(
     top_id, place = examples.max_top_id
     if top_id >= known:
         raise InputError(
-            f"{place}: key 'top_ids' holds token {top_id}, and the vocabulary has {known}; make the set again"
+            f"{place}: key 'teacher' holds token {top_id}, and the vocabulary has {known}; make the set again"
         )
     if objective.needs_target and target is None and not examples.stored:
         raise InputError(

@@ -10,7 +10,7 @@ from decode import DraftModelProposer, HeadProposer, Proposer, SpeculativeDecode
 from decode.packed_linear import Packs
 from distill.config import DistillConfig
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
-from distill.score import TeacherRows, score
+from distill.score import score
 from drafts.load import draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
@@ -28,6 +28,7 @@ class HFEngine:
 
     # A killed run asks whole groups again: in another batch an answer could round otherwise at a tie.
     keeps_answers = False
+    takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         pair = load_pair(
@@ -117,7 +118,7 @@ class HFEngine:
         alone, drafted = (min(times[1:]) for times in spent)
         return alone, drafted
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
         return score(self._model, request.prompt_ids, response.response_ids, k)
 

@@ -20,7 +20,6 @@ from distill.engines.endpoint import Endpoint, Refusal, Trouble, backoff_s
 from distill.engines.generation_settings import GenerationSettings
 from distill.engines.probe import Found, look, wake
 from distill.engines.protocol import Answer, AnswerRequest, Done, Failed
-from distill.score import TeacherRows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.tokenization import Tokenizer
@@ -62,6 +61,8 @@ class OpenAIEngine:
         found: Found = asyncio.run(self._look(tokenizer, settings.eos_ids(tokenizer)))
         self._asked = found.asked
         self._dialects = found.dialects
+        self.takes_ids = all(dialect.kind != "text" for dialect in found.dialects.values())
+        self._spent = (0, 0)  # requests and tokens of earlier runs of this engine
         limit = found.context_length
         self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
         self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": found.asked.model}
@@ -70,7 +71,7 @@ class OpenAIEngine:
         async with _open(self._config) as endpoints:
             return await look(endpoints, self._config, tokenizer, self.sampling.sampling, eos_ids)
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """Servers give no whole distributions; the options have been refused before."""
         raise NotImplementedError
 
@@ -85,7 +86,12 @@ class OpenAIEngine:
         async with _open(self._config) as endpoints:
             for endpoint in endpoints:
                 endpoint.dialect = self._dialects.get(endpoint.url)
-            await _Pool(self._config, self._asked, endpoints, groups, done).run()
+            pool = _Pool(self._config, self._asked, endpoints, groups, done)
+            pool.requests, pool.tokens = self._spent
+            try:
+                await pool.run()
+            finally:
+                self._spent = (pool.requests, pool.tokens)
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from distill.score import TeacherRows
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.sampling_options import Sampling
 
@@ -67,6 +66,10 @@ class Engine(Protocol):
         """The longest prompt that leaves room for an answer; None when there is no limit."""
 
     @property
+    def takes_ids(self) -> bool:
+        """Whether a prompt reaches the target as its token ids, so that any tokens can be a prompt."""
+
+    @property
     def keeps_answers(self) -> bool:
         """Whether every answer is worth keeping at once: it costs money or time, and does not depend on its batch."""
 
@@ -77,8 +80,8 @@ class Engine(Protocol):
         memory does not grow with the number of prompts. An answer does not depend on any other group.
         """
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
-        """The target's distribution at every token of an answer: its k likeliest tokens and the mass of the rest."""
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
+        """The target's distribution at every token of an answer, as `draftsmith_core.teacher_rows` stores it."""
 
 
 class DraftingEngine(Engine, Protocol):

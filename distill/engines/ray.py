@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from distill.config import DistillConfig
 from distill.engines.protocol import Answer, AnswerRequest, Done
-from distill.score import TeacherRows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.processes import require_single_process
@@ -28,7 +27,7 @@ _GROUPS_A_WORKER = 2
 # How often a group may end its worker before it is taken for the reason.
 _RETRIES = 3
 _PATIENCE_S = 60.0
-Scored = tuple[Answer, TeacherRows | None]
+Scored = tuple[Answer, bytes | None]
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +76,7 @@ class RayEngine:
     """Workers on a cluster. Those that the cluster has no room for yet join when they have started."""
 
     keeps_answers = False
+    takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine ray")
@@ -87,7 +87,7 @@ class RayEngine:
         own = replace(config, engine="hf", address=None, workers=None)
         self._workers: list[Any] = [worker.remote(own, tokenizer) for _ in range(workers)]
         self.drafts = False
-        self._scores: dict[tuple[int, int, int], TeacherRows] = {}
+        self._scores: dict[tuple[int, int, int], bytes] = {}
         # The worker that starts first speaks for all.
         facts = [each.facts.remote() for each in self._workers]
         first: list[Any] = []
@@ -132,7 +132,7 @@ class RayEngine:
         times: tuple[float, float] = _result(self._workers[0].seconds_per_token.remote(requests))
         return times
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """What came with the answer."""
         return self._scores[request.key]
 

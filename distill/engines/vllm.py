@@ -1,18 +1,18 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
 from distill.engines.generation_settings import GenerationSettings
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
-from distill.score import TeacherRows
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.processes import require_single_process
+from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer
 
 # Groups are taken until there are so many requests: enough for vLLM to keep its batch full, and what bounds the memory.
@@ -27,6 +27,7 @@ class VLLMEngine:
     """
 
     keeps_answers = False
+    takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
@@ -62,8 +63,9 @@ class VLLMEngine:
         self.max_prompt_tokens: int | None = model.max_model_len - config.max_new_tokens
         self.identity: dict[str, Any] = {"target_fingerprint": None, "target_dtype": str(model.dtype)}
         self._max_new_tokens, self._k = config.max_new_tokens, min(config.teacher_top_k, model.get_vocab_size())
+        self._vocabulary = model.get_vocab_size()
         self._stop_ids = [] if config.ignore_eos else list(settings.eos_ids(tokenizer))
-        self._scores: dict[tuple[int, int, int], TeacherRows] = {}
+        self._scores: dict[tuple[int, int, int], bytes] = {}
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`, several at a time; the turns that follow are asked together."""
@@ -108,16 +110,18 @@ class VLLMEngine:
         texts = [[*r.prompt_ids, *a.response_ids] for r, a in zip(requests, answers, strict=True)]
         outputs = self._llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
         for request, output in zip(requests, outputs, strict=True):
-            self._scores[request.key] = _teacher_rows(output.prompt_logprobs[len(request.prompt_ids) :], self._k)
+            self._scores[request.key] = _teacher_rows(
+                output.prompt_logprobs[len(request.prompt_ids) :], self._k, self._vocabulary
+            )
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> TeacherRows:
+    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """What was computed when the answer came."""
         return self._scores[request.key]
 
 
-def _teacher_rows(rows: Sequence[Any], k: int) -> TeacherRows:
+def _teacher_rows(rows: Sequence[Any], k: int, vocabulary: int) -> bytes:
     """Of one dict a token, from token id to what has `logprob` and `rank`; it holds the text's own token as well."""
     best = [sorted(row.items(), key=lambda item: item[1].rank)[:k] for row in rows]
-    ids = [[token for token, _ in row] for row in best]
-    logprobs = [[found.logprob for _, found in row] for row in best]
-    return TeacherRows(ids, logprobs, [max(0.0, 1 - sum(map(math.exp, row))) for row in logprobs])
+    ids_RK = np.array([[token for token, _ in row] for row in best])
+    logprobs_RK = np.array([[found.logprob for _, found in row] for row in best])
+    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), vocabulary)

@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, canonical_json
-from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompt_rows import asked_of, iterate_rows
 from draftsmith_core.prompts import PromptSet
 
 
@@ -31,8 +31,7 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
         if line in skipped:
             continue
         prompt, content = next(used)
-        kept = {key: row[key] for key in ("messages", "tools", "prompt", "text") if row.get(key) is not None}
-        sides[content in heldout].append({"id": prompt.id, "domain": prompt.domain, **kept})
+        sides[content in heldout].append({"id": prompt.id, "domain": prompt.domain, **asked_of(row)})
     with atomic_dir(directory) as made:
         write_rows(made / "train.jsonl", sides[False])
         write_rows(made / "heldout.jsonl", sides[True])

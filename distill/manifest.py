@@ -1,0 +1,106 @@
+"""The end of a run: its parts added up in a manifest, a card for readers, and the prompts that were held out."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from distill.config import DistillConfig
+from distill.drafting import DECISION
+from distill.own_prompts import RECORD
+from distill.parts import Totals, add_up
+from draftsmith_core.cards import distilled_set_card
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import (
+    atomic_file,
+    canonical_json,
+    hash_json,
+    read_json,
+    write_json_atomic,
+    write_text_atomic,
+    writing,
+)
+from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
+from draftsmith_core.provenance import provenance
+from draftsmith_core.run_directory import claim
+
+# `manifest.json` of a finished set, `run.json` of one in the making.
+_RECORDS = ("manifest.json", "run.json")
+
+
+def claim_set(out: Path, identity: dict[str, Any]) -> None:
+    """Make `out` the set of this identity, or make sure it is; InputError names what differs."""
+    if not any((out / name).exists() for name in _RECORDS):
+        for other in ("part-*.parquet", "README.md", "config.json"):  # a set's, written over; a model's, mixed up
+            if found := next(out.glob(other), None):
+                raise InputError(f"--out {out}: holds {found.name} of something else; choose another --out")
+    claim(out, identity, what="distilled set", records=_RECORDS)
+
+
+def finish(
+    out: Path,
+    parts: int,
+    identity: dict[str, Any],
+    command: str,
+    extra: dict[str, Any],
+    config: DistillConfig | None = None,
+) -> None:
+    """Add up the parts, and write the card and the manifest, which makes the set a finished one.
+
+    extra: of the manifest. config: of a run that may have held prompts out. RunError for a set without rows.
+    """
+    with writing(out / "manifest.json"):
+        totals = add_up(out, parts)
+        if not totals.rows:
+            for empty in out.glob("empty-*.json"):
+                empty.unlink()
+            if failed := totals.failed.lines("failed"):
+                raise RunError(f"{out}: no prompt was answered: {failed[0]}; the same command asks again")
+            skipped = totals.skipped.lines("skipped")
+            raise RunError(f"{out}: no row is left: {skipped[0]}")
+        if totals.held_out and config is not None:
+            _write_held_out(config, set(totals.held_out))
+        own = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
+        manifest = _manifest(totals, identity, command) | {"own_prompts": own} | extra
+        write_text_atomic(out / "README.md", distilled_set_card(manifest))
+        write_json_atomic(out / "manifest.json", manifest)
+        for name in ("run.json", DECISION):
+            (out / name).unlink(missing_ok=True)
+
+
+def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
+    """Write the rows of these numbers to heldout.jsonl, as `eval` and others read prompts."""
+    with atomic_file(Path(config.out) / "heldout.jsonl") as temporary, temporary.open("w", encoding="utf-8") as file:
+        for record in islice(iterate_records(config.prompts), config.max_prompts):
+            if record.number in numbers:
+                row = parse_record(record, config.prompts)
+                named = {"domain": config.domain} | {key: row[key] for key in ("id", "domain") if row.get(key)}
+                file.write(canonical_json(named | asked_of(row)) + "\n")
+
+
+def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:
+    skipped, failed = totals.skipped.total(), totals.failed.total()
+    return {
+        "format": "draftsmith distilled set",
+        "version": 2,
+        "complete": True,
+        "parts": totals.files,
+        "counts": {
+            "prompts_read": totals.read,
+            "prompts_done": totals.read - skipped - failed,
+            "prompts_skipped": skipped,
+            "prompts_failed": failed,
+            "rows": totals.rows,
+            "rows_dropped": totals.dropped.total(),
+        },
+        "skipped_because": totals.skipped.lines("skipped"),
+        "failed_because": totals.failed.lines("failed"),
+        "shortened_because": totals.shortened.lines("shortened"),
+        "dropped_because": totals.dropped.lines("dropped"),
+        "finish_reasons": dict(totals.finish_reasons),
+        "tokens_from": dict(totals.tokens_from),
+        "response_tokens": totals.tokens,
+        "prompts_digest": hash_json(totals.digests),
+        "digest": hash_json([file["sha256"] for file in totals.files]),
+        "identity": identity,
+        **provenance(command, identity["config"]),
+    }

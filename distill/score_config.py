@@ -1,0 +1,41 @@
+"""The options of `draftsmith distill --score`."""
+
+from dataclasses import dataclass
+
+from draftsmith_core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Add the target's distributions to answers that are there already: `draftsmith distill --score SET`."""
+
+    score: str
+    """The answers: a directory that `distill` has made, or a .jsonl or .parquet file or hub data set whose rows have
+    `messages` that end with the assistant's answer, or `prompt_ids` and `response_ids`."""
+    target: str
+    """The target: a local directory or hub name."""
+    out: str
+    """The scored set: a directory of part-*.parquet and manifest.json, for `train --data`."""
+    teacher_top_k: int = 128
+    """How many of the likeliest tokens to keep at each token of an answer: 4 k + 2 bytes, up to 6 more for a large
+    vocabulary."""
+    part_rows: int = 1024
+    """Rows of a file that make a Parquet file; a set keeps its own. A killed run loses those in the making."""
+    domain: str = "default"
+    """The domain of rows of a file that do not name their own."""
+    chat_template: str | None = None
+    """A Jinja file with the chat template, where the target's tokenizer has none or another is wanted."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """Of the target: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.teacher_top_k < 2**16:
+            raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 1 to 65535")
+        if self.part_rows < 1:
+            raise InputError(f"part_rows: {self.part_rows} must be at least 1")
+        if not self.domain:
+            raise InputError("domain: is empty; give it a name")

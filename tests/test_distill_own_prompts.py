@@ -1,0 +1,157 @@
+"""Prompts that the target writes itself: as it would go on, each once, all accounted for, the same after kills."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from decode import SpeculativeDecoder
+from draftsmith_core.models import eos_ids, load_model
+from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.tokenization import decode_text, load_tokenizer
+from tests.serving import serving
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+KILL = """
+import os, signal
+import distill.own_prompts as module
+write, written = module.write_text_atomic, []
+def dying(path, text):
+    written.append(path)
+    if len(written) == {count}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, text)
+module.write_text_atomic = dying
+"""
+
+
+@pytest.fixture
+def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text(TEMPLATE)
+    command = f"distill --target {target_dir} --chat_template chat.jinja --out set --max_new_tokens 12 --part_rows 10"
+    return [*command.split(), "--prompts"]
+
+
+def prompts(directory: str = "set") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(directory, "prompts.jsonl").read_text().splitlines()]
+
+
+def rows_of(directory: str) -> list[dict[str, Any]]:
+    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def files(directory: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target_dir: str) -> None:
+    code, out, err = door(*words, "magpie:25", "--json")
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    own, found = summary["own_prompts"], prompts()
+    assert own == json.loads(Path("set/manifest.json").read_text())["own_prompts"]
+    assert (own["drawn"], own["kept"]) == (25, len(found))
+    left_out = sum(int(line.split()[0]) for line in own["left_out_because"])
+    assert left_out == 25 - len(found) and 5 < len(found) < 25
+    assert f"prompts: of 25 texts that the target drew {len(found)} are prompts" in out
+    assert summary["prompts_done"] == summary["prompts_read"] == len(found) == len(rows_of("set"))
+    assert not Path("set/.prompts").exists()
+    # Each is what the target itself goes on with, from its own seed.
+    model, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
+    start = tokenizer("<s>[user]", add_special_tokens=False)["input_ids"]
+    for row in found:
+        seed = row_seed(0, f"magpie/{row['id'].removeprefix('magpie-')}")
+        made = SpeculativeDecoder(model).generate([start], Sampling(), 12, [generator(seed)], eos_ids(model))
+        text = decode_text(tokenizer, list(made.generations[0].output_ids))
+        assert row["messages"] == [{"role": "user", "content": text.strip()}]
+        assert made.generations[0].finish_reason == "stop"
+    # The same command finds everything done, and other prompts are another set.
+    before = files("set")
+    assert door(*words, "magpie:25", "--json")[0] == 0 and files("set") == before
+    code, _, err = door(*words, "magpie:26")
+    assert code == 2 and 'its prompts is "magpie:25"' in err
+
+
+def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) -> None:
+    code, out, err = door(*words, "magpie:300", "--part_rows", 100, "--max_new_tokens", 2)
+    assert code == 0, err
+    texts = [" ".join(row["messages"][0]["content"].lower().split()) for row in prompts()]
+    assert len(set(texts)) == len(texts)
+    assert any("left out: was drawn before (row " in line for line in out.splitlines())
+    assert any("left out: had no end within 2 tokens (row " in line for line in out.splitlines())
+
+
+def test_greedy_answers_to_drawn_prompts(words: list[str], door: Door) -> None:
+    code, _, err = door(*words, "magpie:12", "--temperature", 0)
+    assert code == 0, err
+    assert len(prompts()) > 1 and {row["temperature"] for row in rows_of("set")} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["magpie:x"], "prompts: 'magpie:x': expected magpie:N, such as magpie:1000"),
+        (["magpie:0"], "prompts: 'magpie:0': expected magpie:N, such as magpie:1000"),
+        (["self:9", "--split", "0.9"], "split: texts of self:N begin with one and the same prompt"),
+        (["magpie:3", "--chat_template", "empty.jinja"], "puts nothing before a user's text"),
+    ],
+)
+def test_prompts_that_cannot_be_drawn(words: list[str], door: Door, wrong: list[str], said: str) -> None:
+    Path("empty.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    code, out, err = door(*words, *wrong)
+    assert (code, out) == (2, "") and said in err
+    assert not Path("set").exists()
+
+
+def test_without_a_chat_template_the_option_is_named(words: list[str], door: Door) -> None:
+    del words[3:5]
+    code, _, err = door(*words, "magpie:3")
+    assert code == 2 and "has no chat template; name one with --chat_template FILE" in err
+    assert not Path("set").exists()
+
+
+def test_servers_draw_them_too_and_nothing_is_asked_twice(words: list[str], door: Door, target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    with serving("vllm", tokenizer) as server:
+        words = [*words[:-1], "--engine", "openai", "--endpoint", server.url, "--prompts"]
+        code, _, err = door(*words, "magpie:24", "--max_requests", 14)
+        assert code == 1 and "max_requests: all 14 are spent" in err
+        assert len(list(Path("set/.prompts").glob(".part-*.answers.jsonl"))) > 0
+        # What is spent on prompts is not there for answers.
+        code, _, err = door(*words, "magpie:24", "--max_requests", 20)
+        assert code == 1 and "max_requests: all 20 are spent" in err and Path("set/prompts.jsonl").exists()
+        code, out, err = door(*words, "magpie:24")
+        assert code == 0, err
+        assert f"{len(prompts())} done" in out
+        begin = tokenizer("<s>[user]", add_special_tokens=False)["input_ids"]
+        draws = [each for each in server.answered if json.loads(each)[0] == begin]
+        assert len(draws) == len(set(draws)) == 24
+    with serving("text", tokenizer) as server:
+        words[words.index("--endpoint") + 1] = server.url
+        code, _, err = door(*words, "magpie:24", "--out", "other")
+        assert code == 2 and "needs servers that take token ids" in err
+
+
+@pytest.mark.slow
+def test_killed_and_on_two_processes_the_bytes_are_the_same(
+    words: list[str], door: Door, spawn: Spawn, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert door(*words, "magpie:47")[0] == 0
+    for count in (1, 3, 2):
+        patch = KILL.format(count=count)
+        code, _, _ = spawn(*words, "magpie:47", "--out", "killed", cwd=tmp_path, patch=patch).wait()
+        assert code == -signal.SIGKILL
+    assert door(*words, "magpie:47", "--out", "killed")[0] == 0
+    two = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, "magpie:47", "--out", "two")
+    assert two.returncode == 0, two.stderr
+    for other in ("killed", "two"):
+        found = files(other)
+        assert found.keys() == files("set").keys()
+        assert {name for name in found if found[name] != files("set")[name]} <= {"manifest.json"}
