@@ -19,15 +19,15 @@ from decode.tree import Drawing
 
 # By time SURE / r a clock of rate r has rung, except with probability e^-40, which is lost in the rounding of a double.
 SURE = 40.0
-START = 1e-16  # before this time no clock has rung, except with as small a probability
-STEP = 0.25  # of the trapezoidal rule in log t; its error is about exp(-pi^2 / STEP), 1e-17
+START = 1e-12  # before this time no clock has rung, except with as small a probability
+STEP = 0.4  # of the trapezoidal rule in log t; its error is about exp(-pi^2 / STEP), 2e-11
 
 
 def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, drawing: Drawing) -> Tensor:
     """alpha* `[...]` of k candidates from `q` against `p`, both `[..., V]`; k is at least 1.
 
     "with_replacement": k independent draws. "without_replacement": k successive draws, fewer when q has fewer tokens;
-    Q(H) is then an integral over one variable, taken to about 1e-11. "top_and_one": the k - 1 most probable tokens and
+    Q(H) is then an integral over one variable, taken to about 1e-10. "top_and_one": the k - 1 most probable tokens and
     one from the others. "deterministic": the k most probable tokens. Tokens without mass in q are never candidates.
     """
     if k < 1:

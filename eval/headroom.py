@@ -27,7 +27,7 @@ from eval.request import Method
 PER_PROMPT = 16
 # Positions x vocabulary at most, per set of prompts and draft, where candidates are drawn without replacement: there
 # the bound is an integral of a few seconds per position and 100,000 tokens.
-MAX_INTEGRAL = 2**21
+MAX_INTEGRAL = 2**20
 # Root steps that are simulated per position, so that their chance adds little to that of the prompts.
 TRIALS = 16
 # Elements of [N, V] in double precision worked on at once (32 MiB).

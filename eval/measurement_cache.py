@@ -11,7 +11,7 @@ from draftsmith_core.processes import is_main
 T = TypeVar("T", bound=Mapping[str, Any])
 
 # Part of every name: raise it when a code change makes the same request measure something else.
-MEASUREMENT_VERSION = 5
+MEASUREMENT_VERSION = 6
 
 
 class MeasurementCache:
