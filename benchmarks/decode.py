@@ -32,8 +32,8 @@ from benchmarks import peers, sections
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
 from benchmarks.sixteen_bits import four_bits, sixteen_bits
-from benchmarks.widen import widen
 from decode.native import kernel
+from drafts.make.widen import widen
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_text_atomic

@@ -5,6 +5,7 @@ without generating, in the precision and with the loss per token that the others
 out with the reason.
 """
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,7 @@ def backward_of(
     rows = Dataset.from_dict({"input_ids": ids_BT.tolist()})
     trainer: Any
     if peer == "trl":
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
         tokenizer = load_tokenizer(str(PAIR / "target"))

@@ -1,29 +1,17 @@
-"""Gives a small trained LLaMA the cost of a large one without changing what it computes.
+"""Gives a small trained LLaMA the cost of a large one without changing what it computes (`drafts.make.widen`).
 
     python benchmarks/widen.py --model DIR --out DIR --hidden_size 768 --intermediate_size 2432 --num_hidden_layers 12
 
-A benchmark of decoding needs a target that is as expensive as a real one and a draft that agrees with it; training
-such a target takes days. So the width is padded with zeros, and layers that add nothing stand between the trained
-ones. The result is an ordinary `LlamaForCausalLM` with ordinary dense matrices: a multiplication by zero costs what
-any other does (`cost_of_zeros` in the output of `decode.py` says how true that is on the machine at hand).
-
-Legend: h the old width, H the new one.
-
-* Every residual state is [x, 0]. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean of [x, 0] is h/H of the mean
-  of x; so eps becomes eps * h/H and the norm's weight is multiplied by sqrt(h/H).
-* Heads keep their size, hence RoPE and the scale of the scores. New heads, and new neurons of the feed-forward
-  block, have zero weights. The ratio of query heads to key/value heads stays.
-* An added layer is a copy of the trained layer before it with zero `o_proj` and `down_proj`.
+How true it is that zeros cost what any other numbers do on the machine at hand, `cost_of_zeros` in the output of
+`decode.py` says.
 """
 
-import copy
 import sys
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from drafts.make.widen import widen
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.options import parse
@@ -42,90 +30,6 @@ class Options:
     intermediate_size: int | None = None
     num_hidden_layers: int | None = None
     max_position_embeddings: int | None = None
-
-
-@torch.no_grad()
-def widen(
-    model: LlamaForCausalLM,
-    *,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_hidden_layers: int | None = None,
-    max_position_embeddings: int | None = None,
-) -> LlamaForCausalLM:
-    """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device.
-
-    Raises ValueError, one line, for a shape that is smaller or that heads of the same size do not fill.
-    """
-    old = model.config
-    new = wide_config(old, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings)
-    # Built whole: the buffers of RoPE depend on the head size alone and come out as the old model's.
-    wide = LlamaForCausalLM(new)
-    nn.Module.to(wide, device=model.device, dtype=model.dtype)
-    norm_scale = (old.hidden_size / new.hidden_size) ** 0.5
-    copies_of = spread(old.num_hidden_layers, new.num_hidden_layers)
-    weights = dict(model.named_parameters())
-    for name, value in wide.named_parameters():
-        source, is_added = name, False
-        if name.startswith("model.layers."):
-            _, _, index, rest = name.split(".", 3)
-            layer, is_added = copies_of[int(index)]
-            source = f"model.layers.{layer}.{rest}"
-        value.zero_()
-        if is_added and ("o_proj" in name or "down_proj" in name):
-            continue
-        part = weights[source] * norm_scale if "norm" in name else weights[source]
-        value[tuple(slice(size) for size in part.shape)] = part
-    wide.generation_config = copy.deepcopy(model.generation_config)
-    wide.eval()
-    return wide
-
-
-def wide_config(
-    old: LlamaConfig,
-    hidden_size: int | None,
-    intermediate_size: int | None,
-    num_hidden_layers: int | None,
-    max_position_embeddings: int | None,
-) -> LlamaConfig:
-    """The configuration of the widened model; ValueError for a shape that cannot be had."""
-    new = copy.deepcopy(old)
-    asked = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "max_position_embeddings": max_position_embeddings,
-    }
-    for key, value in asked.items():
-        if value is None:
-            continue
-        if value < getattr(old, key):
-            raise ValueError(f"{key}: {value} is less than the model's {getattr(old, key)}; widening only adds")
-        setattr(new, key, value)
-    rope = (old.rope_parameters or {}).get("rope_type", "default")
-    if new.max_position_embeddings != old.max_position_embeddings and rope != "default":
-        raise ValueError(f"max_position_embeddings: rope of type '{rope}' depends on it; leave it as it is")
-    head = old.head_dim
-    group = old.num_attention_heads // (old.num_key_value_heads or old.num_attention_heads)
-    # The query heads of the old model need not fill its width, and the ratio to the width is kept.
-    heads, left = divmod(new.hidden_size * old.num_attention_heads, old.hidden_size)
-    if left or heads % group:
-        raise ValueError(
-            f"hidden_size: {new.hidden_size} is not filled by heads of {head}, {group} to a key/value head; "
-            f"use a multiple of {old.hidden_size * group // old.num_attention_heads}"
-        )
-    new.num_attention_heads, new.num_key_value_heads, new.head_dim = heads, heads // group, head
-    new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
-    return new
-
-
-def spread(old: int, new: int) -> list[tuple[int, bool]]:
-    """For every new layer the trained layer it comes from and whether it is an added one; evenly interleaved."""
-    places: list[tuple[int, bool]] = []
-    for layer in range(old):
-        copies = (layer + 1) * new // old - layer * new // old
-        places += [(layer, place > 0) for place in range(copies)]
-    return places
 
 
 def main() -> None:

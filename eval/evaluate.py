@@ -64,6 +64,7 @@ def evaluate(config: EvalConfig) -> Results:
             config = _with_planned_tree(config, check(config), suites, pair, models, cache)
         request = check(config)
         said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
+        said += announce(remarks.of_target(config.target, pair.target), strict=False)
         measured = measure_all(config, request, suites, pair, models, cache)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         said += announce(busy, strict=False)

@@ -10,9 +10,11 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
+from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import is_main
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes
 from eval.config import EvalConfig
@@ -141,6 +143,18 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: Quantize | None = 
         if models[one]["fingerprint"] == models[other]["fingerprint"]:
             remarks.append(Remark(about="same_draft", text=f"drafts {one} and {other}: have the same weights"))
     return remarks
+
+
+def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
+    """A target that `drafts.make.widen` made: its speed is real, the size is not."""
+    small = getattr(target.config, "widened_from", None)
+    if small is None:
+        return []
+    text = (
+        f"target {name}: is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}; what it "
+        f"writes and accepts is the small model's, what it costs is a large one's"
+    )
+    return [Remark(about="widened_target", text=text)]
 
 
 def loaded(load: Sequence[float], cpus: int) -> bool:

@@ -363,7 +363,14 @@ class Remark(TypedDict):
     """Something that makes figures mean less than they seem to; `eval.remarks` says when."""
 
     about: Literal[
-        "trained_on", "same_prompts", "near_duplicates", "large_draft", "same_draft", "options", "busy_machine"
+        "trained_on",
+        "same_prompts",
+        "near_duplicates",
+        "large_draft",
+        "same_draft",
+        "widened_target",
+        "options",
+        "busy_machine",
     ]
     text: str
 

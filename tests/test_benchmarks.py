@@ -15,15 +15,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
-from benchmarks import limits, peers, sections, sixteen_bits
+from benchmarks import limits, peers, sections, sixteen_bits, train_peers
+from benchmarks import train as bench_train
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
 from benchmarks.widen import main as widen_main
-from benchmarks.widen import spread, wide_config, widen
 from decode.native import kernel
 from decode.runner import Runner
+from drafts.make.widen import spread, wide_config, widen
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
@@ -444,3 +445,27 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path: Path) -> None:
     assert equal and set(equal) == {1.0}
     losses = [figures["loss"] for name, figures in found["training"]["figures"].items() if name.startswith("LM draft")]
     assert len(losses) == 3
+
+
+@pytest.mark.parametrize(("objective", "others"), [("ce", ["trainer"]), ("jsd", [])])
+def test_the_methods_of_the_training_benchmark_make_the_same_step(objective: str, others: list[str]) -> None:
+    """TRL's trainer too, where it is installed."""
+    shape: dict[str, Any] = {"vocabulary": 80, "sequence": 12, "batch": 3, "target_layers": 1, "target_hidden": 64}
+    options = bench_train.Options(out="", objective=objective, peers=True, device="cpu", repeats=1, **shape)
+    reasons = bench_train.peers_of(options)
+    if objective == "jsd" and not reasons["trl"]:
+        others = ["trl"]
+    assert [peer for peer, reason in reasons.items() if not reason] == others
+    steps = bench_train.make_steps(options, ["plain", "chunked", *others])
+    losses = [[step.make() for step in steps.values()] for _ in range(2)]
+    assert losses[1] < losses[0]
+    for name, step in steps.items():
+        assert bench_train.apart(step.draft, steps["chunked"].draft) < 1e-6, name
+    found = bench_train.loss_by_chunk(options)
+    assert found["default"]["tokens"] == 36 and found["default"]["seconds"] > 0
+
+
+def test_a_trainer_without_the_objective_is_left_out_with_the_reason() -> None:
+    reasons = train_peers.why_not("tvd")
+    assert "has no tvd; it has ce" in reasons["trainer"]
+    assert "has no tvd" in reasons["trl"]

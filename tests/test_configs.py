@@ -54,6 +54,9 @@ RECIPES = [
     ),
     Recipe("draftsmith/demo/recipes/demo.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe("draftsmith/demo/recipes/demo_short.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
+    Recipe(
+        "draftsmith/demo/recipes/large.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")
+    ),
     Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
     Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
 ]

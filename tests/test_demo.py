@@ -48,6 +48,17 @@ def test_demo_from_prompts_to_report(
     summary = json.loads(out.splitlines()[-1])
     assert str(demo_run.PAIR) not in (demo / "eval" / "results.json").read_text()
     assert (tmp_path / summary["checkpoint"] / "model.safetensors").is_file()
+    # The second pair: the drafts beside the padded target, which writes what the small one writes.
+    large = Results.load(demo / "eval-large")
+    assert large.drafts == results.drafts and large.domains() == ["prose"]
+    assert large.document["models"]["target"]["parameters"] > 4 * results.document["models"]["target"]["parameters"]
+    assert list(summary["large"]["fastest"]) == ["0", "1"]
+    assert all(row["speedup"]["value"] > 0 for row in summary["large"]["fastest"].values())
+    assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
+    assert "padded with zeros" in out
+    for row in large.document["decoding"]:
+        same = row["identical_outputs"]
+        assert row["temperature"] or (same is not None and same["same"] == same["of"])
     words = summary["decode"].split()[1:]
     code, out, err = door(*words, "--max_new_tokens", "4")
     assert code == 0, err

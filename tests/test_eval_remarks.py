@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafts.make.widen import widen
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.tokenization import load_tokenizer
@@ -134,3 +136,13 @@ def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\): 1 of 1") as caught:
         remarks.announce(found * 2, strict=True)
     assert str(caught.value).endswith("(and 1 more)")
+
+
+def test_a_target_that_is_padded_is_no_large_model() -> None:
+    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    small = LlamaForCausalLM(config)
+    assert remarks.of_target("small", small) == []
+    wide = widen(widen(small, hidden_size=16), intermediate_size=24)
+    (remark,) = remarks.of_target("large", wide)
+    assert remark["about"] == "widened_target"
+    assert f"{small.num_parameters():,} parameters padded with zeros to {wide.num_parameters():,}" in remark["text"]

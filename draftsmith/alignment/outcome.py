@@ -17,7 +17,7 @@ def table(results: Results) -> Table:
     for heading in ("draft", *(f"{name} ({results.kind(name).upper()})" for name in results.domains())):
         shown.add_column(heading)
     for draft in results.drafts:
-        shown.add_row(draft, *(_figure(results.alpha(draft, domain)) for domain in results.domains()))
+        shown.add_row(draft, *(figure(results.alpha(draft, domain)) for domain in results.domains()))
     return shown
 
 
@@ -57,13 +57,13 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
     said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
     for kind in _kinds(results):
         gain, decoding, speed = results.gain(best, kind), results.decoding(best, kind, tree=tree), None
-        parts = [f"alpha {_figure(results.alpha(best, kind))}"]
+        parts = [f"alpha {figure(results.alpha(best, kind))}"]
         if gain is not None:
-            parts.append(f"{_figure(gain, signed=True)} over the draft it started from")
-        parts.append(f"{_figure(decoding['tau'], 2)} tokens per target call")
+            parts.append(f"{figure(gain, signed=True)} over the draft it started from")
+        parts.append(f"{figure(decoding['tau'], 2)} tokens per target call")
         speed = results.speed(best, kind, tree=tree)
         if speed is not None and speed["speedup"] is not None:
-            parts.append(f"{_figure(speed['speedup'], 2)} times the target alone")
+            parts.append(f"{figure(speed['speedup'], 2)} times the target alone")
         said.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *said,
@@ -105,7 +105,7 @@ def _interval(found: Any) -> dict[str, float | None] | None:
     return None if found is None else {key: found[key] for key in ("value", "low", "high")}
 
 
-def _figure(found: Any, digits: int = 3, signed: bool = False) -> str:
+def figure(found: Any, digits: int = 3, signed: bool = False) -> str:
     """A figure and its interval; "-" for what is not defined."""
     if found["value"] is None:
         return "-"

@@ -1,17 +1,27 @@
-"""What the demo gives to `align`: text that every Python carries, the shipped pair, and a recipe."""
+"""What the demo gives to `align`: text that every Python carries, the shipped pair, and a recipe. Then a second pair:
+the drafts that came out, timed beside the target padded to the cost of a large one (`drafts.make.widen`).
+"""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import LlamaForCausalLM
 
+from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.outcome import figure
 from draftsmith.alignment.stages import say
 from draftsmith.demo import corpus
 from draftsmith.jsonl import write_rows
 from draftsmith_core.io import atomic_dir, make_dir
+from draftsmith_core.models import load_model
 from draftsmith_core.processes import join_processes, on_main
+from draftsmith_core.tokenization import load_tokenizer
+from eval.config import EvalConfig
+from eval.evaluate import evaluate
+from eval.results import Results
 
 RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
@@ -20,6 +30,8 @@ ID_DOMAIN = "prose"
 # documents that neither the pair nor the drafts have seen.
 TRAIN_CHARACTERS = 300
 EVAL_CHARACTERS = 400
+# The second target. Four times the width makes the factor of the padded norms one half, so that fp16 holds every value.
+LARGE = {"hidden_size": 768, "intermediate_size": 1024}
 
 
 def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
@@ -48,6 +60,72 @@ def recipe(short: bool) -> dict[str, Any]:
             values[key] = values[key] | changed
     parts: tuple[tuple[str, type], ...] = (("distill", DistillChoices), ("train", TrainChoices), ("eval", EvalChoices))
     return {**values, **{key: part(**values[key]) for key, part in parts}}
+
+
+def time_large(options: AlignConfig, short: bool) -> Results:
+    """The demo's drafts by the clock, in distribution, beside a target that writes the same at the cost of a large one.
+
+    A draft pays where the target is dear; the shipped one is too cheap to show it.
+    """
+    values = yaml.safe_load((RECIPES / "large.yaml").read_text(encoding="utf-8"))
+    large = Path(options.target).with_name("large")
+
+    def make() -> None:
+        if large.is_dir():
+            return
+        model = load_model(options.target, device="cpu", dtype="float32")
+        assert isinstance(model, LlamaForCausalLM)
+        with atomic_dir(large) as made:
+            widen(model, **LARGE).half().save_pretrained(made)
+            load_tokenizer(options.target).save_pretrained(made)
+
+    on_main(make)
+    smaller = {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200} if short else {}
+    return evaluate(
+        EvalConfig(
+            target=str(large),
+            draft=[f"base={options.draft}", *(f"{name}={Path(options.out) / name}" for name in options.drafts())],
+            id=options.id,
+            out=str(Path(options.out) / "eval-large"),
+            seed=options.seed,
+            device=options.device,
+            dtype=options.dtype,
+            **(values | smaller),
+        )
+    )
+
+
+def large_summary(results: Results) -> dict[str, Any]:
+    """For `--json`: where the second report is, and by temperature the fastest draft and its speedup."""
+    fastest: dict[str, dict[str, Any]] = {}
+    for row in results.document["speed"]["domains"]:
+        if row["draft"] is None or row["speedup"] is None:
+            continue
+        known = fastest.get(name := f"{row['temperature']:g}")
+        if known is None or (row["speedup"]["value"] or 0.0) > (known["speedup"]["value"] or 0.0):
+            fastest[name] = {"draft": row["draft"], "tree": row["tree"], "speedup": row["speedup"]}
+    target = results.document["models"]["target"]
+    return {
+        "report": str(results.directory / "report.html"),
+        "target": target["name"],
+        "parameters": target["parameters"],
+        "fastest": fastest,
+    }
+
+
+def large_lines(results: Results) -> list[str]:
+    """The same for a person."""
+    found = large_summary(results)
+    return [
+        f"beside a target of {found['parameters'] / 1e6:.0f} M parameters (the same one padded with zeros: it writes "
+        f"the same and costs more), in distribution:",
+        *(
+            f"  temperature {temperature}: {row['draft']} with {row['tree']}, "
+            f"{figure(row['speedup'], 2)} times the target alone"
+            for temperature, row in found["fastest"].items()
+        ),
+        f"its report: {Path(found['report']).resolve()}",
+    ]
 
 
 def _write(out: Path) -> None:
