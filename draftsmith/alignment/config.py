@@ -96,7 +96,11 @@ class EvalChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignConfig:
-    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed."""
+    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed.
+
+    `align --from_log LOG --draft D --baseline R` is one round of adaptation to logged traffic, `align --rollback
+    --draft D` goes back (`align --from_log LOG --help` has their options).
+    """
 
     target: str
     """The target: a local directory or hub name."""
