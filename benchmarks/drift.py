@@ -268,8 +268,8 @@ def picture(results: dict[str, Any], colours: dict[str, str]) -> Figure:
         for arm, role in ARMS.items():
             x = [index for index, each in enumerate(windows) if arm in each]
             y = [windows[index][arm]["alpha"]["value"] for index in x]
-            line = "" if arm == "specialist" else "-"
-            ax.plot(x, y, line, marker="D" if arm == "specialist" else "o", color=colours[role], label=arm, lw=2)
+            line = "none" if arm == "specialist" else "-"
+            ax.plot(x, y, ls=line, marker="D" if arm == "specialist" else "o", color=colours[role], label=arm, lw=2)
         for index in range(count, len(windows), count):
             ax.axvline(index - 0.5, color=colours["soft"], lw=1, ls=(0, (2, 2)))
         names = [f"{PHASES[index // count]} {index % count + 1}" for index in range(len(windows))]
