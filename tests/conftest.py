@@ -358,6 +358,12 @@ def launch(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations end without a report, whose figures take seconds to draw."""
+    monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
+
+
+@pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are run as they are, which is what a recorded graph does: the same function on padded inputs."""
 

@@ -58,6 +58,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_losses_are_functions_by_name() -> None:
     assert set(PROPOSERS) >= {"draft", "eagle"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_stages_are_the_functions_of_the_commands(
     door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:

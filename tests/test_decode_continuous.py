@@ -5,35 +5,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
 from decode.batch_run import BatchRun
 from draftsmith_core.sampling import Sampling, generator
+from tests.tiny_models import random_llama
 
 Prompts = list[tuple[int, list[int], torch.Generator]]
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    model.eval()
-    return model
+    return random_llama(seed, 17)
 
 
 def queue(prompts: list[list[int]]) -> tuple[deque[int], Callable[[int], Prompts]]:

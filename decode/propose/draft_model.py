@@ -98,7 +98,8 @@ class DraftModelProposer(Proposer):
         for model, windows, limit, packs, words, steps in parts:
             runner = Runner(model, windows, limit, packs, steps)
             if words is None:
-                known = [[min(token, vocabulary_size(model) - 1) for token in prompt[:-1]] for prompt in setup.prompts]
+                largest = vocabulary_size(model) - 1
+                known = [[min(token, largest) for token in prompt[:-1]] for prompt in setup.prompts]
                 runner.prefill(known, setup.max_new_tokens + slots_per_step(setup.tree))
                 networks.append(DraftModelNetwork(runner, [[root] for root in roots], setup.vocabulary))
                 continue
