@@ -372,16 +372,8 @@ def test_a_step_is_one_graph(variant: str, tree: str, verifier: str) -> None:
     check_one_graph(variant, tree, verifier, "eager", SAMPLED)
 
 
-# Drafts whose vocabulary is not the target's: torch.compile makes a graph more than there are steps (docs/gpu.md).
-_MORE_GRAPHS = ("draft, fewer tokens", "draft, of another vocabulary")
-_ONE_GRAPH = [
-    pytest.param(variant, marks=pytest.mark.xfail(variant in _MORE_GRAPHS, reason="compiled twice: not mended yet"))
-    for variant in VARIANTS
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", _ONE_GRAPH)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_is_one_graph(variant: str) -> None:
     pairs = valid(variant)
     # Every verifier and every tree once; tracing takes a second a step.
