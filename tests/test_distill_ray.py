@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,21 @@ def test_what_is_wrong_with_a_target_is_one_line(
     with pytest.raises(InputError, match=str(broken)):
         distill(config, "x")
     assert not (tmp_path / "set").exists()
+
+
+@NEEDS_RAY
+def test_an_address_where_nothing_answers_is_refused_at_once(
+    target_dir: str, prompts_file: str, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with socket.socket() as bound:  # and listens to nobody
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        words = f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine ray".split()
+        for each in (address, f"ray://{address}"):
+            code, _, err = door(*words, "--address", each)
+            assert code == 2 and f"draftsmith distill: address: no Ray cluster at {each}: " in err
+            assert len(err.strip().splitlines()) == 1
 
 
 def test_without_ray_it_says_how_to_install_it(

@@ -7,6 +7,7 @@ worker answers follows from its requests alone: a set is the same bytes for any 
 import logging
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from draftsmith_core.tokenization import Tokenizer
 _GROUPS_A_WORKER = 2
 # How often a group may end its worker before it is taken for the reason.
 _RETRIES = 3
-_PATIENCE_S = 60.0
+_PATIENCE_S, _CONNECT_S = 60.0, 10.0
 Scored = tuple[Answer, bytes | None]
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,13 @@ def _connect(address: str | None) -> None:
     """Join the cluster at `address` (without one: that of RAY_ADDRESS, else a local one is started)."""
     if ray.is_initialized():
         return
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        # Ray itself tries for minutes.
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise InputError(f"address: no Ray cluster at {address}: {_first_line(error)}") from None
     # Ray handles SIGTERM by itself from then on, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:
