@@ -159,8 +159,10 @@ class BatchRun:
             tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
             block = self.decoder.block(proposal.tree)
             logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            # Where nothing was drafted there is nothing to verify, and every rule comes to a draw from the target.
-            verifier = self.decoder.verifier if proposal.tree.depth else VERIFIERS["exact"]
+            # A proposer that rests hands in a tree without nodes, which not every rule takes; exact draws from the target.
+            # Whether others of the batch have drafted must not matter, because rules take their uniforms differently.
+            takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
+            verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
             facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
         # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
         return self._record(proposal, facts.tolist(), states, p_BMV)
