@@ -154,7 +154,8 @@ def _free() -> None:
 
 def settled(config: AlignConfig) -> AlignConfig:
     """The options of the run that `align(config)` has made, with nothing left open."""
-    return replace(_continued(config, Path(config.out) / "align.yaml"), out=config.out)
+    out = Path(config.out)
+    return replace(_continued(_from_start(config, out), out / "align.yaml"), out=config.out)
 
 
 def _settle(config: AlignConfig, out: Path) -> AlignConfig:
@@ -220,7 +221,12 @@ def _started(config: AlignConfig, out: Path) -> AlignConfig:
         _free()
 
     on_main(make)
-    return replace(config, draft=str(start), init=None, donor=None)
+    return _from_start(config, out)
+
+
+def _from_start(config: AlignConfig, out: Path) -> AlignConfig:
+    """The options that stand in align.yaml: the draft that --init made is named as any other."""
+    return config if config.init is None else replace(config, draft=str(out / "start"), init=None, donor=None)
 
 
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
