@@ -159,7 +159,7 @@ class BatchRun:
             tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
             block = self.decoder.block(proposal.tree)
             logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            # A proposer that rests hands in a tree without nodes, which not every rule takes; exact draws from the target.
+            # A proposer that rests hands in a tree without nodes, which not every rule takes: exact draws.
             # Whether others of the batch have drafted must not matter, because rules take their uniforms differently.
             takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
             verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
