@@ -278,7 +278,7 @@ def main() -> None:
             method: {
                 "seconds": clock[method] / clock["chunked"],
                 "processor_seconds": busy[method] / busy["chunked"],
-                "memory": memory[method]["rise"] / memory["chunked"]["rise"],
+                "memory": memory[method]["rise"] / held if (held := memory["chunked"]["rise"]) else None,
             }
             for method in methods
         },
