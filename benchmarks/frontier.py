@@ -19,7 +19,7 @@ with it. Everything is a file below OUT and is not made again; --runs N stops af
 import encodings
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class Options:
     """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
     texts: str | None = None
     """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
+    only: list[str] = field(default_factory=list)
+    """Methods to train beside `plain`; all when empty. What others have made before stands in the tables too."""
     seeds: int = 3
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
@@ -118,7 +120,7 @@ class Options:
     @property
     def data(self) -> objectives_data.Options:
         """The same, as the pairs of benchmarks/objectives.py are made from."""
-        shared = {key: value for key, value in asdict(self).items() if key not in ("runs", "table")}
+        shared = {key: value for key, value in asdict(self).items() if key not in ("only", "runs", "table")}
         return objectives_data.Options(**shared)
 
 
@@ -273,12 +275,17 @@ def measured(bench: Bench, method: str, setting: str, rate: float, seed: int) ->
         bench.left -= 1
         return train(config, COMMAND)
 
-    summary = once(run.parent / f"{run.name}.json", make)
+    summary = once(_summary(run), make)
     weights = (*WEIGHTS, 1.0) if method in MERGED.values() else (1.0,)
-    return _alphas(bench, run, summary["fingerprint"], weights)
+    return alphas_of(bench, run, summary["fingerprint"], weights)
 
 
-def _alphas(bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]) -> dict[float, Alphas]:
+def _summary(run: Path) -> Path:
+    """The record of a training run that is over."""
+    return run.parent / f"{run.name}.json"
+
+
+def alphas_of(bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]) -> dict[float, Alphas]:
     """Per set, sums and counts by prompt of the drafts at these shares of the way; all on one target forward."""
     found: dict[float, Alphas] = {weight: {} for weight in weights}
     for name, (asked, rows) in bench.rows.items():
@@ -298,9 +305,11 @@ def _measure(bench: Bench, draft: Path, rows: list[Continuation], weights: list[
 
 def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) -> Iterator[tuple[str, str, Alphas]]:
     """(method, setting, alphas) of the settings wanted of each method that is trained, and of what is merged of it."""
+    only = bench.options.only
     for method, settings in wanted.items():
         for setting in METHODS[method]:
-            if setting not in settings:
+            made = _summary(Path(config_of(bench, method, setting, rate, seed).out)).exists()
+            if setting not in settings or not (made or not only or method in ("plain", *only)):
                 continue
             for weight, alphas in measured(bench, method, setting, rate, seed).items():
                 if weight == 1:
@@ -313,7 +322,7 @@ def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) ->
 def run(options: Options) -> dict[str, Any]:
     """Everything that `options.runs` leaves time for, to OUT/results.json. EnoughError when there is more to do."""
     bench = prepare(options)
-    base = _alphas(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
+    base = alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
     rates = {setting: changes["lr"] for setting, changes in METHODS["plain"].items()}
     plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
     best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
@@ -326,24 +335,24 @@ def run(options: Options) -> dict[str, Any]:
         _write(bench, base, found, best)
         raise
     taken = _write(bench, base, found, best)["taken"]
-    wanted = {method: {taken[method]} for method in METHODS}
+    wanted = {method: {taken[method]} for method in METHODS if method in taken}
     for merged, of in MERGED.items():
-        wanted[of].add(taken[merged].rpartition(", ")[0])
+        if of in wanted:
+            wanted[of].add(taken[merged].rpartition(", ")[0])
     try:
         for seed in range(1, options.seeds):
             for method, setting, alphas in list(points(bench, seed, rate, wanted)):
                 found[method, setting].append(alphas)
             _write(bench, base, found, best)
     except EnoughError:
-        pass
-    if bench.left < 1 and any(len(found[key]) < options.seeds for key in taken.items()):
-        raise EnoughError
+        _write(bench, base, found, best)
+        raise
     return _write(bench, base, found, best)
 
 
 def _write(bench: Bench, base: Alphas, found: dict[tuple[str, str], list[Alphas]], best: str) -> dict[str, Any]:
     """OUT/results.json of what there is so far."""
-    apart = ("out", "target", "texts", "runs", "table")
+    apart = ("out", "target", "texts", "only", "runs", "table")
     options = {key: value for key, value in asdict(bench.options).items() if key not in apart}
     document = document_of(bench.sets, base, found, best, bench.options.bootstrap) | {"options": options}
     write_json_atomic(bench.out / "results.json", document)
@@ -355,6 +364,8 @@ def main() -> None:
     options, _ = parse(Options, COMMAND, sys.argv[1:])
     if options.pair not in SETS:
         raise InputError(f"--pair {options.pair}: use {', '.join(SETS)}")
+    if unknown := sorted(set(options.only) - set(METHODS)):
+        raise InputError(f"--only {unknown[0]!r}: use any of {', '.join(map(repr, METHODS))}")
     out = Path(options.out)
     if not options.table:
         try:
