@@ -2,9 +2,9 @@
 
 Between the two lies a line of drafts, theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903), which costs no
 training. Their acceptance needs no decoding, so all of them are measured on one forward of the target: in distribution
-on the answers that training held out, and in general on what the target writes by itself from any token of the
-vocabulary on (its own distribution over all that it knows; no prompts are needed). None of it is in the evaluation's
-prompts.
+on the answers that training held out, and in general on what the target writes by itself from BOS on. That is another
+kind of text than what is replayed, which begins with any token of the vocabulary: on the replayed kind a draft looks
+better than it is elsewhere (docs/robust.md). None of it is in the evaluation's prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,11 +56,9 @@ class Point:
     general_change: Difference
 
 
-def free_texts(pair: LoadedPair, count: int, replayed: int, max_new_tokens: int, seed: int) -> list[Continuation]:
-    """What the target writes by itself at temperature 1: `count` texts of at most `max_new_tokens`, which begin with
-    other tokens of the vocabulary than the `replayed` ones.
-    """
-    prompts = read_prompts(f"token:{replayed + count}", pair.tokenizer).prompts[-count:]
+def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
+    """What the target writes by itself at temperature 1: `count` texts of at most `max_new_tokens`."""
+    prompts = read_prompts(f"self:{count}", pair.tokenizer).prompts
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": 16, "seed": seed}
     written = measure.baseline(pair.target, prompts, Sampling(temperature=1.0), eos_ids(pair.target), **options)
     return [row for row in measure.continuations(prompts, written) if row.output_ids]
@@ -181,7 +179,7 @@ def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Co
     )
     answers = heldout_answers(str(out / "distilled"), config.train.max_length, config.train.heldout_fraction)
     longest = min(config.distill.max_new_tokens, (pair.context or 1 << 30) - 2)
-    texts = {"id": answers, "general": free_texts(pair, TEXTS, config.distill.general_texts or 0, longest, config.seed)}
+    texts = {"id": answers, "general": free_texts(pair, TEXTS, longest, config.seed)}
     if empty := next((kind for kind, rows in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty])} texts to measure {empty} on are too few; use --policy id")
     return pair, texts
