@@ -58,8 +58,15 @@ def test_what_alignment_changed_is_what_the_intervals_allow(gain_id: float, gain
 
 def test_the_best_of_several_drafts_leads() -> None:
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
-    assert head.changes[1].startswith("At T = 1, the best of 2 alignments, b, raised")
+    together = "the best of 2 alignments in and out of distribution together,"
+    assert head.changes[1].startswith(f"At T = 1, b, {together} raised")
     assert [finding.draft for finding in head.findings] == ["b", "a"]
+    # What gains the most in distribution does not lead where it loses more elsewhere.
+    head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": -0.2}}, BOTH))
+    assert head.changes[1].startswith(f"At T = 1, a, {together} raised")
+    own = {name: kind for name, kind in BOTH.items() if kind == "id"}
+    head = lead(view({"base": BASE, "a": {"id": 0.1}, "b": {"id": 0.2}}, own))
+    assert head.changes[1].startswith("At T = 1, b, the best of 2 alignments, raised")
 
 
 TREES = ("chain:2", "kary:2,1")

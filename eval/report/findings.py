@@ -113,9 +113,14 @@ def lead(results: Results) -> Lead:
     """The decision, what every setting cell does, what alignment changed at each temperature, findings by draft."""
     decision = decide(results)
     temperatures = sorted(results.temperatures)
-    order = sorted(results.aligned, key=lambda draft: -_value(results.gain(draft, "id"))) or [results.base]
+    # A gain in distribution that is lost elsewhere is none: both count.
+    kinds = [kind for kind in KINDS if results.has(kind)]
+    order = sorted(results.aligned, key=lambda draft: -sum(_value(results.gain(draft, kind)) for kind in kinds)) or [
+        results.base
+    ]
     if results.aligned:
-        who = "alignment" if len(order) == 1 else f"the best of {len(order)} alignments, {order[0]},"
+        which = f"the best of {len(order)} alignments" + " in and out of distribution together" * (len(kinds) > 1)
+        who = "alignment" if len(order) == 1 else f"{order[0]}, {which},"
         changes = [f"At T = {t:g}, {_headline(results, order[0], t, who)}" for t in temperatures]
     else:
         changes = [f"At T = {t:g}, {_plain_headline(results, t)}" for t in temperatures]
