@@ -52,7 +52,9 @@ RECIPES = [
     Recipe(
         "draftsmith/demo/recipes/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
     ),
-    Recipe("draftsmith/demo/recipes/demo.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
+    Recipe(
+        "draftsmith/demo/recipes/demo.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--draft=d", "--prompts=p")
+    ),
     Recipe("draftsmith/demo/recipes/demo_short.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
     Recipe(
         "draftsmith/demo/recipes/large.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")

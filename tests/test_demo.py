@@ -19,7 +19,7 @@ def test_demo_from_prompts_to_report(
     assert code == 0, err
     demo = tmp_path / "out" / "demo"
     results = Results.load(demo / "eval")
-    assert results.drafts == ["base", "ce", "jsd"]
+    assert results.drafts == ["base", "jsd-plain", "jsd-balanced"]
     assert {(name, results.kind(name)) for name in results.domains()} == {
         ("prose", "id"),
         ("code", "ood"),
@@ -33,11 +33,12 @@ def test_demo_from_prompts_to_report(
         if row["temperature"] == 0:
             identical = row["identical_outputs"]
             assert identical is not None and identical["same"] == identical["of"], row
-    assert all(name in out for name in ("base", "ce", "jsd", "prose", "code", "unicode"))
-    # Both objectives are compared at equal optimizer steps.
-    records = [json.loads((demo / name / "draftsmith.json").read_text()) for name in ("ce", "jsd")]
+    assert all(name in out for name in (*results.drafts, "prose", "code", "unicode"))
+    # Both are trained alike, at equal optimizer steps, but for what is replayed; the draft that keeps is offered.
+    records = [json.loads((demo / name / "draftsmith.json").read_text()) for name in ("jsd-plain", "jsd")]
     assert [record["steps"] for record in records] == [4, 4]
-    assert [record["objective"] for record in records] == ["ce", "jsd:beta=0.5"]
+    assert [record["objective"] for record in records] == ["jsd:beta=0.5"] * 2
+    assert [record["config"]["replay_fraction"] for record in records] == [0.0, 0.7]
     # Evaluation prompts come from documents that no alignment prompt comes from.
     names = {
         file: {json.loads(line)["id"].split(" #")[0] for line in (demo / "prompts" / file).open()}
@@ -46,6 +47,7 @@ def test_demo_from_prompts_to_report(
     assert names["prose.jsonl"] and not names["prose.jsonl"] & names["prose.train.jsonl"]
     # Nothing points into the installed package: the last lines can be typed from this directory.
     summary = json.loads(out.splitlines()[-1])
+    assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
     assert str(demo_run.PAIR) not in (demo / "eval" / "results.json").read_text()
     assert (tmp_path / summary["checkpoint"] / "model.safetensors").is_file()
     # The second pair: the drafts beside the padded target, which writes what the small one writes.

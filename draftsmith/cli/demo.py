@@ -8,8 +8,9 @@ from draftsmith_core.options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Align the shipped base draft with the shipped target under two objectives, and measure what that buys where;
-    then time the drafts beside the same target padded to the cost of a large one."""
+    """Align the shipped base draft with the shipped target so that it keeps what it knew (policy balanced), beside
+    plain alignment, and measure what each buys where; then time the drafts beside the same target padded to the cost of
+    a large one."""
 
     out: str = "out/demo"
     """Everything the demo makes, a copy of the pair and the prompts included."""

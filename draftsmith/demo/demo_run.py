@@ -84,7 +84,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     return evaluate(
         EvalConfig(
             target=str(large),
-            draft=[f"base={options.draft}", *(f"{name}={Path(options.out) / name}" for name in options.drafts())],
+            draft=[f"base={options.draft}", *(f"{name}={Path(options.out) / name}" for name in options.compared())],
             id=options.id,
             out=str(Path(options.out) / "eval-large"),
             seed=options.seed,
