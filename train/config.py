@@ -167,7 +167,7 @@ class TrainConfig:
     accumulation: int = 1
     """Forwards per optimizer step; a step sees batch_size x accumulation x processes sequences."""
     epochs: float = 1.0
-    """Times through `data`."""
+    """Times through `data` and `replay`: steps for so many times the sequences of both."""
     steps: int | None = None
     """Optimizer steps; overrides `epochs`."""
     gradient_checkpointing: bool = False
