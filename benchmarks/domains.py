@@ -1,0 +1,160 @@
+"""Aligning to several domains at once: what each of them gains, by how its data are mixed.
+
+    python -m benchmarks.domains --out DIR [--seeds 2]
+
+The nano pair learns from answers to prompts of three domains of very unequal size (16 : 4 : 1). All ways start from one
+base draft and make the same number of steps on the same number of sequences at the same learning rate. Nothing is
+chosen by a figure. alpha is as in benchmarks/frontier.py, on documents that neither pair nor draft has seen; OUT may be
+that benchmark's of the nano pair, whose prompts, continuations and data serve here too. Everything is a file below OUT
+and is not made again: killed and called again, it continues.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import frontier
+from benchmarks.frontier import Bench
+from benchmarks.frontier_tables import Alphas
+from benchmarks.objectives_data import distilled, once
+from benchmarks.objectives_tables import mean_of, row_of
+from distill.config import DistillConfig
+from draftsmith.demo import corpus
+from draftsmith.jsonl import write_rows
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, write_json_atomic
+from draftsmith_core.models import fingerprint
+from draftsmith_core.options import parse
+from draftsmith_core.sampling import row_seed
+from eval.bootstrap import difference
+from eval.bootstrap import resamples as resample
+from train.config import TrainConfig
+from train.training_run import train
+
+COMMAND = "benchmarks/domains.py"
+RATE = 3e-3
+# Sequences of the other domains, as shares of the first one's.
+OTHERS = {"code": 1 / 4, "unicode": 1 / 16}
+# By name: whether the other domains are trained on too, and what else is changed.
+WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "the largest alone": (False, {}),
+    "by size": (True, {}),
+    "temperature 3": (True, {"mixing_temperature": 3.0}),
+    "group DRO 0.3": (True, {"group_dro": 0.3}),
+    "temperature 3, half of it even replay": (True, {"mixing_temperature": 3.0, "replay_fraction": 0.5}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """At what size."""
+
+    out: str
+    """Everything that is made, domains.json last."""
+    seeds: int = 2
+    steps: int = 160
+    batch_size: int = 16
+    sequences: int = 1280
+    """Sequences of the largest domain, and of general text to replay."""
+    response_tokens: int = 64
+    """Longest answer in training."""
+    prompts: int = 64
+    """Prompts a domain that alpha is measured on."""
+    new_tokens: int = 48
+    """Longest continuation that alpha is measured on."""
+    bootstrap: int = 2000
+
+
+def prepare(options: Options) -> Bench:
+    """What frontier.py prepares for the nano pair, and answers to training prompts of the other domains."""
+    bench = frontier.prepare(frontier.Options(**asdict(options)))
+    for domain, share in OTHERS.items():
+        made_in = bench.out / "domains" / domain
+        if not made_in.is_dir():
+            with atomic_dir(made_in) as made:
+                write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).train, 400))
+        distilled(
+            DistillConfig(
+                target=bench.pair.target,
+                prompts=str(made_in / f"{domain}.jsonl"),
+                out=str(bench.out / "data" / domain),
+                max_prompts=max(1, round(share * options.sequences)),
+                max_new_tokens=options.response_tokens,
+                prompt_tokens=bench.pair.prompt_tokens,
+                batch_size=64,
+                seed=1,
+            )
+        )
+    return bench
+
+
+def config_of(bench: Bench, way: str, seed: int) -> TrainConfig:
+    """The training run of a way."""
+    others, changes = WAYS[way]
+    data = bench.out / "data"
+    name = f"{way}-seed{seed}".replace(" ", "_").replace(",", "")
+    plain = frontier.config_of(bench, "plain", next(iter(frontier.METHODS["plain"])), RATE, seed)
+    return replace(
+        plain,
+        out=str(bench.out / "domains" / "drafts" / name),
+        data=[str(data / name) for name in ("home", *(OTHERS if others else ()))],
+        replay=[str(data / "token")] if "replay_fraction" in changes else [],
+        optim=replace(plain.optim, lr=RATE),
+        **changes,
+    )
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Everything, to OUT/domains.json: by way and set the change in alpha over the base, paired by prompt."""
+    bench = prepare(options)
+    base = frontier.alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
+    found: dict[str, list[Alphas]] = {way: [] for way in WAYS}
+    for seed in range(options.seeds):
+        for way, alphas in found.items():
+            config = config_of(bench, way, seed)
+            draft = Path(config.out)
+            summary = once(draft.parent / f"{draft.name}.json", partial(train, config, COMMAND))
+            alphas.append(frontier.alphas_of(bench, draft, summary["fingerprint"], (1.0,))[1.0])
+    own, other = (bench.sets.own, *OTHERS), bench.sets.tuning
+    results = {
+        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "domains": own,
+        "other": other,
+        "base": {name: base[name].pooled for name in own + other},
+        "rows": {way: _changes(alphas, base, own + other, options.bootstrap) for way, alphas in found.items()},
+    }
+    write_json_atomic(bench.out / "domains.json", results)
+    return results
+
+
+def _changes(seeds: Sequence[Alphas], base: Alphas, names: Sequence[str], count: int) -> dict[str, Any]:
+    picks = {name: resample(len(base[name].numerator_P), count, row_seed(0, name) % 2**32) for name in names}
+    return {name: difference(mean_of([each[name] for each in seeds]), base[name], picks[name]) for name in names}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """In Markdown; the last column says whether every domain gained, by the lower bounds."""
+    names = [*results["domains"], *results["other"]]
+    lines = [row_of(["way", *names, "a gain in every domain"]), row_of(["---"] * (len(names) + 2))]
+    lines.append(row_of(["base, alpha", *(f"{results['base'][name]:.3f}" for name in names), ""]))
+    for way, row in results["rows"].items():
+        told = [f"{row[name]['value']:+.3f} [{row[name]['low']:+.3f}, {row[name]['high']:+.3f}]" for name in names]
+        every = all(row[name]["low"] > 0 for name in results["domains"])
+        lines.append(row_of([way, *told, "yes" if every else "no"]))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run, and print the table."""
+    options, _ = parse(Options, COMMAND, sys.argv[1:])
+    sys.stdout.write(table(run(options)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")
