@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.native.large_pages import zeros
 from draftsmith_core.errors import InputError
 
 _FEW_MOVES = 8
@@ -27,6 +28,11 @@ def _in_order(moves: Sequence[tuple[int, int, int]], column: int) -> bool:
     )
 
 
+def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    # A forward reads all of a cache, as it does weights.
+    return zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
+
+
 class _Store:
     """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers.
 
@@ -35,8 +41,8 @@ class _Store:
 
     def __init__(self, layers: int, rows: int, capacity: int, keys: Tensor, values: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
-        self.all_keys = keys.new_zeros(layers, rows, keys.shape[1], capacity, keys.shape[3])
-        self.all_values = values.new_zeros(layers, rows, values.shape[1], capacity, values.shape[3])
+        self.all_keys = _zeros(keys, (layers, rows, keys.shape[1], capacity, keys.shape[3]))
+        self.all_values = _zeros(values, (layers, rows, values.shape[1], capacity, values.shape[3]))
         self.narrow(keys.shape[0])
 
     def grow(self, rows: int, capacity: int) -> None:
@@ -47,7 +53,7 @@ class _Store:
             sizes = max(rows, most), max(capacity, slots)
             for name in ("all_keys", "all_values"):
                 old = getattr(self, name)
-                new = old.new_zeros(old.shape[0], sizes[0], old.shape[2], sizes[1], old.shape[4])
+                new = _zeros(old, (old.shape[0], sizes[0], old.shape[2], sizes[1], old.shape[4]))
                 new[:, :there, :, :slots] = old[:, :there]
                 setattr(self, name, new)
         self.narrow(rows)

@@ -148,6 +148,29 @@ def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole: list[int], name: s
     assert torch.equal(together.forward(next_token, chain(1))[0], alone.forward(next_token, chain(1))[0])
 
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_many_queries_behind_a_long_cache(whole: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # More slots than one block of keys, and more queries with one key/value head than are taken together.
+    model = build(name)
+    prompt, tokens = [place % 80 for place in range(150)], torch.arange(35).unsqueeze(0)
+
+    def outputs(pieces: list[Tensor]) -> Tensor:
+        run, found = runner(model, [prompt]), []
+        for piece in pieces:
+            run.open()
+            found.append(run.forward(piece, chain(piece.shape[1]))[0])
+            run.keep([list(range(piece.shape[1]))])
+        return torch.cat(found, dim=1)
+
+    together = outputs([tokens])
+    assert torch.equal(outputs(list(tokens.split([1, 20, 14], dim=1))), together)
+    assert len(whole) == 4
+    monkeypatch.setattr(LeanForward, "_whole", lambda self: None)
+    torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
+    assert len(whole) == 4
+
+
 @torch.inference_mode()
 def test_threads_do_not_change_the_bits(whole: list[int]) -> None:
     run = runner(build("one group"), [list(range(1, 38))])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode.native import large_pages
-from decode.native.large_pages import empty_bytes
+from decode.native.large_pages import empty_bytes, zeros
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -63,3 +63,11 @@ def test_without_large_pages_it_is_ordinary_memory(monkeypatch: pytest.MonkeyPat
     assert empty_bytes(1000).fill_(3).sum() == 3000
     assert large_pages._open is None
     assert empty_bytes(4).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 5, 1 << 19)])
+def test_zeros_are_zeros_in_memory_of_their_own(shape: tuple[int, ...]) -> None:
+    first, second = (zeros(shape, torch.float32) for _ in range(2))
+    assert first.shape == shape and first.dtype == torch.float32 and not first.any()
+    first.fill_(1)
+    assert not second.any() and not zeros(shape, torch.float32).any()

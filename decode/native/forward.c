@@ -7,9 +7,8 @@
 
    X tokens (batch rows times queries of each), P slots of the cache that are read, E size of a head. */
 
-#include "linear.c"
+#include "attention.c"
 
-#include <float.h>
 #include <math.h>
 #include <omp.h>
 
@@ -56,14 +55,17 @@ struct step {
     float *scratch;
 };
 
-#define TOGETHER 8 /* queries that share one reading of keys and values */
-
 static size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
 static size_t projected(const struct model *m) { return (m->heads + 2 * m->groups) * m->size; }
 
 static size_t score_slots(const struct step *s) {
-    return (s->column + s->queries + LANES - 1) / LANES * LANES;
+    return (s->column + s->queries + PANEL - 1) / PANEL * PANEL;
+}
+
+/* Floats that a thread needs for attention: see `attend`. */
+static size_t attention_floats(const struct model *m, const struct step *s) {
+    return m->size * PANEL + TOGETHER * (score_slots(s) + 2 * m->size);
 }
 
 /* Floats of `scratch` that a step needs. */
@@ -71,28 +73,7 @@ size_t draftsmith_scratch(const struct model *m, const struct step *s) {
     size_t inner = 0;
     for (size_t i = 0; i < m->count; i++) inner = largest(inner, m->layers[i].gate_up.outputs);
     size_t token = 2 * m->width + projected(m) + m->heads * m->size + inner + inner / 2;
-    return s->batch * s->queries * token + (size_t)omp_get_max_threads() * TOGETHER * score_slots(s);
-}
-
-typedef double doubles __attribute__((vector_size(LANES * 8)));
-
-INLINE vec at(const float *place) { return *(const vec *)place; }
-
-/* exp(x); 0 below what fp32 holds as a normal number. */
-INLINE vec exponential(vec x) {
-    words tiny = (words)(x < -87.3f), huge = (words)(x > 88.3f);
-    x = (vec)(((words)x & ~huge) | ((words)((vec){0} + 88.3f) & huge));
-    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-    words power = (words)(__builtin_convertvector((vec)((words)n & ~tiny), ints) + 127) << 23;
-    return (vec)((words)(p * (vec)power) & ~tiny);
+    return s->batch * s->queries * token + (size_t)omp_get_max_threads() * attention_floats(m, s);
 }
 
 /* y = x / root of the mean of squares * weight, for `count` values */
@@ -142,149 +123,41 @@ static void rotate(
     }
 }
 
-/* Lane l: the sum of lanes l and l ^ width of `a` where l has that bit not, of `b` where it has. */
-INLINE vec merged(vec a, vec b, int width) {
-#if defined(__GNUC__) && !defined(__clang__)
-    words here, there;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++) {
-        here[lane] = (uint32_t)(lane & width ? LANES + lane : lane);
-        there[lane] = (uint32_t)((lane & width ? LANES : 0) + (lane ^ width));
-    }
-    return __builtin_shuffle(a, b, here) + __builtin_shuffle(a, b, there);
-#else
-    vec sum;
-    for (int lane = 0; lane < LANES; lane++)
-        sum[lane] = lane & width ? b[lane] + b[lane ^ width] : a[lane] + a[lane ^ width];
-    return sum;
-#endif
-}
-
-/* Lane k: the product of `query` with key k, for LANES keys one after another, of which `count` are there. */
-INLINE vec scores_of(const float *query, const float *keys, size_t count, size_t size) {
-    vec sum[LANES];
-    size_t e = 0;
-#pragma GCC unroll 16
-    for (int k = 0; k < LANES; k++) sum[k] = (vec){0};
-    for (; e + LANES <= size; e += LANES)
-#pragma GCC unroll 16
-        for (size_t k = 0; k < LANES; k++)
-            sum[k] = multiply_add(at(query + e), at(keys + (k < count ? k : 0) * size + e), sum[k]);
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2)
-#pragma GCC unroll 8
-        for (int k = 0; k < width; k++) sum[k] = merged(sum[k], sum[k + width], width);
-    for (; e < size; e++)
-        for (size_t k = 0; k < LANES && k < count; k++) sum[0][k] += query[e] * keys[k * size + e];
-    return sum[0];
-}
-
-/* Add to COUNT outputs what `slots` slots contribute. */
-INLINE void mix(
-    const int COUNT, float *const *to, const float *weights, size_t weight_stride, const float *values,
-    size_t slots, size_t size) {
-    size_t e = 0;
-    for (; e + LANES <= size; e += LANES) {
-        vec sum[TOGETHER];
-#pragma GCC unroll 8
-        for (int t = 0; t < COUNT; t++) sum[t] = at(to[t] + e);
-        for (size_t p = 0; p < slots; p++)
-#pragma GCC unroll 8
-            for (int t = 0; t < COUNT; t++)
-                sum[t] = multiply_add(at(values + p * size + e), weights[t * weight_stride + p] - (vec){0}, sum[t]);
-#pragma GCC unroll 8
-        for (int t = 0; t < COUNT; t++) *(vec *)(to[t] + e) = sum[t];
-    }
-    for (int t = 0; t < COUNT && e < size; t++)
-        for (size_t p = 0; p < slots; p++)
-            for (size_t rest = e; rest < size; rest++) to[t][rest] += values[p * size + rest] * weights[t * weight_stride + p];
-}
-
-/* `count` queries of one row that share keys and values: softmax(q . k * scale + mask) . v */
-static void attend_together(
-    const struct model *m, size_t slots, const float *const *queries, float *const *to, const float *const *masks,
-    size_t count, const float *keys, const float *values, float *scores, size_t stride) {
-    size_t size = m->size;
-    vec most[TOGETHER];
-    float totals[TOGETHER];
-    for (size_t t = 0; t < count; t++) most[t] = (vec){0} - FLT_MAX;
-    for (size_t p = 0; p < slots; p += LANES) {
-        size_t here = slots - p < LANES ? slots - p : LANES;
-        for (size_t t = 0; t < count; t++) {
-            /* Known to be whole, a block takes no comparisons. */
-            vec score = m->scale * (here == LANES ? scores_of(queries[t], keys + p * size, LANES, size)
-                                                  : scores_of(queries[t], keys + p * size, here, size));
-            if (here < LANES)
-                for (size_t k = 0; k < LANES; k++) score[k] = k < here ? score[k] : -FLT_MAX;
-            if (masks[t] && here == LANES)
-                score += at(masks[t] + p);
-            else if (masks[t])
-                for (size_t k = 0; k < here; k++) score[k] += masks[t][p + k];
-            words more = (words)(score > most[t]);
-            most[t] = (vec)(((words)score & more) | ((words)most[t] & ~more));
-            *(vec *)(scores + t * stride + p) = score;
-        }
-    }
-    for (size_t t = 0; t < count; t++) {
-        float top = most[t][0];
-        for (int lane = 1; lane < LANES; lane++) top = most[t][lane] > top ? most[t][lane] : top;
-        /* Multiples of 2^-35 up to 2^17 add up without rounding, so that the sum by lanes does not depend on where in the
-           cache a token lies. The largest weight is 1. */
-        doubles total = {0};
-        for (size_t p = 0; p < slots; p += LANES) {
-            vec *score = (vec *)(scores + t * stride + p);
-            *score = exponential(*score - top);
-            total += (__builtin_convertvector(*score, doubles) + 0x1.8p17) - 0x1.8p17;
-        }
-        double sum = 0;
-        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-        totals[t] = (float)sum;
-        memset(to[t], 0, size * sizeof(float));
-    }
-    for (size_t p = 0; p < slots; p += 64) {
-        size_t here = slots - p < 64 ? slots - p : 64;
-        const float *from = values + p * size;
-        switch (count) {
-            case 1: mix(1, to, scores + p, stride, from, here, size); break;
-            case 2: mix(2, to, scores + p, stride, from, here, size); break;
-            case 3: mix(3, to, scores + p, stride, from, here, size); break;
-            case 4: mix(4, to, scores + p, stride, from, here, size); break;
-            case 5: mix(5, to, scores + p, stride, from, here, size); break;
-            case 6: mix(6, to, scores + p, stride, from, here, size); break;
-            case 7: mix(7, to, scores + p, stride, from, here, size); break;
-            default: mix(8, to, scores + p, stride, from, here, size); break;
-        }
-    }
-    for (size_t t = 0; t < count; t++)
-        for (size_t e = 0; e < size; e++) to[t][e] /= totals[t];
-}
-
+/* softmax(q . k * scale + mask) . v. `scratch`, by thread: the block of keys, then queries, outputs and scores. */
 static void attend(
     const struct model *m, const struct step *s, const struct mask *mask, const float *qkv, const float *keys,
-    const float *values, float *mixed, float *scores) {
+    const float *values, float *mixed, float *scratch) {
     size_t slots = s->column + s->queries, size = m->size, ratio = m->heads / m->groups;
     size_t sharing = ratio * s->queries, units = s->batch * m->groups, parts = 1;
     size_t threads = (size_t)omp_get_num_threads(), stride = score_slots(s);
     /* Queries that share keys are split only where the threads would else get unequal shares. */
     while (units * parts % threads && parts < sharing) parts++;
-    float *mine = scores + (size_t)omp_get_thread_num() * TOGETHER * stride;
+    float *columns = scratch + (size_t)omp_get_thread_num() * attention_floats(m, s), *queries = columns + size * PANEL;
+    float *out = queries + TOGETHER * size, *scores = out + TOGETHER * size;
 #pragma omp for schedule(static)
     for (size_t unit = 0; unit < units * parts; unit++) {
         size_t part = unit % parts, group = unit / parts % m->groups, row = unit / parts / m->groups;
         size_t end = sharing * (part + 1) / parts, from = row * s->batch_stride + group * s->group_stride;
         for (size_t begin = sharing * part / parts; begin < end; begin += TOGETHER) {
-            const float *queries[TOGETHER], *masks[TOGETHER];
-            float *to[TOGETHER];
+            const float *masks[TOGETHER];
+            float top[TOGETHER], *to[TOGETHER];
             size_t count = end - begin < TOGETHER ? end - begin : TOGETHER;
             for (size_t t = 0; t < count; t++) {
                 /* The heads of one query lie side by side. */
                 size_t query = (begin + t) / ratio, head = group * ratio + (begin + t) % ratio;
                 size_t token = row * s->queries + query;
-                queries[t] = qkv + token * projected(m) + head * size;
+                memcpy(queries + t * size, qkv + token * projected(m) + head * size, size * sizeof(float));
                 to[t] = mixed + (token * m->heads + head) * size;
                 masks[t] = mask->values ? mask->values + row * mask->batch_stride + query * mask->query_stride : NULL;
             }
-            attend_together(m, slots, queries, to, masks, count, keys + from, values + from, mine, stride);
+            score(slots, size, m->scale, queries, masks, count, keys + from, columns, scores, stride, top);
+            for (size_t t = 0; t < count; t++) top[t] = weighed(scores + t * stride, slots, top[t]);
+            memset(out, 0, count * size * sizeof(float));
+            for (size_t p = 0; p < slots; p += PANEL)
+                mix_slots(
+                    count, out, scores + p, stride, values + from + p * size, slots - p < PANEL ? slots - p : PANEL, size);
+            for (size_t t = 0; t < count; t++)
+                for (size_t e = 0; e < size; e++) to[t][e] = out[t * size + e] / top[t];
         }
     }
 }

@@ -1,0 +1,201 @@
+/* Attention of a few queries over many slots of a cache: scores, weights, and the weighed sum of the values.
+
+   Queries that share keys and values are multiplied with them as the rows of `linear.c` are with weights: a block of
+   keys is turned into a panel once for all of them, values are one already. A score sums over the head's elements in
+   order, an output over the slots in order, for one query as for many, so that their bits do not depend on how many
+   there are. */
+
+#include "linear.c"
+
+#include <float.h>
+
+#define TOGETHER (5 * TILE) /* queries that share one reading of keys and values */
+
+typedef double doubles __attribute__((vector_size(LANES * 8)));
+
+INLINE vec at(const float *place) { return *(const vec *)place; }
+
+/* exp(x); 0 below what fp32 holds as a normal number. */
+INLINE vec exponential(vec x) {
+    words tiny = (words)(x < -87.3f), huge = (words)(x > 88.3f);
+    x = (vec)(((words)x & ~huge) | ((words)((vec){0} + 88.3f) & huge));
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+    words power = (words)(__builtin_convertvector((vec)((words)n & ~tiny), ints) + 127) << 23;
+    return (vec)((words)(p * (vec)power) & ~tiny);
+}
+
+/* Lane l of the result: that of `a` where l has not the bit `width`; where it has, lane l ^ width of `b`. */
+INLINE vec lower(vec a, vec b, int width) {
+#if defined(__GNUC__) && !defined(__clang__)
+    words from;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++)
+        from[lane] = (uint32_t)(lane & width ? LANES + (lane ^ width) : lane);
+    return __builtin_shuffle(a, b, from);
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        if (lane & width) a[lane] = b[lane ^ width];
+    return a;
+#endif
+}
+
+/* Lane l of the result: that of `b` where l has the bit `width`; where it has not, lane l ^ width of `a`. */
+INLINE vec upper(vec a, vec b, int width) {
+#if defined(__GNUC__) && !defined(__clang__)
+    words from;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++)
+        from[lane] = (uint32_t)(lane & width ? LANES + lane : lane ^ width);
+    return __builtin_shuffle(a, b, from);
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        if (!(lane & width)) b[lane] = a[lane ^ width];
+    return b;
+#endif
+}
+
+/* keys [count][size] -> columns [size][PANEL], of which `count` are filled, up to a multiple of LANES with copies of the
+   last. So a block of keys is a panel that queries are multiplied with as rows are with weights. Meanwhile the keys two
+   blocks ahead are fetched into the second-level cache; behind the last, the fetches fall on nothing. */
+static void transposed(const float *keys, size_t count, size_t size, float *columns) {
+    for (size_t begin = 0; begin < count; begin += LANES) {
+        const float *from[LANES];
+        for (size_t k = 0; k < LANES; k++) from[k] = keys + (begin + k < count ? begin + k : count - 1) * size;
+        const char *ahead = (const char *)(keys + (begin + 2 * PANEL) * size);
+        for (size_t at = 0; at < LANES * size * sizeof(float); at += 64) __builtin_prefetch(ahead + at, 0, 2);
+        size_t e = 0;
+        for (; e + LANES <= size; e += LANES) {
+            vec row[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) row[k] = at(from[k] + e);
+#pragma GCC unroll 4
+            for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 16
+                for (int k = 0; k < LANES; k++)
+                    if (!(k & width)) {
+                        vec a = row[k], b = row[k + width];
+                        row[k] = lower(a, b, width);
+                        row[k + width] = upper(a, b, width);
+                    }
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) *(vec *)(columns + (e + (size_t)k) * PANEL + begin) = row[k];
+        }
+        for (; e < size; e++)
+            for (size_t k = 0; k < LANES; k++) columns[e * PANEL + begin + k] = from[k][e];
+    }
+}
+
+/* Add to COUNT outputs, WIDE vectors of each, what `slots` slots contribute. */
+INLINE void mix(
+    const int COUNT, const int WIDE, float *to, const float *weights, size_t weight_stride, const float *values,
+    size_t slots, size_t size) {
+    vec sum[TILE][VECTORS];
+#pragma GCC unroll 8
+    for (int t = 0; t < COUNT; t++)
+#pragma GCC unroll 8
+        for (int v = 0; v < WIDE; v++) sum[t][v] = at(to + (size_t)t * size + v * LANES);
+    for (size_t p = 0; p < slots; p++) {
+        vec value[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < WIDE; v++) value[v] = at(values + p * size + v * LANES);
+#pragma GCC unroll 8
+        for (int t = 0; t < COUNT; t++)
+#pragma GCC unroll 8
+            for (int v = 0; v < WIDE; v++)
+                sum[t][v] = multiply_add(value[v], weights[t * weight_stride + p] - (vec){0}, sum[t][v]);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < COUNT; t++)
+#pragma GCC unroll 8
+        for (int v = 0; v < WIDE; v++) *(vec *)(to + (size_t)t * size + v * LANES) = sum[t][v];
+}
+
+INLINE void mix_rows(
+    const int WIDE, size_t rows, float *to, const float *weights, size_t weight_stride, const float *values,
+    size_t slots, size_t size) {
+    size_t tiles = (rows + TILE - 1) / TILE;
+    for (size_t t = 0; t < tiles; t++) {
+        size_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+        float *out = to + begin * size;
+        const float *by = weights + begin * weight_stride;
+        switch (count) {
+            case 1: mix(1, WIDE, out, by, weight_stride, values, slots, size); break;
+            case 2: mix(2, WIDE, out, by, weight_stride, values, slots, size); break;
+            case 3: mix(3, WIDE, out, by, weight_stride, values, slots, size); break;
+            case 4: mix(4, WIDE, out, by, weight_stride, values, slots, size); break;
+            case 5: mix(5, WIDE, out, by, weight_stride, values, slots, size); break;
+            default: mix(6, WIDE, out, by, weight_stride, values, slots, size); break;
+        }
+    }
+}
+
+/* Add to outputs [rows][size] what `slots` slots contribute: each output's sum runs over the slots in order. */
+static void mix_slots(
+    size_t rows, float *to, const float *weights, size_t weight_stride, const float *values, size_t slots, size_t size) {
+    size_t e = 0;
+    for (; e + PANEL <= size; e += PANEL)
+        mix_rows(VECTORS, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (; e + 2 * LANES <= size; e += 2 * LANES)
+        mix_rows(2, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (; e + LANES <= size; e += LANES)
+        mix_rows(1, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (size_t t = 0; t < rows && e < size; t++)
+        for (size_t p = 0; p < slots; p++)
+            for (size_t rest = e; rest < size; rest++)
+                to[t * size + rest] += values[p * size + rest] * weights[t * weight_stride + p];
+}
+
+/* scores [count][stride] of queries [count][size], which share keys; `top` gets the largest of each. */
+static void score(
+    size_t slots, size_t size, float scale, const float *queries, const float *const *masks, size_t count,
+    const float *keys, float *columns, float *scores, size_t stride, float *top) {
+    float sums[TOGETHER * PANEL] __attribute__((aligned(64)));
+    vec most[TOGETHER];
+    for (size_t t = 0; t < count; t++) most[t] = (vec){0} - FLT_MAX;
+    for (size_t p = 0; p < slots; p += PANEL) {
+        size_t here = slots - p < PANEL ? slots - p : PANEL;
+        transposed(keys + p * size, here, size, columns);
+        memset(sums, 0, count * PANEL * sizeof(float));
+        rows_over_slice(FP32, NULL, count, queries, size, (const char *)columns, size, sums, NULL, 0);
+        for (size_t t = 0; t < count; t++)
+            for (size_t v = 0; v < PANEL; v += LANES) {
+                vec score = scale * at(sums + t * PANEL + v);
+                size_t left = here < v ? 0 : here - v;
+                if (masks[t] && left >= LANES)
+                    score += at(masks[t] + p + v);
+                else if (masks[t])
+                    for (size_t k = 0; k < left; k++) score[k] += masks[t][p + v + k];
+                if (left < LANES)
+                    for (size_t k = 0; k < LANES; k++) score[k] = k < left ? score[k] : -FLT_MAX;
+                words more = (words)(score > most[t]);
+                most[t] = (vec)(((words)score & more) | ((words)most[t] & ~more));
+                *(vec *)(scores + t * stride + p + v) = score;
+            }
+    }
+    for (size_t t = 0; t < count; t++) {
+        top[t] = most[t][0];
+        for (int lane = 1; lane < LANES; lane++) top[t] = most[t][lane] > top[t] ? most[t][lane] : top[t];
+    }
+}
+
+/* scores -> exp(score - top), in place; returns their sum. Multiples of 2^-35 up to 2^17 add up without rounding, so
+   that the sum by lanes does not depend on where in the cache a token lies. The largest weight is 1. */
+static float weighed(float *scores, size_t slots, float top) {
+    doubles total = {0};
+    for (size_t p = 0; p < slots; p += LANES) {
+        vec *score = (vec *)(scores + p);
+        *score = exponential(*score - top);
+        total += (__builtin_convertvector(*score, doubles) + 0x1.8p17) - 0x1.8p17;
+    }
+    double sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += total[lane];
+    return (float)sum;
+}
