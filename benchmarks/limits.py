@@ -93,6 +93,12 @@ ROWS = (
         "sixteen_bits/fp32_ar_share_of_memory_limit",
         0.85,
     ),
+    Row(
+        "one token's forward alone, share of weights and cache over bandwidth",
+        _MEMORY,
+        "forwards/target_behind_128/share_of_memory_limit",
+        None,
+    ),
     Row("no draft over llama.cpp, F16", _MEMORY, lambda r: _ours(r)["ar"] / _llama_f16(r), 0.95),
     Row("no draft, 16 bits over fp32", _MEMORY, "sixteen_bits/methods/ar/gain", 1.7),
     Row("no draft, nf4 over 16 bits", "decoding the codes", "four_bits/ar/nf4_over_sixteen", 1.0),
@@ -113,7 +119,7 @@ ROWS = (
     ),
     Row(
         "5 tokens in one forward, over one",
-        _MEMORY,
+        _ARITHMETIC,
         "sixteen_bits/forwards/5/sixteen_over_one_row",
         1.15,
         at_most=True,
