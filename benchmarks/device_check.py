@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.device_sections import SECTIONS, Check
+from benchmarks.device_measure import Check
+from benchmarks.device_sections import SECTIONS
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import resolve_device
 from draftsmith_core.provenance import git_commit, versions
