@@ -51,8 +51,9 @@ def how_to_get(engine: str) -> str:
     return f"`make engines` in a checkout, or set {_PROGRAMS[engine][0]}"
 
 
-def work(python: Path, worker: str, *words: str | Path) -> dict[str, Any]:
-    """Run a script of `layouts/workers` in another environment; the JSON object of its last line.
+def work(python: Path, worker: str | Path, *words: str | Path) -> dict[str, Any]:
+    """Run a script of `layouts/workers`, or one named by its path, in another environment; the JSON object of its last
+    line.
 
     RunError with the last line of its standard error when it fails.
     """

@@ -22,6 +22,7 @@ from draftsmith_core.models import load_model
 
 PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 TARGET = str(PAIR / "target")
+WORKERS = Path(__file__).with_name("workers")
 ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai")
 
 
@@ -195,7 +196,7 @@ def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
     )
     loads = True
     try:
-        work(python, "openvino_generate.py", *models, tmp_path / "request.json")
+        work(python, WORKERS / "openvino_generate.py", *models, tmp_path / "request.json")
     except ds.RunError:
         loads = False
     assert loads == verdicts(TARGET, draft)["openvino"]["loads"]
@@ -213,7 +214,7 @@ def test_onnxruntime_genai_says_the_same(draft: str, name: str, tmp_path: Path) 
     models = [exported(each, "hf", tmp_path / n) for n, each in (("t", TARGET), ("d", draft))]
     loads = True
     try:
-        work(python, "onnx_generate.py", *models, tmp_path / "built", tmp_path / "request.json")
+        work(python, WORKERS / "onnx_generate.py", *models, tmp_path / "built", tmp_path / "request.json")
     except ds.RunError:
         loads = False
     assert loads == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]

@@ -29,6 +29,8 @@ from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
+# Scripts that run in the engines' environments.
+WORKERS = Path(__file__).with_name("workers")
 PAIR = ROOT / "draftsmith" / "demo" / "pair"
 TEXTS = [
     "Return the value of the",
@@ -131,7 +133,7 @@ def test_openvino_genai(
     request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [0, AHEAD]}
     (tmp_path / "request.json").write_text(json.dumps(request))
     words = (models["target"], models["base"], tmp_path / "request.json")
-    answers = work(python, "openvino_generate.py", *words)["answers"]
+    answers = work(python, WORKERS / "openvino_generate.py", *words)["answers"]
     for rows in answers.values():
         assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
     # Its first call is the prompt's, without a draft.
@@ -147,7 +149,7 @@ def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs
     request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [AHEAD]}
     (tmp_path / "request.json").write_text(json.dumps(request))
     words = (models["target"], models["base"], tmp_path / "built", tmp_path / "request.json")
-    rows = work(python, "onnx_generate.py", *words)["answers"]
+    rows = work(python, WORKERS / "onnx_generate.py", *words)["answers"]
     assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
     # It drafts from the prompt on, as we do.
     assert [row["stats"]["rounds"] for row in rows] == [out.stats.target_calls for out in ours]
