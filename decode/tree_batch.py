@@ -4,21 +4,14 @@ Legend: N drafted nodes, M = N + 1 nodes with the root, D depth, K most children
 rows share the tree, else B. Arrays with an M axis give the root index 0 and drafted node n index n + 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decode.tree import Tree
-
-
-def ancestor_mask(tree: Tree) -> Tensor:
-    """`[N, N]` bool on the CPU: entry (i, j) is true when node j is node i or lies on its path to the root."""
-    mask_NN = torch.eye(tree.size, dtype=torch.bool)
-    for node, parent in enumerate(tree.parents):
-        if parent >= 0:
-            mask_NN[node] |= mask_NN[parent]
-    return mask_NN
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,27 +44,45 @@ class TreeBatch:
     @staticmethod
     def build(tree: Tree, device: torch.device) -> "TreeBatch":
         """Arrays of one static tree, shared by all rows (R = 1)."""
-        size = tree.size
-        most = max((len(nodes) for nodes in tree.children), default=0)
-        children_MK = torch.zeros(size + 1, max(most, 1), dtype=torch.long)
-        groups_M = torch.zeros(size + 1, dtype=torch.long)
-        group = 0
-        for node, below in enumerate(tree.children):
-            if below:
-                children_MK[node, : len(below)] = torch.tensor(below)
-                groups_M[node] = group
-                group += 1
-        sees_MM = torch.zeros(size + 1, size + 1, dtype=torch.bool)
-        sees_MM[:, 0] = True
-        sees_MM[1:, 1:] = ancestor_mask(tree)
-        return TreeBatch(
-            parents_RN=torch.tensor([tree.parents], dtype=torch.long, device=device),
-            depths_RN=torch.tensor([tree.depths], dtype=torch.long, device=device),
-            children_RMK=children_MK.unsqueeze(0).to(device),
-            groups_RM=groups_M.unsqueeze(0).to(device),
-            sees_RMM=sees_MM.unsqueeze(0).to(device),
-            widths=tree.widths,
-        )
+        return batch_of([tree.parents], tree.widths, device)
+
+
+def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device) -> TreeBatch:
+    """Arrays of one tree per row, from lists of parents of different lengths. Its widths are the first of `widths`.
+
+    What `grow_batch` makes of tensors, but built on the host and sent over: a few hundred assignments take less time
+    than some thirty kernels.
+    """
+    size, most = max(map(len, rows)), max(widths, default=1)
+    parents = np.full((len(rows), size), -1)
+    depths = np.zeros((len(rows), size), dtype=np.int64)
+    children = np.zeros((len(rows), size + 1, most), dtype=np.int64)
+    groups = np.zeros((len(rows), size + 1), dtype=np.int64)
+    sees = np.zeros((len(rows), size + 1, size + 1), dtype=bool)
+    sees[:] = np.eye(size + 1, dtype=bool)
+    for row, listed in enumerate(rows):
+        parents[row, : len(listed)] = listed
+        depth_of, before, rank, group = [0], -2, 0, -1
+        below, masks, group_of = children[row], sees[row], groups[row]
+        for node, parent in enumerate(listed, 1):
+            rank, group = (rank + 1, group) if parent == before else (0, group + 1)
+            before = parent
+            below[parent + 1, rank] = node
+            group_of[parent + 1] = group
+            depth_of.append(depth_of[parent + 1] + 1)
+            masks[node] |= masks[parent + 1]
+        depths[row, : len(listed)] = depth_of[1:]
+        # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
+        depths[row, len(listed) :] = 1
+        masks[:, 0] = True
+    return TreeBatch(
+        parents_RN=torch.from_numpy(parents).to(device),
+        depths_RN=torch.from_numpy(depths).to(device),
+        children_RMK=torch.from_numpy(children).to(device),
+        groups_RM=torch.from_numpy(groups).to(device),
+        sees_RMM=torch.from_numpy(sees).to(device),
+        widths=widths[: int(depths.max(initial=0))],
+    )
 
 
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:

@@ -14,10 +14,10 @@ from decode.propose.lookahead import LookaheadProposer, LookaheadSession
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.propose.retrieval import RetrievalProposer
-from decode.propose.text_proposer import Forest, Trie, batch_of
+from decode.propose.text_proposer import Forest, Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
-from decode.tree_batch import grow_batch
+from decode.tree_batch import batch_of, grow_batch
 from decode.tree_spec import kary, parse_tree
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama

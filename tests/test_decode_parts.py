@@ -13,7 +13,7 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, pa
 from decode.batch_run import BatchRun
 from decode.cache import TreeCache
 from decode.runner import Runner
-from decode.tree_batch import ancestor_mask
+from decode.tree_batch import TreeBatch
 from decode.tree_spec import kary
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama
@@ -46,7 +46,7 @@ def test_a_chain_is_a_kary_of_ones() -> None:
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_ancestors_are_the_path_to_the_root(branching: list[int]) -> None:
     tree = kary(tuple(branching))
-    mask_NN = ancestor_mask(tree)
+    mask_NN = TreeBatch.build(tree, torch.device("cpu")).sees_RMM[0, 1:, 1:]
     for node in range(tree.size):
         path, at = set(), node
         while at >= 0:

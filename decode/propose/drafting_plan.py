@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.runner import Block
 from decode.tree import Tree
-from decode.tree_batch import TreeBatch, ancestor_mask
+from decode.tree_batch import TreeBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ class DraftingPlan:
         total = len(offsets)
         sees_TT = torch.zeros(total, total, dtype=torch.bool)
         sees_TT[:, :width] = True
-        nodes = torch.tensor(self.chosen[1:], dtype=torch.long) - 1
-        sees_TT[width:, width:] = ancestor_mask(self.tree)[nodes][:, nodes]
+        nodes = torch.tensor(self.chosen[1:], dtype=torch.long)
+        sees_TT[width:, width:] = self.batches[-1].sees_RMM[0].cpu()[nodes][:, nodes]
         blocks, end = [], width
         for level in self.levels[:-1]:
             begin, end = end, end + level.count

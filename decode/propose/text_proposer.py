@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.protocol import Outcome, Proposal, Proposer
 from decode.tree import Tree, TreeShape
-from decode.tree_batch import TreeBatch
+from decode.tree_batch import TreeBatch, batch_of
 
 Text = TypeVar("Text")  # what a proposer keeps of one row's text
 
@@ -174,39 +173,3 @@ class Forest:
         if self._last is None or self._last[0] != key:
             self._last = key, batch_of(key, self.tree.widths, self.device)
         return self._last[1]
-
-
-def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device) -> TreeBatch:
-    """What `grow_batch` makes of one list of parents per row, of different lengths, but built on the host and sent
-    over: a few hundred assignments take less time than some thirty kernels. Its widths are the first of `widths`.
-    """
-    size, most = max(map(len, rows)), max(widths)
-    parents = np.full((len(rows), size), -1)
-    depths = np.zeros((len(rows), size), dtype=np.int64)
-    children = np.zeros((len(rows), size + 1, most), dtype=np.int64)
-    groups = np.zeros((len(rows), size + 1), dtype=np.int64)
-    sees = np.zeros((len(rows), size + 1, size + 1), dtype=bool)
-    sees[:] = np.eye(size + 1, dtype=bool)
-    for row, listed in enumerate(rows):
-        parents[row, : len(listed)] = listed
-        depth_of, before, rank, group = [0], -2, 0, -1
-        below, masks, group_of = children[row], sees[row], groups[row]
-        for node, parent in enumerate(listed, 1):
-            rank, group = (rank + 1, group) if parent == before else (0, group + 1)
-            before = parent
-            below[parent + 1, rank] = node
-            group_of[parent + 1] = group
-            depth_of.append(depth_of[parent + 1] + 1)
-            masks[node] |= masks[parent + 1]
-        depths[row, : len(listed)] = depth_of[1:]
-        # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
-        depths[row, len(listed) :] = 1
-        masks[:, 0] = True
-    return TreeBatch(
-        parents_RN=torch.from_numpy(parents).to(device),
-        depths_RN=torch.from_numpy(depths).to(device),
-        children_RMK=torch.from_numpy(children).to(device),
-        groups_RM=torch.from_numpy(groups).to(device),
-        sees_RMM=torch.from_numpy(sees).to(device),
-        widths=widths[: int(depths.max())],
-    )
