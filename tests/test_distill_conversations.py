@@ -21,7 +21,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.batch import IGNORE
-from train.data import _examples, collate
+from train.data import Examples, collate
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -125,9 +125,9 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
         history = [*history, {"role": "assistant", "content": texts[-1]}]
     assert turn_prompt(chat, texts, tokenizer, "here") is None
     # What is trained on is each token that the target drew, where it drew it, and nothing else.
-    batch = collate(
-        _examples(datasets.Dataset.from_list(rows), 4096, "", frozenset(), np.zeros(len(rows), int)), range(len(rows))
-    )
+    valid = np.array([len(row["response_ids"]) for row in rows])
+    examples = Examples(datasets.Dataset.from_list(rows), 4096, valid, 0, "", 0, frozenset())
+    batch = collate(examples, range(len(rows)))
     for row, ids_T, labels_T in zip(rows, batch.ids_BT, batch.labels_BT, strict=True):
         trained = labels_T != IGNORE
         assert labels_T[trained].tolist() == row["response_ids"]

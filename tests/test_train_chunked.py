@@ -22,7 +22,7 @@ from transformers import (
 
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
-from train.batch import IGNORE, Batch, StoredRows
+from train.batch import IGNORE, Batch
 from train.chunked import chunk_size, projected, token_measures
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
@@ -332,7 +332,7 @@ def test_a_trainee_reads_stored_rows() -> None:
     draft, target = tiny("llama", 1), tiny("llama", 2)
     with torch.no_grad():
         rows = full_rows(target(input_ids=batch.ids_BT).logits[batch.labels_BT != IGNORE], 61)
-    stored = replace(batch, stored=StoredRows(rows.top_ids_NK, rows.top_logprobs_NK, rows.tail_N))
+    stored = replace(batch, stored=rows)
     offline, live = LMTrainee(draft, parse_objective("fkl")), LMTrainee(draft, parse_objective("fkl"), target)
     torch.testing.assert_close(offline(stored).loss, live(batch).loss, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(offline(stored).alpha, live(batch).alpha, atol=1e-4, rtol=1e-5)

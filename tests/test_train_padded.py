@@ -13,7 +13,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.teacher_rows import pack
-from train.batch import IGNORE, Batch, StoredRows
+from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
 from train.data import _stored
 from train.losses import LOSSES
@@ -250,7 +250,7 @@ def test_a_trainee_reads_stored_rows_of_a_larger_target() -> None:
     draft, target, batch = llama(40, 1), llama(53, 2), batch_of(40)
     with torch.no_grad():
         logprobs, ids = target(input_ids=batch.ids_BT).logits[batch.labels_BT != IGNORE].log_softmax(-1).topk(53)
-    stored = replace(batch, stored=StoredRows(ids, logprobs, torch.zeros(len(ids))))
+    stored = replace(batch, stored=StoredTeacher(ids, logprobs, torch.zeros(len(ids))))
     offline = LMTrainee(draft, parse_objective("fkl"))(stored)
     live = LMTrainee(draft, parse_objective("fkl"), target)(batch)
     for name in ("loss", "alpha", "missing"):

@@ -23,10 +23,11 @@ from draftsmith_core.prompt_rows import iterate_rows, whole
 from draftsmith_core.prompts import answered, closed, prompt_hash
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
-from train.batch import IGNORE, Batch, StoredRows
+from train.batch import IGNORE, Batch
 from train.check_rows import check_part
 from train.mixture import drawn, shares
 from train.packing import document_layout, pack
+from train.teacher import StoredTeacher
 
 # Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
@@ -88,21 +89,11 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
         digests.append(digest)
     tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
     # A batch may mix rows of all sources, so teacher rows are used only where every source has them.
-    if not all(COLUMN in table.column_names for table in tables):
+    stored = all(COLUMN in table.column_names for table in tables)
+    if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    examples = _examples(rows, max_length, hash_json([digests, max_length]), frozenset(map(str, targets)), domains)
-    return replace(examples, max_top_id=max_top_id if examples.stored else (-1, ""))
-
-
-def _examples(
-    rows: datasets.Dataset,
-    max_length: int,
-    digest: str,
-    targets: frozenset[str],
-    domains: npt.NDArray[np.int64],
-) -> Examples:
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)
@@ -117,10 +108,11 @@ def _examples(
         max_length=max_length,
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
-        digest=digest,
+        digest=hash_json([digests, max_length]),
         max_token=max_token,
-        targets=targets,
-        stored=COLUMN in rows.column_names,
+        targets=frozenset(map(str, targets)),
+        stored=stored,
+        max_top_id=max_top_id if stored else (-1, ""),
         domains=domains[keep],
     )
 
@@ -278,7 +270,9 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     assert examples.max_length == replay.max_length
     stored = examples.stored and replay.stored
     parts = [each.rows if stored else each.rows.select_columns(_COLUMNS) for each in (examples, replay)]
-    groups = None
+    domains = groups = None
+    if examples.domains is not None:
+        domains = np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1))
     if examples.groups is not None and replay.groups is not None:
         shift = len(examples.rows)
         groups = examples.groups + tuple(tuple(shift + row for row in group) for group in replay.groups)
@@ -294,9 +288,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         stored=stored,
         groups=groups,
         replay_from=len(examples),
-        domains=None
-        if examples.domains is None
-        else np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1)),
+        domains=domains,
     )
 
 
@@ -381,7 +373,7 @@ def _length(row: dict[str, Any], limit: int) -> int:
     return min(len(row["prompt_ids"]) + len(row["response_ids"]), limit)
 
 
-def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
+def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
     found = []
     for row in rows:
         # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
@@ -392,10 +384,9 @@ def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredRows:
 
     def joined(place: int, fill: float) -> torch.Tensor:
         pads = [((0, 0), (0, width - each[place].shape[1])) for each in found]
-        return torch.from_numpy(
-            np.concatenate(
-                [np.pad(each[place], pad, constant_values=fill) for each, pad in zip(found, pads, strict=True)]
-            )
-        )
+        parts = [np.pad(each[place], pad, constant_values=fill) for each, pad in zip(found, pads, strict=True)]
+        return torch.from_numpy(np.concatenate(parts))
 
-    return StoredRows(joined(0, 0), joined(1, -math.inf), torch.from_numpy(np.concatenate([each[2] for each in found])))
+    return StoredTeacher(
+        joined(0, 0), joined(1, -math.inf), torch.from_numpy(np.concatenate([each[2] for each in found]))
+    )

@@ -109,6 +109,10 @@ class StoredTeacher:
         # Padding repeats id 0 with p = 0, so that it adds nothing.
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
+    def to(self, device: torch.device) -> "StoredTeacher":
+        """The same on a device."""
+        return StoredTeacher(*(each.to(device) for each in vars(self).values()))
+
     def select(self, rows_M: Tensor) -> "StoredTeacher":
         """The teacher of these rows only."""
         return StoredTeacher(self.top_ids_NK[rows_M], self.top_logprobs_NK[rows_M], self.tail_N[rows_M])

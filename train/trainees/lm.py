@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch
@@ -20,7 +21,7 @@ from train.loss_sums import LossSums
 from train.losses import adaspec_weights
 from train.objective import Objective, parse_objective
 from train.packing import last_states, packing_method
-from train.teacher import LiveTeacher, StoredTeacher, Teacher, find_projection, is_partial, teacher_for_draft
+from train.teacher import LiveTeacher, Teacher, find_projection, is_partial, teacher_for_draft
 
 
 class LMTrainee(nn.Module):
@@ -97,12 +98,23 @@ class LMTrainee(nn.Module):
     def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
         return _at(frozen.read(batch, self.training)[1], rows_N)
 
+    def _measures(
+        self, hidden_NH: Tensor, projection: OutputProjection, teacher: Teacher | None, tokens_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return token_measures(hidden_NH, projection, teacher, tokens_N, self.objective, self.chunk)
+
     def _projected(
-        self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, objective: Objective, alpha: bool = True
+        self,
+        hidden_NH: Tensor,
+        teacher: Teacher | None,
+        tokens_N: Tensor,
+        objective: Objective,
+        weights_N: Tensor | None = None,
+        alpha: bool = True,
     ) -> LossSums:
         weight_VH, bias_V = self.projection.weight_VH, self.projection.bias_V
         return projected(
-            hidden_NH, weight_VH, bias_V, teacher, tokens_N, None, objective, self.chunk, self.projection, alpha
+            hidden_NH, weight_VH, bias_V, teacher, tokens_N, weights_N, objective, self.chunk, self.projection, alpha
         )
 
     def _by_domain(
@@ -116,9 +128,7 @@ class LMTrainee(nn.Module):
     ) -> LossSums:
         """Each domain's tokens as much as they count in this step; and each domain's loss, by which that changes."""
         assert batch.domains_B is not None
-        losses_N, alpha_N, missing_N = token_measures(
-            hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
-        )
+        losses_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
         domain_N = batch.domains_B[rows_N // batch.labels_BT.shape[1]]
         losses_K = torch.zeros(len(scale_K), dtype=torch.float64, device=losses_N.device)
         losses_K.index_add_(0, domain_N, losses_N.double())
@@ -130,9 +140,7 @@ class LMTrainee(nn.Module):
         self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, sequence_N: Tensor, depth: int
     ) -> LossSums:
         """The loss of whole drafts: `tvd` of every token, with what the tokens around it make it worth."""
-        tvd_N, alpha_N, missing_N = token_measures(
-            hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
-        )
+        tvd_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
         loss_N, weights_N = draft_losses(1 - tvd_N, sequence_N, depth)
         sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
         return replace(sums, loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
@@ -148,17 +156,9 @@ class LMTrainee(nn.Module):
     ) -> LossSums:
         """Sums in which only tokens with a weight have a loss; alpha is over all of them."""
         kept_M = weights_N.nonzero().squeeze(1)
-        sums = projected(
-            hidden_NH[kept_M],
-            self.projection.weight_VH,
-            self.projection.bias_V,
-            None if teacher is None else teacher.select(kept_M),
-            tokens_N[kept_M],
-            weights_N[kept_M],
-            self.objective,
-            self.chunk,
-            self.projection,
-            alpha=False,
+        kept = None if teacher is None else teacher.select(kept_M)
+        sums = self._projected(
+            hidden_NH[kept_M], kept, tokens_N[kept_M], self.objective, weights_N[kept_M], alpha=False
         )
         count = torch.tensor(len(tokens_N), device=hidden_NH.device)
         alpha = alpha_N.sum()
@@ -176,13 +176,9 @@ class LMTrainee(nn.Module):
         tokens_N: Tensor,
     ) -> LossSums:
         """The loss of the tokens that AdaSPEC selects; alpha is over all valid tokens."""
-        losses_N, alpha_N, missing_N = token_measures(
-            hidden_NH, self.projection, teacher, tokens_N, self.objective, self.chunk
-        )
+        losses_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
         reference_NH = self._states(reference, batch, rows_N)
-        reference_N, _, _ = token_measures(
-            reference_NH, reference.projection, teacher, tokens_N, self.objective, self.chunk
-        )
+        reference_N, _, _ = self._measures(reference_NH, reference.projection, teacher, tokens_N)
         assert self.objective.keep is not None
         weights_N = adaspec_weights(losses_N - reference_N, _sequences(batch)[rows_N], self.objective.keep)
         return self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
@@ -193,9 +189,7 @@ class LMTrainee(nn.Module):
         if self.target is not None:
             live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
-        if batch.stored is not None:
-            return StoredTeacher(batch.stored.top_ids_NK, batch.stored.top_logprobs_NK, batch.stored.tail_N)
-        return None
+        return batch.stored
 
 
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:
