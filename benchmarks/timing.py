@@ -23,8 +23,8 @@ from decode.native.large_pages import empty_bytes
 from decode.packed_linear import Packs
 from decode.packed_weight import PackedWeight
 from decode.runner import Block, Runner
-from decode.supported_models import attention_windows, text_config
-from draftsmith_core.models import context_length
+from decode.supported_models import attention_windows
+from draftsmith_core.models import context_length, text_config
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
 
@@ -233,8 +233,8 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 def cache_bytes(model: PreTrainedModel, slots: int) -> int:
     """Bytes of the keys and values of so many tokens, which every forward behind them reads."""
     config = text_config(model)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # type: ignore[attr-defined]
-    heads = int(config.num_hidden_layers) * int(config.num_key_value_heads)  # type: ignore[attr-defined]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = int(config.num_hidden_layers) * int(config.num_key_value_heads)
     return 2 * heads * int(size) * slots * model.dtype.itemsize
 
 

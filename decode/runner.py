@@ -25,7 +25,7 @@ from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_linear import Packs
 from decode.static_steps import StaticForward, StaticSteps
-from decode.supported_models import text_config
+from draftsmith_core.models import text_config
 
 # Prompts are forwarded in chunks of this many tokens, which bounds the memory of masks and activations.
 _CHUNK = 256
@@ -118,13 +118,13 @@ class Runner:
         """
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
-        layers = int(text_config(self.model).num_hidden_layers)  # type: ignore[attr-defined]
+        layers = int(text_config(self.model).num_hidden_layers)
         if self.steps is None:
             self.cache = TreeCache(layers, longest + room)
         else:
             self.cache = self.steps.begin(len(prompts), layers, longest + room, self.limit)
         if longest == 0:
-            size = int(text_config(self.model).hidden_size)  # type: ignore[attr-defined]
+            size = int(text_config(self.model).hidden_size)
             return tuple(
                 torch.zeros(len(prompts), 0, size, dtype=self.dtype, device=self.device) for _ in hidden_layers
             )

@@ -5,13 +5,10 @@ from inspect import signature
 
 from transformers import PreTrainedModel
 
+from draftsmith_core.models import text_config
+
 _FULL = ("full_attention",)
 _SLIDING = ("sliding_attention",)
-
-
-def text_config(model: PreTrainedModel) -> object:
-    """The language model's part of a configuration."""
-    return model.config.get_text_config(decoder=True)
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:

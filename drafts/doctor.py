@@ -28,7 +28,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
 from draftsmith_core.sources import why_not
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
 # common/speculative.cpp of llama.cpp.
@@ -97,11 +97,7 @@ def _model(name: str, trust_remote_code: bool) -> Model:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{name}: no model could be read from it: {why_not(name, error, 'model')}") from None
-    try:
-        tokenizer = load_tokenizer(name, trust_remote_code)
-    except InputError:
-        tokenizer = None  # the rules that need one say so
-    return Model(name, config.get_text_config(decoder=True), tokenizer)
+    return Model(name, config.get_text_config(decoder=True), find_tokenizer(name, trust_remote_code))
 
 
 def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[Verdict]:

@@ -22,7 +22,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 
 Draft = PreTrainedModel | Head
 log = logging.getLogger(__name__)
@@ -164,14 +164,13 @@ def check_draft_vocabulary(
         return None
     sizes = f"its vocabulary has {vocabulary_size(draft)} tokens and the target's has {vocabulary_size(target)}"
     padded = vocabulary_size(draft) != vocabulary_size(target)
-    try:
-        own = load_tokenizer(source, trust_remote_code)
-    except InputError:
+    own = find_tokenizer(source, trust_remote_code)
+    if own is None:
         if padded:
             raise InputError(
                 f"{source}: {sizes}, and it has no tokenizer to tell whether only padding differs; "
                 f"use a draft that was trained with the target's tokenizer, or make one (docs/choosing-a-draft.md)"
-            ) from None
+            )
         return None
     differing = first_difference(tokenizer, own, min(vocabulary_size(draft), vocabulary_size(target)))
     if differing is not None and heterogeneous:

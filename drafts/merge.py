@@ -24,8 +24,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith_core.provenance import command_line, difference, provenance
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.provenance import RECORD, command_line, difference, provenance, read_record
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 State = Mapping[str, Tensor]
 # Keys of a config.json that may differ between drafts whose weights mean the same.
@@ -80,7 +80,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
         said = ", ".join(f"{source} is {kind}" for source, kind in kinds.items())
         raise InputError(f"--draft: drafts of different kinds cannot be merged ({said})")
     kind = kinds[sources[0]]
-    records = [_record(source) for source in sources]
+    records = [read_record(Path(source)) for source in sources]
     record: dict[str, Any] = {
         "kind": kind,
         **_shared_target(dict(zip(sources, records, strict=True))),
@@ -93,7 +93,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
         record["fingerprint"] = write(config, weights, directory)
         if (hashes := _trained_prompts(sources)) is not None:
             write_prompt_hashes(directory, hashes)
-        (directory / "draftsmith.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
         (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
     return {"checkpoint": str(out), "kind": kind, "weights": dict(weights), "fingerprint": record["fingerprint"]}
 
@@ -101,13 +101,13 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
 def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], directory: Path) -> str:
     """Merge language models into a directory; the fingerprint of the result."""
     first = weights[0][0]
-    tokenizer = _tokenizer(first, config)
+    tokenizer = find_tokenizer(first, config.trust_remote_code)
     model = load_model(first, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
     states = {first: model.state_dict()}
     for source in [source for source, _ in weights[1:]] + ([] if config.base is None else [config.base]):
         other = load_model(source, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
         _check_same_shape(first, model.config.to_dict(), source, other.config.to_dict())
-        _check_same_tokens(first, tokenizer, source, _tokenizer(source, config))
+        _check_same_tokens(first, tokenizer, source, find_tokenizer(source, config.trust_remote_code))
         states[source] = other.state_dict()
     model.load_state_dict(_merged(config, weights, states))
     model.save_pretrained(directory)
@@ -147,25 +147,12 @@ def _check_same_shape(first: str, shape: Mapping[str, Any], source: str, other: 
         raise InputError(f"{source}: its config differs from that of {first}: {differs}; merge drafts of one shape")
 
 
-def _tokenizer(source: str, config: MergeConfig) -> Tokenizer | None:
-    try:
-        return load_tokenizer(source, config.trust_remote_code)
-    except InputError:
-        return None  # a draft without a tokenizer is used with its target's
-
-
 def _check_same_tokens(first: str, a: Tokenizer | None, source: str, b: Tokenizer | None) -> None:
     if a is None or b is None:
         return
     differing = first_difference(a, b, max(len(a), len(b)))
     if differing is not None:
         raise InputError(f"{source}: its tokenizer differs from that of {first} at token {differing}")
-
-
-def _record(source: str) -> dict[str, Any]:
-    """The record of a draft that this project made; empty for others."""
-    path = Path(source) / "draftsmith.json"
-    return read_json(path, "the record of a draft checkpoint") if path.is_file() else {}
 
 
 def _shared_target(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -262,6 +262,11 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def text_config(model: PreTrainedModel) -> Any:
+    """The language model's part of a configuration."""
+    return model.config.get_text_config(decoder=True)
+
+
 def context_length(model: PreTrainedModel) -> int | None:
     """How many tokens the model's positions reach, or None when its config does not say.
 
@@ -292,14 +297,3 @@ def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> 
             f"{name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "
             f"{len(tokenizer)}; use the tokenizer that the model was trained with"
         )
-
-
-def check_same_vocabulary(target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]) -> None:
-    """InputError unless every draft scores exactly the target's vocabulary."""
-    size = vocabulary_size(target)
-    for name, draft in drafts:
-        if vocabulary_size(draft) != size:
-            raise InputError(
-                f"{name}: its vocabulary has {vocabulary_size(draft)} tokens and the target's has {size}; "
-                f"use a draft that was trained with the target's tokenizer"
-            )

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import draftsmith_core
+from draftsmith_core.io import read_json
 
+# Beside the weights of a draft: how it was made.
+RECORD = "draftsmith.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -68,6 +71,12 @@ def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "git_commit": git_commit(),
     }
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The record of a draft that this project made; empty for others."""
+    path = checkpoint / RECORD
+    return read_json(path, "the record of a draft checkpoint") if path.is_file() else {}
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:

@@ -41,10 +41,18 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
     return tokenizer
 
 
-def vocabulary_sample(tokenizer: Tokenizer, count: int = 128) -> dict[str, str]:
-    """About `count` tokens by id, spread over the vocabulary, by which another tokenizer can be compared."""
+def find_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer | None:
+    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's."""
+    try:
+        return load_tokenizer(name, trust_remote_code)
+    except InputError:
+        return None
+
+
+def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:
+    """About 128 tokens by id, spread over the vocabulary, by which another tokenizer can be compared."""
     size = len(tokenizer)
-    ids = range(0, size, max(1, size // count))
+    ids = range(0, size, max(1, size // 128))
     return {str(i): str(token) for i, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)}
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json
 from draftsmith_core.packages import require_package
+from draftsmith_core.provenance import RECORD, read_record
 
 _OFFLINE = "WANDB_MODE=offline, which needs neither account nor network"
-RECORD = "draftsmith.json"
 
 
 def require_tracker(tracker: str) -> None:
@@ -130,8 +129,7 @@ def draft_artifact(source: str, fingerprint: str) -> Any:
     import wandb
 
     directory = Path(source)
-    recorded = directory / RECORD
-    record = read_json(recorded, "the record of a draft checkpoint") if recorded.is_file() else {}
+    record = read_record(directory)
     fingerprint = record.get("fingerprint", fingerprint)
     keys = ("kind", "objective", "target", "target_fingerprint", "steps", "best_step", "data", "git_commit", "versions")
     about = {"source": source, "fingerprint": fingerprint} | {key: record[key] for key in keys if key in record}
@@ -139,7 +137,7 @@ def draft_artifact(source: str, fingerprint: str) -> Any:
     with artifact.new_file("fingerprint.json") as file:
         json.dump({"fingerprint": fingerprint}, file)
     if record:
-        artifact.add_file(str(recorded), RECORD)
+        artifact.add_file(str(directory / RECORD), RECORD)
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if path.is_file() and path.name != RECORD and not path.name.startswith("."):
             artifact.add_reference(path.resolve().as_uri(), name=path.name)

@@ -14,7 +14,6 @@ from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
-    check_same_vocabulary,
     context_length,
     dtype_name,
     eos_ids,
@@ -98,13 +97,6 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, target_dir: str, damag
         load_model(str(tmp_path), device="cpu")
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_vocabularies_must_be_equal(target_dir: str, draft_dir: str, other_vocabulary_dir: str) -> None:
-    target, draft, other = (load_model(each, device="cpu") for each in (target_dir, draft_dir, other_vocabulary_dir))
-    check_same_vocabulary(target, [("draft", draft)])
-    with pytest.raises(InputError, match="^other: its vocabulary has 300 tokens and the target's has 290"):
-        check_same_vocabulary(target, [("draft", draft), ("other", other)])
 
 
 def test_devices() -> None:

@@ -23,6 +23,7 @@ from draftsmith_core.io import atomic_dir, read_json, sha256_file, writing
 from draftsmith_core.processes import on_main
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
+from train.config import TrainConfig
 from train.parallel import WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
 from train.world import World
 
@@ -56,14 +57,6 @@ class BatchLayout:
     accumulation: int
     processes: int
     sharing: str
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay: the newest `keep` of those at multiples of `every` steps, and the very newest."""
-
-    keep: int
-    every: int
 
 
 def save_best(run_dir: Path, wrapped: WrappedTrainee, step: int) -> None:
@@ -142,7 +135,7 @@ def load_best(run_dir: Path) -> dict[str, Tensor]:
     return load_file(run_dir / "best" / "model.safetensors")
 
 
-def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: BatchLayout, retention: Retention) -> None:
+def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: BatchLayout, config: TrainConfig) -> None:
     """Write `checkpoints/step_N` whole or not at all, then delete what need not be kept. Every process calls it.
 
     RunError, one line, in every process when it cannot be written; the checkpoints before it are then untouched.
@@ -160,19 +153,20 @@ def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: Bat
             (directory / "position.json").write_text(json.dumps(asdict(position)))
             (directory / "layout.json").write_text(json.dumps(asdict(layout)))
             _seal(directory)
-        _drop_old(run_dir, retention)
+        _drop_old(run_dir, config)
         _drop_bests(run_dir)
 
     on_main(write)
 
 
-def _drop_old(run_dir: Path, retention: Retention) -> None:
+def _drop_old(run_dir: Path, config: TrainConfig) -> None:
+    """Keep the newest `config.keep` checkpoints of those at multiples of `config.save_every`, and the very newest."""
     *older, newest = _checkpoints(run_dir)
     # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves the same files as
     # one that was never stopped.
-    regular = [path for path in [*older, newest] if _step(path) % retention.every == 0]
+    regular = [path for path in [*older, newest] if _step(path) % config.save_every == 0]
     for old in older:
-        if old not in regular[-retention.keep :]:
+        if old not in regular[-config.keep :]:
             shutil.rmtree(old)
 
 
@@ -269,7 +263,7 @@ def publish(
     write: Callable[[Path], None],
     tokenizer: Tokenizer | None,
     record: dict[str, Any],
-    retention: Retention,
+    config: TrainConfig,
 ) -> None:
     """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half of it cannot be loaded.
 
@@ -284,13 +278,13 @@ def publish(
         (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
-    tidy(out / "run", retention)
+    tidy(out / "run", config)
 
 
-def tidy(run_dir: Path, retention: Retention) -> None:
+def tidy(run_dir: Path, config: TrainConfig) -> None:
     """Delete what only an unfinished run needs, also what one that was killed while it published has left."""
     shutil.rmtree(run_dir / "final", ignore_errors=True)
     for path in run_dir.glob("best_*"):
         shutil.rmtree(path)
     if _checkpoints(run_dir):
-        _drop_old(run_dir, retention)
+        _drop_old(run_dir, config)

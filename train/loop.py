@@ -25,7 +25,7 @@ from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from train import checkpoint, parallel
 from train.batch import Batch
-from train.checkpoint import BatchLayout, Position, Retention
+from train.checkpoint import BatchLayout, Position
 from train.config import Optim, TrainConfig
 from train.data import Examples, collate, units
 from train.loss_sums import LossSums
@@ -256,7 +256,6 @@ def fit(job: TrainingJob, stop: StopSignal) -> Position:
         wrapped, position = _start(job)
     metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
     job.trainee.train()
-    retention = Retention(config.keep, config.save_every)
     stop.held = True
     if position.step == 0:
         position = _evaluate_and_keep(job, wrapped, position, metrics)
@@ -276,7 +275,7 @@ def fit(job: TrainingJob, stop: StopSignal) -> Position:
                 _share_stop(job, stop)
             if position.step % config.save_every == 0 or position.stopped or stop.agreed:
                 with memory_errors(job, wrapped, f"while step {position.step} was saved"):
-                    checkpoint.save(job.run_dir, wrapped, position, batch_layout(job), retention)
+                    checkpoint.save(job.run_dir, wrapped, position, batch_layout(job), config)
             if stop.agreed:
                 raise stop.leaving()
             advance(1, f"loss {figures['loss']:.3f} {note}")

@@ -17,7 +17,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import read_json, remove_leftovers
 from draftsmith_core.models import (
-    check_same_vocabulary,
     check_tokenizer,
     context_length,
     dtype_name,
@@ -85,11 +84,6 @@ class PreparedRun:
     def run_dir(self) -> Path:
         """What only training itself needs: checkpoints, the best weights, metrics."""
         return self.out / "run"
-
-    @property
-    def retention(self) -> checkpoint.Retention:
-        """Which checkpoints stay."""
-        return checkpoint.Retention(self.config.keep, self.config.save_every)
 
 
 def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | None = None) -> dict[str, Any]:
@@ -244,7 +238,7 @@ def _claim(run: PreparedRun) -> dict[str, Any] | None:
     on_main(work)
     if not (run.out / "config.json").exists():
         return None
-    on_main(lambda: checkpoint.tidy(run.run_dir, run.retention))
+    on_main(lambda: checkpoint.tidy(run.run_dir, run.config))
     return read_json(run.out / "draftsmith.json", "the record of a draft checkpoint")
 
 
@@ -283,7 +277,7 @@ def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> d
             draft_setup.write(best, directory)
             write_prompt_hashes(directory, trained_prompts(training))
 
-        checkpoint.publish(run.out, write_files, run.tokenizer, record, run.retention)
+        checkpoint.publish(run.out, write_files, run.tokenizer, record, config)
 
     on_main(write)
     tracking.finish(run.world.accelerator, config, record, run.out)
@@ -316,8 +310,6 @@ def _check_models(
     models = [(config.target, target), (config.reference, reference)]
     if isinstance(draft, PreTrainedModel):
         models.insert(0, (draft_name, draft))
-        if reference is not None:
-            check_same_vocabulary(draft, [(config.reference or "reference", reference)])
         if tokenizer is not None:
             check_tokenizer(draft_name, draft, tokenizer)
     for name, each in models:

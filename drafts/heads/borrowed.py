@@ -12,12 +12,7 @@ from transformers import PreTrainedModel
 
 from drafts.output_projection import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import vocabulary_size
-
-
-def text_config(target: PreTrainedModel) -> Any:
-    """The language model's part of the target's configuration."""
-    return target.config.get_text_config(decoder=True)
+from draftsmith_core.models import text_config, vocabulary_size
 
 
 def _without_weight_gradient(module: nn.Module, value: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class EagleHead(ReadsLastState, nn.Module):
     """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output projection."""
 
     kind: ClassVar[str] = "eagle"
+    config_type = EagleConfig
 
     def __init__(self, config: EagleConfig, target: PreTrainedModel) -> None:
         super().__init__()

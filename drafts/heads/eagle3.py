@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from drafts.heads.borrowed import borrow, text_config
+from drafts.heads.borrowed import borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     LayerConfig,
@@ -31,7 +31,7 @@ from drafts.heads.llama_layer import (
     mask_and_positions,
 )
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import vocabulary_size
+from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.sampling import generator
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
@@ -181,6 +181,7 @@ class Eagle3Head(nn.Module):
     """Fused target states or own features in; logits over the draft vocabulary and the next own features out."""
 
     kind: ClassVar[str] = "eagle3"
+    config_type = Eagle3Config
 
     d2t: Tensor
     t2d: Tensor

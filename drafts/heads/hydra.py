@@ -77,6 +77,7 @@ class HydraHeads(ReadsLastState, nn.Module):
     """K grounded heads, over the target's own output projection unless they have their own."""
 
     kind: ClassVar[str] = "hydra"
+    config_type = HydraConfig
 
     def __init__(self, config: HydraConfig, target: PreTrainedModel) -> None:
         super().__init__()

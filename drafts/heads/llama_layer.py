@@ -14,9 +14,9 @@ from transformers import Cache, LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from drafts.heads.borrowed import text_config
 from drafts.heads.head_config import count, setting
 from draftsmith_core.errors import InputError
+from draftsmith_core.models import text_config
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02

@@ -56,6 +56,7 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     """K heads side by side; a list of modules, so that tensors carry the names of the authors' checkpoints."""
 
     kind: ClassVar[str] = "medusa"
+    config_type = MedusaConfig
 
     def __init__(self, config: MedusaConfig, target: PreTrainedModel) -> None:
         hidden = config.hidden_size

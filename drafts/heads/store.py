@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import borrow
-from drafts.heads.eagle import EagleConfig, EagleHead
-from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafts.heads.hydra import HydraConfig, HydraHeads
-from drafts.heads.medusa import MedusaConfig, MedusaHeads
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.hydra import HydraHeads
+from drafts.heads.medusa import MedusaHeads
 from drafts.layouts.published import Found, layout_of, may_be_head, read_tensors
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import is_hub_name
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.provenance import read_record
 from draftsmith_core.sources import cached, snapshot
 
 Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
@@ -39,11 +39,9 @@ def head_kind(path: str | Path) -> str | None:
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says so.
     """
     directory = head_directory(path)
-    record, config = directory / "draftsmith.json", directory / "config.json"
-    if record.is_file():
-        kind = read_json(record, "the record of a draft checkpoint").get("kind")
-        if isinstance(kind, str):
-            return None if kind == "draft-lm" else kind
+    config, kind = directory / "config.json", read_record(directory).get("kind")
+    if isinstance(kind, str):
+        return None if kind == "draft-lm" else kind
     if not config.is_file():
         return None
     values = read_json(config, "the config of a draft")
@@ -58,19 +56,6 @@ def head_directory(path: str | Path) -> Path:
     if not is_hub_name(str(path)) or (config := cached(str(path), "config.json")) is None:
         return Path(path)
     return snapshot(str(path)) if may_be_head(read_json(config, "the config of a draft")) else Path(path)
-
-
-def _build(kind: str, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> Head:
-    match kind:
-        case "eagle":
-            return EagleHead(EagleConfig.from_json(values, where, target), target)
-        case "eagle3":
-            return Eagle3Head(Eagle3Config.from_json(values, where, target), target)
-        case "medusa":
-            return MedusaHeads(MedusaConfig.from_json(values, where, target), target)
-        case "hydra":
-            return HydraHeads(HydraConfig.from_json(values, where, target), target)
-    raise InputError(f"{where}: is of kind '{kind}'; heads that can be loaded are {', '.join(HEADS)}")
 
 
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
@@ -103,7 +88,8 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         found = layout.read(found)
         values, tensors = found.values, found.tensors
     try:
-        head = _build(kind, values, str(config), target)
+        made: Any = HEADS[kind]
+        head: Head = made(made.config_type.from_json(values, str(config), target), target)
     except InputError as error:
         message = str(error)
         raise InputError(message if str(config) in message else f"{config}: {message}") from None
@@ -156,20 +142,21 @@ def _check_tensors(head: Head, file: Path, config: Path, tensors: Mapping[str, T
             raise InputError(f"{file}: '{name}' is {tensor.dtype}; it must be like {wanted[name].dtype}")
 
 
-def write_head(head: Head, directory: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write `model.safetensors`, then `config.json`, into a directory that exists.
-
-    `state` is the head's state dict where the head itself holds only a shard of it.
-    """
-    tensors = dict(head.state_dict() if state is None else state)
+def write_head(head: Head, directory: Path) -> None:
+    """Write `model.safetensors`, then `config.json`, into a directory that exists."""
+    tensors = head.state_dict()
     if isinstance(head, EagleHead):
         # The authors' loader requires a copy of the target's embedding, and multiplies nothing.
         tensors[_EMBEDDING] = head.borrowed.embedding_table
+    write_tensors(directory, tensors, head.config.to_json())
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """`model.safetensors`, then `config.json`."""
     # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
-    with torch.no_grad():
-        owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json_atomic(directory / "config.json", head.config.to_json())
+    write_json_atomic(directory / "config.json", dict(config))
 
 
 def save_head(head: Head, directory: str | Path) -> None:

@@ -10,29 +10,28 @@ from torch import nn
 from transformers import AutoConfig
 
 from drafts.heads import head_kind, load_head
-from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads, openvino_ir, sglang_heads
+from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads, openvino_ir
 from drafts.layouts import speculators_heads as speculators
 from drafts.layouts.config import ExportConfig
 from drafts.layouts.source import Proof, Source, Writer
 from drafts.load import check_draft_vocabulary, draft_fingerprint
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json, writing
+from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import DTYPES, fingerprint, load_model
-from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.provenance import RECORD, command_line, provenance, read_record
 from draftsmith_core.run_directory import hold
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import find_tokenizer, load_tokenizer
 
 FORMATS: dict[str, Writer] = {
     "hf": hf_directory.write,
     "eagle": eagle_heads.write,
-    "sglang": sglang_heads.write,
+    "sglang": eagle_heads.write_for_sglang,
     "speculators": speculators.write,
     "medusa": medusa_heads.write,
     "gguf": gguf_file.write,
     "openvino": openvino_ir.write,
 }
 M = TypeVar("M", bound=nn.Module)
-_RECORD = "draftsmith.json"
 # vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
 PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
 
@@ -46,7 +45,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
     out = Path(config.out)
     with hold(out), writing(out), atomic_dir(out) as directory:
         proof = FORMATS[config.format](source, directory)
-        (directory / _RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
+        (directory / RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     return {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
 
@@ -54,12 +53,14 @@ def export(config: ExportConfig) -> dict[str, Any]:
 def load_source(config: ExportConfig) -> Source:
     """The draft with its target, if it has one; InputError, one line, for what does not fit."""
     kind = head_kind(config.draft)
-    target_name = config.target or _recorded_target(config.draft)
+    target_name = config.target or read_record(Path(config.draft)).get("target")
     if kind is None:
         model = load_model(
             config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code, quantize="none"
         )
-        tokenizer = _tokenizer([config.draft, config.target], config.trust_remote_code)
+        tokenizer = find_tokenizer(config.draft, config.trust_remote_code)
+        if tokenizer is None and config.target is not None:
+            tokenizer = find_tokenizer(config.target, config.trust_remote_code)
         if config.target is not None and tokenizer is not None:
             target = load_model(config.target, device="cpu", trust_remote_code=config.trust_remote_code)
             own = load_tokenizer(config.target, config.trust_remote_code)
@@ -72,23 +73,8 @@ def load_source(config: ExportConfig) -> Source:
     head = load_head(config.draft, target)
     stored = AutoConfig.from_pretrained(target_name, trust_remote_code=config.trust_remote_code)
     dtype = _dtype(config, stored.get_text_config(decoder=True))
-    tokenizer = _tokenizer([target_name], config.trust_remote_code)
+    tokenizer = find_tokenizer(target_name, config.trust_remote_code)
     return Source(config.draft, _rounded(head, dtype), dtype, tokenizer, target, target_name)
-
-
-def _recorded_target(draft: str) -> str | None:
-    record = Path(draft) / _RECORD
-    value: Any = read_json(record, "the record of a draft checkpoint").get("target") if record.is_file() else None
-    return value if isinstance(value, str) else None
-
-
-def _tokenizer(names: list[str | None], trust_remote_code: bool) -> Tokenizer | None:
-    for name in names:
-        try:
-            return load_tokenizer(name, trust_remote_code) if name is not None else None
-        except InputError:
-            continue  # a draft may have none of its own; formats that need one say so
-    return None
 
 
 def _dtype(config: ExportConfig, stored: Any) -> torch.dtype:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import text_config
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.layouts import gguf_vocabulary
 from drafts.layouts.eagle_heads import eagle_head
@@ -15,7 +14,7 @@ from drafts.layouts.hf_directory import probe_ids
 from drafts.layouts.source import Proof, Source, head_tensors
 from drafts.neighbours import complete, llama_server, program
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.models import vocabulary_size
+from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.packages import require_package
 
 FILE = "model.gguf"

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from drafts.heads.medusa import MedusaHeads
+from drafts.heads.store import write_tensors
 from drafts.layouts import shapes
-from drafts.layouts.source import Proof, Source, check_layout, check_plain, head_tensors, write_tensors
+from drafts.layouts.source import Proof, Source, check_layout, check_plain, head_tensors
 from draftsmith_core.errors import InputError
 
 
@@ -14,26 +15,13 @@ def write(source: Source, out: Path) -> Proof:
     if not isinstance(source.draft, MedusaHeads):
         raise InputError(f"--format medusa: {source.name} is of kind '{source.kind}'; it is for Medusa heads")
     check_plain(source, "medusa", "vLLM")
-    sizes = source.draft.config
     tensors = {}
     for name, tensor in head_tensors(source).items():
         block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
         new = f"blocks.{block[1]}.layers.{block[2]}.{block[3]}" if block else f"lm_heads.{name.split('.')[0]}.weight"
         tensors[new] = tensor
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": sizes.hidden_size,
-        "vocab_size": sizes.vocab_size,
-        "num_heads": sizes.num_heads,
-        "num_hidden_layers": sizes.num_layers,
-        # Without this key vLLM builds the blocks without a bias and leaves ours out.
-        "medusa_fc_bias": True,
-        "original_lm_head": False,
-        # draftsmith and other readers know Medusa by this key.
-        "medusa_num_heads": sizes.num_heads,
-        "medusa_num_layers": sizes.num_layers,
-    }
+    # Without the first key vLLM builds the blocks without a bias and leaves ours out.
+    config = source.draft.config.to_json() | {"medusa_fc_bias": True, "original_lm_head": False}
     write_tensors(out, tensors, config)
     count = check_layout(out / "model.safetensors", shapes.medusa(config))
     return Proof(None, f"published layout: names and shapes of {count} tensors are those that vLLM reads")

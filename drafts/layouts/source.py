@@ -3,17 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.load import Draft
+from drafts.load import Draft, kind_of
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import write_json_atomic
 from draftsmith_core.tokenization import Tokenizer
 
 
@@ -31,7 +28,7 @@ class Source:
     @property
     def kind(self) -> str:
         """`draft` for a language model, else the kind of head."""
-        return "draft" if isinstance(self.draft, PreTrainedModel) else self.draft.kind
+        return kind_of(self.draft)
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,6 @@ def head_tensors(source: Source) -> dict[str, Tensor]:
     """The head's own tensors in the dtype of the export; masks and offsets stay whole numbers."""
     state = source.draft.state_dict()
     return {n: t.to(source.dtype) if t.is_floating_point() else t for n, t in state.items()}
-
-
-def write_tensors(out: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """`model.safetensors` and `config.json`."""
-    owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(owned, out / "model.safetensors", metadata={"format": "pt"})
-    write_json_atomic(out / "config.json", dict(config))
 
 
 def check_layout(file: Path, expected: Mapping[str, tuple[int, ...]]) -> int:

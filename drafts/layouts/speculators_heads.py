@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.store import write_tensors
 from drafts.layouts import shapes
 from drafts.layouts.eagle_heads import eagle_head
 from drafts.layouts.hf_directory import TOLERANCE, probe_ids
-from drafts.layouts.source import Proof, Source, check_layout, head_tensors, write_tensors
+from drafts.layouts.source import Proof, Source, check_layout, head_tensors
 from drafts.neighbours import program, work
 from draftsmith_core.errors import InputError, RunError
 

@@ -43,10 +43,10 @@ def prune(
     Raises InputError, one line, for sizes that are not smaller, and for a family that cannot be cut in this way.
     """
     family, config = family_of(target), copy.deepcopy(target.config)
-    layers = _module(target, family.layers)
+    layers = target.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     depth = len(layers)
-    width = _outputs(_module(layers[0], family.up[0]))
+    width = int(_by_inputs(layers[0].get_submodule(family.up[0])).shape[1])
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     wanted_layers = _within("num_layers", num_layers, depth)
@@ -76,7 +76,7 @@ def prune(
         layer = layers[index]
         cut = dict(layer.state_dict())
         if wanted_width != width:
-            down = _module(layer, family.down)
+            down = layer.get_submodule(family.down)
             neurons_F = _strongest(read[index, family.down], down, wanted_width, 1)
             _take(cut, layer, family.up, neurons_F, outputs=True)
             _take(cut, layer, (family.down,), neurons_F, outputs=False)
@@ -152,7 +152,7 @@ def _inputs(
 
     names = [name for name in (family.down, family.o) if name]
     handles = [
-        _module(layers[index], name).register_forward_pre_hook(listen((index, name)))
+        layers[index].get_submodule(name).register_forward_pre_hook(listen((index, name)))
         for index in set(kept)
         for name in names
     ]
@@ -182,7 +182,7 @@ def _cut_heads(
 ) -> None:
     """Keep the strongest heads, by groups where they share keys."""
     shared = heads // groups if groups > 1 else 1
-    chosen_G = _strongest(squares, _module(layer, family.o), wanted // shared, shared * size)
+    chosen_G = _strongest(squares, layer.get_submodule(family.o), wanted // shared, shared * size)
 
     def rows(width: int) -> Tensor:
         return (chosen_G[:, None] * width + torch.arange(width, device=chosen_G.device)).flatten()
@@ -197,7 +197,7 @@ def _take(cut: dict[str, Tensor], layer: nn.Module, names: Sequence[str], chosen
     """Only the chosen outputs or inputs of these linear modules."""
     for name in names:
         # GPT-2's Conv1D keeps its weight the other way round.
-        first = outputs != isinstance(_module(layer, name), Conv1D)
+        first = outputs != isinstance(layer.get_submodule(name), Conv1D)
         cut[f"{name}.weight"] = cut[f"{name}.weight"].index_select(0 if first else 1, chosen)
         if outputs and f"{name}.bias" in cut:
             cut[f"{name}.bias"] = cut[f"{name}.bias"].index_select(0, chosen)
@@ -207,11 +207,3 @@ def _by_inputs(linear: nn.Module) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return weight if isinstance(linear, Conv1D) else weight.T
-
-
-def _outputs(linear: nn.Module) -> int:
-    return int(_by_inputs(linear).shape[1])
-
-
-def _module(root: nn.Module, path: str) -> nn.Module:
-    return root.get_submodule(path)

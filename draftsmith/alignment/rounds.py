@@ -18,6 +18,7 @@ from draftsmith.alignment.traffic import divided_by_time, read_log, write_traffi
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, writing
 from draftsmith_core.processes import require_single_process
+from draftsmith_core.provenance import read_record
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
 from eval.require import require
@@ -164,7 +165,5 @@ def _rollback(current: Path) -> dict[str, Any]:
 
 def _lineage(draft: Path) -> list[dict[str, Any]]:
     """The rounds that a draft is from, the latest first."""
-    file = draft / "draftsmith.json"
-    kept = read_json(file, "the record of a draft checkpoint") if file.is_file() else {}
-    found: list[dict[str, Any]] = kept.get("lineage", [])
+    found: list[dict[str, Any]] = read_record(draft).get("lineage", [])
     return found

@@ -17,6 +17,7 @@ from drafts.layouts.published.found import Found, Layout, Names
 from draftsmith_core.errors import InputError
 
 log = logging.getLogger(__name__)
+_HEAD = re.compile(r"(medusa_head\.)?\d+\.\d+\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 
 
@@ -27,7 +28,7 @@ def known(values: Mapping[str, Any], names: Names) -> bool:
 
 def read(found: Found) -> Found:
     """Only the heads; how many there are is read from the tensors, and projections that are absent are the target's."""
-    tensors = {key.removeprefix("medusa_head."): t for key, t in found.tensors.items() if _is_head(key)}
+    tensors = {key.removeprefix("medusa_head."): t for key, t in found.tensors.items() if _HEAD.match(key)}
     if left := len(found.tensors) - len(tensors):
         log.warning("%s: %d tensors of its base model are left out; the target has its own", found.tensor_file, left)
     blocks = [tuple(map(int, match.groups())) for match in map(_BLOCK.fullmatch, tensors) if match]
@@ -48,10 +49,6 @@ def read(found: Found) -> Found:
         log.warning("%s: says %s heads, its file holds %d; those are used", found.config_file, said, heads)
     values = found.values | {"medusa_num_heads": heads, "medusa_num_layers": layers}
     return replace(found, values=values, tensors=tensors)
-
-
-def _is_head(key: str) -> bool:
-    return re.match(r"(medusa_head\.)?\d+\.\d+\.", key) is not None
 
 
 MEDUSA = Layout("Medusa of its authors", "medusa", known, read)

@@ -33,18 +33,18 @@ def read(found: Found) -> Found:
             f"vocabulary cannot be run, use the checkpoint that it was made from"
         )
     tensors, shared = {}, None
+    heads = layers = 0
     for key, tensor in found.tensors.items():
         name = key.removeprefix("medusa_heads.")
         if match := _BLOCK.fullmatch(name):
             tensors["{}.{}.linear.{}".format(*match.groups())] = tensor
+            heads, layers = max(heads, 1 + int(match[1])), max(layers, 1 + int(match[2]))
         elif match := _HEAD.fullmatch(name):
             tensors[f"projection.{match[1]}"] = tensor
         elif name == "lm_head.weight":
             shared = tensor
         else:
             raise InputError(f"{found.tensor_file}: holds the tensor '{key}' that vLLM's Medusa does not have")
-    blocks = [match.groups() for match in map(_BLOCK.fullmatch, _names(found)) if match]
-    heads, layers = 1 + max(int(i) for i, _, _ in blocks), 1 + max(int(j) for _, j, _ in blocks)
     if shared is None and found.values.get("original_lm_head") is True:
         shared = tensors.get("projection.0")
     for i in range(heads):
@@ -52,10 +52,6 @@ def read(found: Found) -> Found:
         if projection is not None:
             tensors[f"{i}.{layers}.weight"] = projection
     return medusa.read(replace(found, tensors=tensors))
-
-
-def _names(found: Found) -> list[str]:
-    return [key.removeprefix("medusa_heads.") for key in found.tensors]
 
 
 VLLM_MEDUSA = Layout("Medusa as vLLM names it", "medusa", known, read)
