@@ -23,9 +23,8 @@ from benchmarks.objectives_data import distilled, once
 from benchmarks.objectives_tables import mean_of, row_of
 from distill.config import DistillConfig
 from draftsmith.demo import corpus
-from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, write_json_atomic
+from draftsmith_core.io import atomic_dir, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint
 from draftsmith_core.options import parse
 from draftsmith_core.sampling import row_seed

@@ -34,9 +34,8 @@ from draftsmith.alignment.rounds import adapt
 from draftsmith.alignment.rounds_config import AdaptConfig
 from draftsmith.alignment.traffic import Logged, write_traffic
 from draftsmith.demo import corpus, demo_run
-from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts

@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.demo import corpus
-from draftsmith.jsonl import write_rows
 from draftsmith.starting.config import InitConfig
 from draftsmith.starting.init import init
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic
+from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic, write_rows
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
 from train.config import Optim, TrainConfig

@@ -28,8 +28,7 @@ from typing import Any
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.demo import corpus
-from draftsmith.jsonl import write_rows
-from draftsmith_core.io import write_json_atomic
+from draftsmith_core.io import write_json_atomic, write_rows
 from draftsmith_core.options import parse
 from draftsmith_core.provenance import versions
 from eval.bootstrap import PromptSums, difference, resamples

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,16 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write indented JSON whole or not at all."""
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object per line."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a .jsonl file, whole or not at all."""
+    write_text_atomic(path, jsonl(rows))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

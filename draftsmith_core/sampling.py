@@ -12,22 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith_core.sampling_options import MIN_TEMPERATURE, Sampling, check_seed
-
-__all__ = [
-    "MIN_TEMPERATURE",
-    "Sampling",
-    "acceptance",
-    "check_seed",
-    "draw",
-    "draw_top_and_one",
-    "draw_with_replacement",
-    "draw_without_replacement",
-    "generator",
-    "probs",
-    "row_seed",
-    "uniforms",
-]
+from draftsmith_core.sampling_options import Sampling as Sampling
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:

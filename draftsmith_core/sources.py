@@ -3,7 +3,6 @@
 What can be refused from the name and small files is refused here, before transformers answers with something longer.
 """
 
-import logging
 import socket
 import sys
 from functools import cache
@@ -23,7 +22,6 @@ from transformers.utils.hub import cached_file
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, sha256_file
 
-log = logging.getLogger(__name__)
 _CONFIGS = ("config.json", "tokenizer_config.json")
 
 

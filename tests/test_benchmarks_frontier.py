@@ -12,8 +12,7 @@ from benchmarks.frontier import EnoughError, Options, Sets, run
 from benchmarks.frontier_tables import area, document_of, met, tables, write_pictures
 from benchmarks.frontier_tables import frontier as hull_of
 from benchmarks.objectives_data import Pair
-from draftsmith.jsonl import write_rows
-from draftsmith_core.io import atomic_dir
+from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums
 from tests.test_benchmarks_objectives import texts
 from train import training_run as train_run

@@ -14,9 +14,8 @@ from benchmarks.objectives import measure_alphas, run
 from benchmarks.objectives_data import Options, Pair, pieces, shuffled
 from benchmarks.objectives_figure import COLOURED, picture, write_pictures
 from benchmarks.objectives_tables import above, figures, tables
-from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir
+from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples
 from eval.report.theme import LIGHT, Look
 from train import training_run as train_run

@@ -1,10 +1,9 @@
 """The options of `draftsmith align`. What is left open is chosen from what the command is given; needs no torch."""
 
-import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling_options import check_sampling
@@ -247,8 +246,3 @@ def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
         ("eval.batch_size", measure.batch_size, 1),
         ("eval.bootstrap", measure.bootstrap, 100),
     ]
-
-
-def plain(config: AlignConfig) -> dict[str, Any]:
-    """The options as they stand in align.yaml."""
-    return dataclasses.asdict(config)

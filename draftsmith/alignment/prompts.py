@@ -4,9 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, canonical_json
+from draftsmith_core.io import atomic_dir, canonical_json, write_rows
 from draftsmith_core.prompt_rows import asked_of, iterate_rows
 from draftsmith_core.prompts import PromptSet
 

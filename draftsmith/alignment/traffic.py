@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.jsonl import write_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, sha256_file, write_json_atomic
+from draftsmith_core.io import atomic_dir, sha256_file, write_json_atomic, write_rows
 from draftsmith_core.prompt_rows import iterate_records, parse_record
 from draftsmith_core.prompts import Reasons, content_id
 from draftsmith_core.tokenization import Tokenizer, decode_text

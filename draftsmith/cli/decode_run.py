@@ -15,11 +15,10 @@ from draftsmith.cli.decode_summary import in_words, summarise
 from draftsmith.cli.token_stream import Stream
 from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method, planned_without_a_draft
-from draftsmith.jsonl import jsonl
 from draftsmith.outputs import Output, OutputRequest, Settings
 from draftsmith.pair import Decoding, Pair, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import canonical_json, hash_json, write_text_atomic, writing
+from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.models import resolve_device
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.progress import progress

@@ -14,8 +14,7 @@ from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices
 from draftsmith.alignment.outcome import figure
 from draftsmith.alignment.stages import say
 from draftsmith.demo import corpus
-from draftsmith.jsonl import write_rows
-from draftsmith_core.io import atomic_dir, make_dir
+from draftsmith_core.io import atomic_dir, make_dir, write_rows
 from draftsmith_core.models import load_model
 from draftsmith_core.processes import join_processes, on_main
 from draftsmith_core.tokenization import load_tokenizer

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.demo import corpus
-from draftsmith.jsonl import write_rows
+from draftsmith_core.io import write_rows
 
 VOCABULARY = 4096
 BOS, EOS = "<s>", "</s>"
