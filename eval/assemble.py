@@ -172,8 +172,9 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
         base = _alpha(measured, group.suites, group.temperature, setting.base)
         for draft in setting.drafts:
             sums = _alpha(measured, group.suites, group.temperature, draft)
-            greedy, match = (
-                _alpha(measured, group.suites, group.temperature, draft, rule) for rule in ("greedy", "match")
+            greedy, match, missing = (
+                _alpha(measured, group.suites, group.temperature, draft, rule)
+                for rule in ("greedy", "match", "missing")
             )
             own = measured.alphas[group.domain, group.temperature, draft] if group.domain is not None else None
             rows.append(
@@ -185,11 +186,23 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
                     alpha=estimate(sums, group.picks),
                     alpha_greedy_draft=estimate(greedy, group.picks),
                     alpha_match=estimate(match, group.picks),
+                    missing_mass=estimate(missing, group.picks),
+                    alpha_string=_by_text(measured, group, draft, "sum", "count"),
+                    round_trip=_by_text(measured, group, draft, "whole"),
                     gain=None if draft == setting.base else difference(sums, base, group.picks),
                     per_prompt=None if own is None else {"sum": own["sum"], "count": own["count"]},
                 )
             )
     return rows
+
+
+def _by_text(measured: Measured, group: Group, draft: str, above: str, below: str | None = None) -> Estimate | None:
+    """A figure of a draft of another tokenizer by its text, per text where `below` is None; None for any other."""
+    parts: list[Any] = [measured.alphas[suite.name, group.temperature, draft]["string"] for suite in group.suites]
+    if None in parts:
+        return None
+    sums = [PromptSums.of(part[above], part[below] if below else [1] * len(part[above])) for part in parts]
+    return estimate(pool_sums(sums), group.picks)
 
 
 def transfer_rows(setting: Setting, measured: Measured) -> list[TransferRow]:

@@ -134,6 +134,7 @@ def _alphas(
     asked = {
         "what": "alpha",
         "diagnosis": 1,
+        "missing": 1,
         **common,
         "roots": list(steps),
         "predicted": [_asked(method) for method in methods],

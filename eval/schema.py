@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypedDict
 
-SCHEMA_VERSION: Literal[4] = 4
+SCHEMA_VERSION: Literal[5] = 5
 
 SuiteKind = Literal["id", "ood"]
 """Whether a prompt set is in distribution (ID, what the drafts were aligned on) or out of it (OOD)."""
@@ -22,6 +22,21 @@ DEFINITIONS: dict[str, str] = {
     "alpha_match": (
         "The same where the draft samples and a token is kept when the target samples the same: the mean of sum_x "
         "p(x) q(x)."
+    ),
+    "missing_mass": (
+        "The target's probability on tokens that the draft cannot draft, the mean over the positions of alpha: those "
+        "that it does not share (another tokenizer) or has no output row for (a draft vocabulary). alpha is at most "
+        "1 minus it."
+    ),
+    "alpha_string": (
+        "Of a draft of another tokenizer, by string-level match (decode --proposer string_match): the mean of p of the "
+        "token that the draft's text begins with in the target's tokens, when the draft takes its most probable "
+        "tokens and writes 4 of them; 0 where the text begins with none. At up to 16 positions per prompt, spread "
+        "evenly."
+    ),
+    "round_trip": (
+        "Of a draft of another tokenizer: the share of the target's continuations that its tokens can write without "
+        "loss."
     ),
     "accept@d": (
         "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted and a "
@@ -135,11 +150,18 @@ class OfSet(OfDraft):
 
 
 class AlphaRow(OfSet):
-    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None)."""
+    """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None).
+
+    `missing_mass` is None in results before schema 5; `alpha_string` and `round_trip` are there for drafts of another
+    tokenizer.
+    """
 
     alpha: Estimate
     alpha_greedy_draft: Estimate | None
     alpha_match: Estimate | None
+    missing_mass: Estimate | None
+    alpha_string: Estimate | None
+    round_trip: Estimate | None
     gain: Difference | None
     per_prompt: dict[str, list[Any]] | None
 
@@ -378,7 +400,7 @@ class Remark(TypedDict):
 class ResultsDocument(TypedDict):
     """results.json. `migrated_from` is the schema version it was written in, None for the present one."""
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     migrated_from: int | None
     definitions: dict[str, str]
     remarks: list[Remark]

@@ -81,6 +81,8 @@ def made_up(
                     "sum": list(rate * 20),
                     "greedy": list(rate * 19),
                     "match": list(rate * 12),
+                    "missing": [0.0] * prompts,
+                    "string": None,
                     "count": [20] * prompts,
                     "roots": roots,
                     "predicted": {},

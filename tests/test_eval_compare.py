@@ -151,6 +151,20 @@ def test_results_of_schema_2_are_read_drawn_and_compared(tmp_path: Path) -> None
     assert migrate(dict(results.document)) == results.document
 
 
+def test_results_of_schema_4_do_not_know_what_cannot_be_drafted(tmp_path: Path) -> None:
+    old: Any = made_up(GAINS, BOTH)
+    old["schema_version"] = 4
+    for row in old["alpha"] + old["overall_alpha"]:
+        for key in ("missing_mass", "alpha_string", "round_trip"):
+            del row[key]
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    results = Results.load(tmp_path)
+    jsonschema.validate(json.loads(json.dumps(results.document)), results_schema())
+    assert results.document["migrated_from"] == 4
+    assert all(row["missing_mass"] is row["round_trip"] is None for row in results.document["alpha"])
+    assert "What cannot be drafted" not in render_page(results)
+
+
 def test_a_busy_run_of_schema_3_stays_marked(tmp_path: Path) -> None:
     old: Any = made_up(GAINS, BOTH)
     old["schema_version"] = 3
@@ -163,8 +177,8 @@ def test_a_busy_run_of_schema_3_stays_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"schema_version": 1}', r"not results of schema versions 2 to 4 \(schema_version is 1\)"),
-        ("[]", r"not results of schema versions 2 to 4 \(schema_version is None\)"),
+        ('{"schema_version": 1}', r"not results of schema versions 2 to 5 \(schema_version is 1\)"),
+        ("[]", r"not results of schema versions 2 to 5 \(schema_version is None\)"),
         ('{"schema_version": 3}', r"is not whole \(KeyError: 'speed'\); run eval again"),
     ],
 )

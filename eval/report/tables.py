@@ -64,6 +64,14 @@ ALPHA: list[Column] = [
     ("prompts", lambda row: str(row["alpha"]["prompts"])),
     ("positions", lambda row: f"{row['alpha']['denominator']:.0f}"),
 ]
+UNDRAFTED: list[Column] = [
+    DOMAIN,
+    DRAFT,
+    TEMPERATURE,
+    ("missing mass [95 %]", lambda row: with_interval(row["missing_mass"])),
+    ("α by text [95 %]", lambda row: with_interval(row["alpha_string"])),
+    ("texts written whole [95 %]", lambda row: with_interval(row["round_trip"])),
+]
 TRANSFER: list[Column] = [
     ("domain", lambda row: _domain(row["domain"], "ood")),
     DRAFT,
@@ -103,6 +111,10 @@ def _with_signs(rows: Sequence[Any]) -> list[dict[str, Any]]:
     for family in families.values():
         found |= dict(zip(family, signs([bounds(rows[index]["gain"]) for index in family]), strict=True))
     return [{**row, "sign": found[index]} for index, row in enumerate(rows)]
+
+
+def _figure(estimate: Any) -> float | None:
+    return None if estimate is None else estimate["value"]
 
 
 def _milliseconds(value: float | None) -> str:
@@ -208,6 +220,14 @@ def tables(results: Results) -> list[Table]:
             2,
             ALPHA,
             _with_signs(document["alpha"]) + [{**row, "sign": None} for row in pooled],
+        ),
+        _table(
+            "What cannot be drafted",
+            "Drafts of another tokenizer, or of a part of the vocabulary: α is at most 1 minus the missing mass. By "
+            "text: what a draft of another tokenizer is worth by string-level match.",
+            2,
+            UNDRAFTED,
+            [row for row in document["alpha"] if row["round_trip"] or _figure(row["missing_mass"])],
         ),
         _table(
             "Transfer",
