@@ -186,7 +186,7 @@ def _measure(
 ) -> dict[str, float]:
     found = {}
     for domain, own in texts.items():
-        _, (alpha, _, _) = alphas(target, draft, own, Sampling(temperature=1.0))
+        _, (alpha, *_) = alphas(target, draft, own, Sampling(temperature=1.0))
         found[domain] = cast(float, alpha)
     return found
 

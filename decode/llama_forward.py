@@ -30,6 +30,8 @@ from decode.native.four_bits import four_bit_state
 from decode.native.llama import MOST_TOKENS, LayerWeights, LlamaKernel, Product
 from decode.packed_linear import FusedLinear, Packs, is_four_bits
 from decode.packed_weight import PackedWeight
+from drafts.draft_vocabulary import draft_vocabulary, to_target
+from draftsmith_core.models import vocabulary_size
 
 _FAMILY: dict[type, Any] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,
@@ -41,8 +43,9 @@ _FAMILY: dict[type, Any] = {
 _ROPES = ("default", "linear", "llama3", "yarn")
 # Matrices of any size are packed in models of at least this many parameters: a forward is then one call of the kernel.
 _SMALLEST_MODEL = 1 << 18
-# Left behind by transformers itself when hidden states were once asked for, and silent otherwise.
-_HARMLESS = "transformers.utils.output_capturing"
+# Modules whose hooks are known: transformers' own, left behind when hidden states were once asked for and silent
+# otherwise, and what makes logits over the whole vocabulary of a trimmed draft's, which is done here too.
+_KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
 
 
 def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
@@ -65,7 +68,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
         if (
             not known
             or "forward" in module.__dict__
-            or any(getattr(hook, "__module__", "") != _HARMLESS for hook in hooks)
+            or any(getattr(hook, "__module__", "") not in _KNOWN_HOOKS for hook in hooks)
         ):
             return None
         if getattr(module, "_compiled_call_impl", None) is not None or module.training:
@@ -131,6 +134,8 @@ class LeanForward:
         # Codes of four bits are no matrix that anything else could multiply with.
         self._any_size = self._any_size or any(four_bit_state(weight) is not None for weight in model.parameters())
         self.head = packs.layer("head", (head.weight,), (head.bias,), any_size=self._any_size)
+        # Of a trimmed draft: the tokens of the head's rows.
+        self._ids_D, self._vocabulary = draft_vocabulary(model), vocabulary_size(model)
         self.rotary = body.rotary_emb
         self.dtype, self.device = self.norm_D.dtype, self.norm_D.device
         self._half = self.dtype in (torch.float16, torch.bfloat16)
@@ -239,7 +244,7 @@ class LeanForward:
                 min(keep_logits or queries, queries),
                 asked,
             )
-            return logits, tuple(found[asked.index(number)] for number in numbers)
+            return self._over_all_tokens(logits), tuple(found[asked.index(number)] for number in numbers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
         packed = self.packs.one_dnn(total) and not prefill
         news, alls = cache.views(rows, groups, size, queries, self.norm_D)
@@ -285,7 +290,10 @@ class LeanForward:
         if prefill:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
         logits = self.head(x_XD, packed and self.packs.one_dnn(x_XD.shape[0])).view(rows, x_XD.shape[0] // rows, -1)
-        return logits, self._hidden(states, hidden_layers, rows, queries)
+        return self._over_all_tokens(logits), self._hidden(states, hidden_layers, rows, queries)
+
+    def _over_all_tokens(self, logits: Tensor) -> Tensor:
+        return logits if self._ids_D is None else to_target(logits, self._ids_D, self._vocabulary)
 
     def _hidden(
         self, states: Mapping[int, Tensor], layers: Sequence[int], rows: int, queries: int

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from drafts.doctor_config import DoctorConfig
+from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
@@ -105,6 +106,7 @@ def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[
     differs = None
     if target.tokenizer is not None and draft.tokenizer is not None:
         differs = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
+    ids_D = read_draft_vocabulary(config.draft, draft.size)
     found = []
     for engine, rule in _RULES.items():
         refused = rule(target, draft)
@@ -113,6 +115,8 @@ def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[
             reason = f"loads it without an error, but token {differs} is another one to the draft: nothing is accepted"
         elif refused is None and draft.size > target.size:
             reason += f"; the {draft.size - target.size} ids that only the draft has must be padding"
+        if refused is None and ids_D is not None:
+            reason += f"; it drafts all {draft.size} tokens, not only the {len(ids_D)} of the draft's own vocabulary"
         exports, command = _commands(config, engine, "draft", tokens)
         line = command if refused is None else None
         found.append(Verdict(engine, refused is None, refused is None and differs is None, reason, line, exports))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from drafts.draft_vocabulary import FILE, draft_vocabulary, read_draft_vocabulary, trim
 from drafts.heads import Head, head_kind, load_head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -120,13 +121,19 @@ def load_draft(
 ) -> Draft:
     """The draft `name` for this target; InputError, in one line, when it cannot be loaded or does not fit.
 
-    A head takes the target's device and dtype and is never quantised: it is small.
+    A head takes the target's device and dtype and is never quantised: it is small. A language model with a draft
+    vocabulary keeps only those rows of its output projection, which is said.
     """
     if head_kind(name) is not None:
         head = load_head(name, target)
         check_finite(name, head)
         return head
-    return load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+    size = vocabulary_size(model)
+    if (ids_D := read_draft_vocabulary(name, size)) is not None:
+        trim(model, ids_D)
+        log.warning("%s: drafts %d of its %d tokens, those that its %s names", name, len(ids_D), size, FILE)
+    return model
 
 
 def depth_limit(draft: Draft) -> int | None:
@@ -142,7 +149,8 @@ def kind_of(draft: Draft) -> str:
 def draft_fingerprint(draft: Draft) -> str:
     """16 hex digits of architecture and weights; of a head, without what it borrows from the target."""
     if isinstance(draft, PreTrainedModel):
-        return fingerprint(draft)
+        ids_D = draft_vocabulary(draft)
+        return fingerprint(draft) if ids_D is None else hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
     return hash_tensors({"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items()))
 
 

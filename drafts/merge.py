@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafts.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.load import first_difference
 from drafts.merge_config import MergeConfig
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, writing
-from draftsmith_core.models import fingerprint, hash_tensors, load_model
+from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.provenance import RECORD, command_line, difference, provenance, read_record
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
@@ -109,11 +110,26 @@ def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], dir
         _check_same_shape(first, model.config.to_dict(), source, other.config.to_dict())
         _check_same_tokens(first, tokenizer, source, find_tokenizer(source, config.trust_remote_code))
         states[source] = other.state_dict()
+    ids_D = _shared_draft_vocabulary(list(states), vocabulary_size(model))
     model.load_state_dict(_merged(config, weights, states))
     model.save_pretrained(directory)
+    if ids_D is not None:
+        write_draft_vocabulary(directory, ids_D)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     return fingerprint(model)
+
+
+def _shared_draft_vocabulary(sources: Sequence[str], size: int) -> Tensor | None:
+    """The tokens that all of these drafts draft; InputError where one drafts others. None: the whole vocabulary."""
+    first, *others = (read_draft_vocabulary(source, size) for source in sources)
+    for source, other in zip(sources[1:], others, strict=True):
+        same = first is other if first is None or other is None else torch.equal(first, other)
+        if not same:
+            raise InputError(
+                f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge drafts of one draft vocabulary"
+            )
+    return first
 
 
 def _merged_head(config: MergeConfig, weights: Sequence[tuple[str, float]], directory: Path) -> str:

@@ -20,19 +20,23 @@ class OutputProjection:
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
+    rows_D: Tensor | None = None
+    """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole weight."""
 
     @property
     def weight_VH(self) -> Tensor:
         """The weight; the embedding's own tensor where the two are tied."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
-        return weight
+        return weight if self.rows_D is None else weight.index_select(0, self.rows_D)
 
     @property
     def bias_V(self) -> Tensor | None:
         """For the few models whose output projection has one (Phi)."""
         bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, Tensor) else None
+        if not isinstance(bias, Tensor):
+            return None
+        return bias if self.rows_D is None else bias.index_select(0, self.rows_D)
 
     @property
     def is_linear(self) -> bool:

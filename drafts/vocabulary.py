@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafts.draft_vocabulary import to_target
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer
 
@@ -151,9 +152,7 @@ class VocabularyMap:
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits `[..., draft vocabulary]` as logits over the target's: -inf for tokens that are not shared."""
-        out = logits.new_full((*logits.shape[:-1], self.target_size), -torch.inf)
-        device = logits.device
-        return out.index_copy(-1, self.target_ids.to(device), logits[..., self.draft_ids.to(device)])
+        return to_target(logits[..., self.draft_ids.to(logits.device)], self.target_ids, self.target_size)
 
 
 def map_vocabulary(

@@ -1,11 +1,11 @@
 """`draftsmith merge`: as its drafts are given, or, with --greedy, of those that are worth it (arXiv 2203.05482)."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drafts.load import load_pair
 from drafts.merge import merge as merge_drafts
@@ -57,7 +57,7 @@ def _chosen(config: MergeConfig) -> tuple[list[str], dict[str, float]]:
 
     alone = alphas(drafts)
     states = {name: draft.state_dict() for name, draft in drafts.items()}
-    made = AutoModelForCausalLM.from_config(drafts[names[0]].config, dtype=torch.float32)
+    made = copy.deepcopy(drafts[names[0]])
 
     def together(sources: Sequence[str]) -> float:
         made.load_state_dict(merge_states([(states[source], 1 / len(sources)) for source in sources]))

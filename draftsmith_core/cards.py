@@ -45,6 +45,11 @@ With draftsmith, or with vLLM on a GPU (which needs equal `vocab_size` in both c
 draftsmith decode --target {target} --draft {here} --prompt "Once upon a time"
 {vllm}
 ```"""
+_LOADING_FOREIGN = """It has another tokenizer than `{target}`, and drafts the tokens that both have:
+
+```bash
+draftsmith decode --target {target} --draft {here} --heterogeneous_vocab true --prompt "Once upon a time"
+```"""
 _LOADING_HEAD = """It reads the hidden states of `{target}` and works with that model only:
 
 ```bash
@@ -86,7 +91,8 @@ def checkpoint_card(record: Values, results: Values | None = None, draft: str | 
         "tags": ["speculative-decoding", "draft-model", "draftsmith", *([] if is_lm else [kind])],
     }
     purpose = _PURPOSE.format(what="small language model" if is_lm else f"{kind} head", target=target)
-    loading = _LOADING_LM if is_lm else _LOADING_HEAD
+    of_language_model = _LOADING_FOREIGN if config.get("heterogeneous_vocab") else _LOADING_LM
+    loading = of_language_model if is_lm else _LOADING_HEAD
     _, vllm = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
     sections = {
         "Measured": _heldout(record) if results is None else _evaluated(results, draft or ""),

@@ -1,9 +1,14 @@
-"""A draft of another tokenizer drafts the tokens that both have. Law 1 for it is in tests/test_decode_lossless.py."""
+"""A draft of another tokenizer drafts the tokens that both have, and is trained on the target's text in its own tokens.
 
+Law 1 for it is in tests/test_decode_lossless.py.
+"""
+
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +16,13 @@ import torch
 from drafts.load import load_pair
 from drafts.vocabulary import map_vocabulary, vocabulary_map
 from draftsmith_core.errors import InputError
+from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import model_logits
+from eval.estimate import Continuation, alpha_sums
+from eval.headroom import spread
+from eval.string_match import WRITTEN
+from train.data import load_examples
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -102,6 +112,47 @@ def test_eval_gives_its_alpha(
     assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
     rows = {row["draft"]: row for row in results["alpha"]}
     assert 0 < rows["foreign"]["alpha"]["value"] < 1
+    assert 0 < rows["foreign"]["missing_mass"]["value"] < 1 - rows["foreign"]["alpha"]["value"]
+    assert 0 < rows["foreign"]["alpha_string"]["value"] < 1 and rows["foreign"]["round_trip"]["value"] == 1
+    assert rows["own"]["missing_mass"]["value"] == 0
+    assert rows["own"]["alpha_string"] is None and rows["own"]["round_trip"] is None
+    assert "What cannot be drafted" in (tmp_path / "eval" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_what_it_is_worth_by_its_text_and_what_it_cannot_draft(
+    target_dir: str, donor_dir: str, temperature: float
+) -> None:
+    """Against the definitions: the draft's greedy text by its own forward, spelled, and the target's p of it."""
+    pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
+    draft: Any = pair.drafts[donor_dir]
+    words = vocabulary_map(draft)
+    assert words is not None
+    sampling = Sampling(temperature=temperature)
+    rows = []
+    for number, (prompt, output) in enumerate((("The quick", " brown fox jumps over the lazy dog"), ("A", " é & b"))):
+        ids = pair.tokenizer.encode(output, add_special_tokens=False)
+        rows.append(Continuation(str(number), pair.tokenizer.encode(prompt), ids))
+    measured = alpha_sums(pair.target, draft, rows, sampling, batch_size=2)
+    shared = torch.isin(torch.arange(290), words.target_ids)
+    assert measured["string"] is not None and measured["string"]["whole"] == [1, 1]
+    for number, row in enumerate(rows):
+        missing, by_text, places = 0.0, 0.0, spread(len(row.output_ids), 16)
+        for at in range(len(row.output_ids)):
+            text = [*row.prompt_ids, *row.output_ids[:at]]
+            p_V = probs(pair.target(input_ids=torch.tensor([text])).logits[0, -1:], sampling)[0]
+            missing += float(p_V[~shared].sum())
+            if at not in places:
+                continue
+            own = words.translate(text)
+            for _ in range(WRITTEN):
+                own.append(int(draft(input_ids=torch.tensor([own])).logits[0, -1].argmax()))
+            spelled = words.spell(text[-1], own[-WRITTEN:])
+            by_text += float(p_V[spelled[0]]) if spelled else 0.0
+        assert measured["missing"][number] == pytest.approx(missing, abs=1e-4)
+        assert measured["string"]["sum"][number] == pytest.approx(by_text, abs=1e-4)
+        assert measured["string"]["count"][number] == len(places)
 
 
 def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir: str) -> None:
@@ -139,3 +190,91 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     named = [word.format(own=draft_dir, donor=donor_dir) for word in words]
     code, out, err = door("decode", "--target", target_dir, "--prompt", "a", "--device", "cpu", *named)
     assert (code, out) == (2, "") and message in err
+
+
+@pytest.fixture
+def distilled(answers: Callable[..., str]) -> str:
+    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
+
+
+def test_data_is_written_in_its_tokens_and_the_loss_begins_and_ends_where_it_did(
+    target_dir: str, donor_dir: str, distilled: str
+) -> None:
+    target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
+    words = map_vocabulary(target, draft, 290, len(draft), source=donor_dir)
+    before, after = (load_examples([distilled], target, 96, each) for each in (None, words))
+    assert len(after) == len(before) and after.left_out == 0 and after.digest != before.digest
+    for old, new, valid in zip(before.rows, after.rows, after.valid_tokens, strict=True):
+        for key in ("prompt_ids", "response_ids"):
+            assert new[key] == words.translate(old[key])
+        # Whole characters only: a random target writes bytes that are none.
+        text = target.decode(old["prompt_ids"], skip_special_tokens=True)
+        assert str(draft.decode(new["prompt_ids"], skip_special_tokens=True)).strip() == str(text).strip()
+        assert valid == min(96, len(new["prompt_ids"]) + len(new["response_ids"])) - len(new["prompt_ids"])
+        assert new["prompt_hash"] == old["prompt_hash"] != ""
+    # A token without a partner: rows that respond with it are left out and counted; so are prompts, if it has a text.
+    lost = before.rows[0]["response_ids"][0]
+    has = [lost in (*row["response_ids"], *row["prompt_ids"]) for row in before.rows]
+    fewer = load_examples([distilled], target, 96, dataclasses.replace(words, lost=frozenset({lost})))
+    assert fewer.left_out == sum(has) and 0 < len(fewer) == len(before) - sum(has)
+    assert fewer.domains is not None and len(fewer.domains) == len(fewer)
+    everything = dataclasses.replace(words, lost=frozenset(range(290)))
+    with pytest.raises(InputError, match="none of its 48 rows can be written in the draft's tokens"):
+        load_examples([distilled], target, 96, everything)
+    markers = dataclasses.replace(words, lost=frozenset({0}))
+    # A token without a text may stand in a prompt (every prompt here begins with it), not in a response.
+    assert 0 not in words.target_texts and all(row["prompt_ids"][0] == 0 for row in before.rows)
+    in_responses = sum(0 in row["response_ids"] for row in before.rows)
+    assert load_examples([distilled], target, 96, markers).left_out == in_responses < len(before)
+
+
+def test_training_on_what_the_target_says_raises_its_alpha(
+    door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """Its greedy answers, which even a tiny draft can learn."""
+    distilled = tmp_path / "set"
+    words = f"distill --target {target_dir} --prompts {prompts_file} --out {distilled} --temperature 0 --device cpu"
+    code, _, err = door(*words.split(), "--max_new_tokens", 16)
+    assert code == 0, err
+    words = (
+        f"train --target {target_dir} --draft {donor_dir} --data {distilled} --out {tmp_path / 'draft'} --device cpu"
+    )
+    words += f" --heldout {distilled} --max_length 160 --steps 60 --eval_every 20 --optim.lr 0.02"
+    code, _, err = door(*words.split())
+    assert code == 2 and "--heterogeneous_vocab true" in err
+    code, _, err = door(*words.split(), "--heterogeneous_vocab", "true")
+    assert code == 0, err
+    assert "the draft has another tokenizer, which shares " in err
+    assert "16 rows are written in its tokens, 0 are left out" in err  # trained on and held out
+    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
+    assert record["target"] == target_dir and record["data"]["left_out"] == 0
+    assert "--heterogeneous_vocab true" in (tmp_path / "draft" / "README.md").read_text()
+    drafts = {"before": donor_dir, "after": str(tmp_path / "draft")}
+    pair = load_pair(target_dir, drafts, device="cpu", heterogeneous_vocab=True)
+    rows = load_examples([str(distilled)], None, 96).rows
+    texts = [Continuation(str(n), rows[n]["prompt_ids"], rows[n]["response_ids"]) for n in range(len(rows))]
+    alphas = []
+    for draft in pair.drafts.values():
+        found = alpha_sums(pair.target, draft, texts, Sampling(temperature=0.0), batch_size=8)
+        alphas.append(sum(found["sum"]) / sum(found["count"]))
+    assert alphas[1] > alphas[0] + 0.1, alphas
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--objective fkl", "objective: heterogeneous_vocab trains with ce on the target's answers"),
+        ("--best_by alpha", "best_by: heterogeneous_vocab trains with ce"),
+        ("--kind eagle --draft null", "heterogeneous_vocab: is for a language model that has a tokenizer"),
+        ("--target null", "target: heterogeneous_vocab needs its tokenizer"),
+        ("--tokenizer {target}", "tokenizer: with heterogeneous_vocab data has the target's"),
+    ],
+)
+def test_what_cannot_be_trained_across_tokenizers_is_refused(
+    words: str, said: str, door: Door, target_dir: str, donor_dir: str, tmp_path: Path
+) -> None:
+    run = (
+        f"train --target {target_dir} --draft {donor_dir} --data none --out {tmp_path / 'o'} --heterogeneous_vocab true"
+    )
+    code, _, err = door(*run.split(), *words.format(target=target_dir).split())
+    assert code == 2 and said in err and not (tmp_path / "o").exists()

@@ -5,6 +5,7 @@ above it a chi-square test against the enumerated distribution; a row's output n
 invalid is refused in one line, and what is valid is written down here, so that nothing drops out unseen.
 """
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import cache
@@ -33,6 +34,7 @@ from decode import (
 )
 from decode.propose.string_match import StringMatchProposer
 from decode.suffix_index import SuffixIndex
+from drafts.draft_vocabulary import trim
 from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.vocabulary import VocabularyMap, attach, pieces
@@ -77,6 +79,13 @@ def of_another_vocabulary() -> DraftModelProposer:
     return DraftModelProposer(draft)
 
 
+def of_a_part() -> DraftModelProposer:
+    """A draft with output rows for three of the five tokens."""
+    draft = copy.deepcopy(llama(7))
+    trim(draft, torch.tensor([0, 2, 3]))
+    return DraftModelProposer(draft)
+
+
 def words() -> VocabularyMap:
     """Token 2 of the target is the text of tokens 0 and 1 together, so that text of the draft can merge."""
     target, own = dict(enumerate([b"a", b"b", b"ab", b"c", b"d"])), [b"b", b"a", b"a", b"ab", b"b", b"c", b"d"]
@@ -102,6 +111,7 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
     "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
     "draft, of another vocabulary": of_another_vocabulary,
+    "draft, of a part of the vocabulary": of_a_part,
     "string_match": string_match,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
@@ -122,7 +132,15 @@ TREES = [
     "opt:nodes=4,depth=3,gain=0.3",
 ]
 # With these, every pair of tree and verifier takes 5 to 10 s. The rest of what they share is tried with "draft".
-COSTLY = {"draft, padded", "draft, fewer tokens", "draft, of another vocabulary", "eagle", "eagle3", "hydra"}
+COSTLY = {
+    "draft, padded",
+    "draft, fewer tokens",
+    "draft, of another vocabulary",
+    "draft, of a part of the vocabulary",
+    "eagle",
+    "eagle3",
+    "hydra",
+}
 LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 
 
@@ -175,6 +193,7 @@ def own_greedy(row: int) -> list[int]:
 VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
     "draft, of another vocabulary": 44,
+    "draft, of a part of the vocabulary": 44,
     "several drafts": 12,
     "string_match": 6,
     "blockwise": 20,

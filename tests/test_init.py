@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from drafts.draft_vocabulary import read_draft_vocabulary
 from draftsmith_core.models import load_model, parameter_count
 
 Door = Callable[..., tuple[int, str, str]]
@@ -75,6 +77,44 @@ def test_what_is_made_decodes_losslessly(
         assert "rows: " in " ".join(found["notes"]) and "layers 0 of the donor" in " ".join(found["notes"])
 
 
+def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly(
+    door: Door, target_dir: str, prompts_file: str, answers: Callable[..., str], tmp_path: Path
+) -> None:
+    words = ("--method", "prune", "--num_layers", 1, "--prompts", prompts_file, "--max_new_tokens", 8)
+    whole = made(door, target_dir, tmp_path / "whole", *words)
+    texts = answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
+    part = made(door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", texts)
+    assert whole["missing_mass"] == 0 < part["missing_mass"] < 1 and part["alpha"] <= 1 - part["missing_mass"] + 1e-6
+    assert part["draft_cost"] == whole["draft_cost"] - 250 * 16
+    said = " ".join(part["notes"])
+    assert "tokens: drafts 40 of 290; of --data " in said
+    ids = read_draft_vocabulary(str(tmp_path / "part"), 290)
+    assert ids is not None and len(ids) == 40
+    weights = [load_model(str(tmp_path / name), device="cpu").state_dict() for name in ("whole", "part")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    outputs = []
+    for draft in ((), ("--draft", tmp_path / "part")):
+        words = (
+            "decode",
+            "--target",
+            target_dir,
+            *draft,
+            "--prompt",
+            "The quick",
+            "--temperature",
+            0,
+            "--device",
+            "cpu",
+        )
+        code, out, err = door(*words, "--max_new_tokens", 12)
+        assert code == 0, err
+        outputs.append(out.splitlines()[0])
+    assert outputs[0] == outputs[1]
+    code, _, err = door("init", "--target", target_dir, "--out", tmp_path / "n", "--method", "prune", "--prompts",
+                        prompts_file, "--draft_vocab_size", 999, "--device", "cpu")  # fmt: skip
+    assert code == 2 and "draft_vocab_size: 999 is more than the vocabulary of 290; lower it" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -87,6 +127,12 @@ def test_what_is_made_decodes_losslessly(
         (["--method", "prune", "--keep", "measured"], "keep: chosen by what happens on texts; add --prompts"),
         (["--method", "prune", "--max_new_tokens", "0"], "max_new_tokens: 0 must be at least 1"),
         (["--method", "grow"], "method"),
+        (["--method", "prune", "--data", "x"], "data: is read for --draft_vocab_size only"),
+        (
+            ["--method", "prune", "--draft_vocab_size", "9"],
+            "draft_vocab_size: the commonest tokens are counted in texts",
+        ),
+        (["--method", "prune", "--prompts", "x", "--draft_vocab_size", "0"], "draft_vocab_size: 0 must be at least 1"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

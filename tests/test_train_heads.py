@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from drafts.draft_vocabulary import count_vocabulary
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -24,7 +25,6 @@ from train.loss_sums import LossSums
 from train.objective import parse_objective
 from train.packing import document_layout
 from train.trainees import TRAINEES
-from train.trainees.eagle3 import count_vocabulary
 
 V, H = 40, 16
 # (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of one token.

@@ -260,11 +260,11 @@ def test_packed_rows_train_a_head_as_rows_of_their_own_do(
 
 
 REFUSED = [
-    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has features"),
+    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has draft_vocab_size"),
     (["--kind", "medusa", "--head.noise", "0.1"], "head.noise: kind medusa has no such option; it has features"),
     (["--kind", "eagle", "--draft_config", "x.json"], "draft_config: a head has the shape that its target gives it"),
     (["--kind", "hydra", "--on_policy.fraction", "0.5"], "on_policy: kind hydra drafts from the target's states"),
-    (["--kind", "eagle3", "--head.draft_vocab_size", "9999"], "is more than the target's vocabulary of 290; lower it"),
+    (["--kind", "eagle3", "--head.draft_vocab_size", "9999"], "is more than the vocabulary of 290; lower it"),
     (["--kind", "eagle3", "--head.test_steps", "0"], "head.test_steps: 0 must be at least 1"),
     (["--kind", "medusa", "--head.step_decay", "1.5"], "head.step_decay: 1.5 must be above 0 and at most 1"),
     (["--kind", "eagle", "--head.features_gib", "1"], "head.features_gib: goes with head.features"),

@@ -34,7 +34,7 @@ DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
 
 # The options under `head` that each kind has.
 _HEAD_OPTIONS: dict[str, frozenset[str]] = {
-    "lm": frozenset({"features", "features_gib"}),
+    "lm": frozenset({"draft_vocab_size", "features", "features_gib"}),
     "eagle": frozenset({"noise", "features", "features_gib"}),
     "eagle3": frozenset({"draft_vocab_size", "test_steps", "step_decay", "features", "features_gib"}),
     "medusa": frozenset({"num_heads", "num_layers", "step_decay", "features", "features_gib"}),
@@ -51,7 +51,7 @@ class HeadOptions:
     num_layers: int | None = None
     """Medusa, Hydra: residual layers of each head; 1."""
     draft_vocab_size: int | None = None
-    """EAGLE-3: how many of the target's tokens it can draft, the commonest in the data; null is all."""
+    """lm, EAGLE-3: how many of the target's tokens it drafts, the commonest in the responses of `data`; null is all."""
     test_steps: int | None = None
     """EAGLE-3: how many steps it is trained on its own features; 7."""
     step_decay: float | None = None
@@ -142,6 +142,9 @@ class TrainConfig:
     """Share of the prompts in `data` that are held out where `heldout` is empty."""
     max_length: int = 512
     """Tokens of prompt and response; what is longer is cut, text is cut into blocks of this length."""
+    heterogeneous_vocab: bool = False
+    """Train a draft language model of another tokenizer than the target's: the data is written in its tokens, objective
+    ce alone."""
     packing: bool = False
     """Several prompts and responses per row of `max_length` tokens, kept apart; `batch_size` counts rows."""
     replay: list[str] = field(default_factory=list)
@@ -216,6 +219,8 @@ class TrainConfig:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
         self._check_kind()
         self._check_unused()
+        if self.heterogeneous_vocab:
+            self._check_other_tokenizer()
         if self.smoke and self.push_to_hub is not None:
             raise InputError("push_to_hub: what --smoke makes is a random model; leave one of them out")
         if self.kind == "lm" and self.draft is None and self.draft_config is None:
@@ -276,6 +281,26 @@ class TrainConfig:
                 raise InputError(f"{key}: rows of several documents belong to no one domain; set packing to false")
         if self.group_dro and (self.kind != "lm" or selects):
             raise InputError("group_dro: is for language models, without @adaspec and @e2e; leave it out")
+
+    def _check_other_tokenizer(self) -> None:
+        """InputError for what cannot be done across tokenizers."""
+        if self.kind != "lm" or self.draft is None:
+            raise InputError("heterogeneous_vocab: is for a language model that has a tokenizer; name it as `draft`")
+        if self.target is None:
+            raise InputError("target: heterogeneous_vocab needs its tokenizer, which the data has; name the target")
+        for key, given in (
+            ("objective", self.objective.strip() != "ce"),
+            ("on_policy", self.on_policy.fraction > 0),
+            ("best_by", self.best_by == "alpha"),
+            ("head.features", self.head.features is not None),
+        ):
+            if given:
+                raise InputError(
+                    f"{key}: heterogeneous_vocab trains with ce on the target's answers, because the target's "
+                    f"distributions are over other tokens; leave it out"
+                )
+        if self.tokenizer is not None:
+            raise InputError("tokenizer: with heterogeneous_vocab data has the target's and the draft keeps its own")
 
     def _check_lora(self) -> None:
         lora = self.lora

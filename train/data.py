@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from drafts.vocabulary import VocabularyMap
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows, whole
@@ -27,6 +28,7 @@ from train.batch import IGNORE, Batch
 from train.check_rows import check_part
 from train.mixture import drawn, shares
 from train.packing import document_layout, pack
+from train.retokenize import retokenized
 from train.teacher import StoredTeacher
 
 # Its progress bars would be drawn over ours.
@@ -50,7 +52,7 @@ class Examples:
     identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
     `stored` whether every row has the teacher's column, and `max_top_id` the largest token in them with its file and
     row ((-1, "") without). Units from `replay_from` on are general data to mix in. `domains` says which source each
-    row is from; None where rows are packed.
+    row is from; None where rows are packed. `left_out` counts rows that a draft of another tokenizer cannot write.
     """
 
     rows: datasets.Dataset
@@ -65,14 +67,20 @@ class Examples:
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
     domains: npt.NDArray[np.int64] | None = None
+    left_out: int = 0
 
     def __len__(self) -> int:
         """How many units there are."""
         return len(self.valid_tokens)
 
 
-def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
-    """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault."""
+def load_examples(
+    sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int, words: VocabularyMap | None = None
+) -> Examples:
+    """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault.
+
+    tokenizer: of the data. words: for a draft of another tokenizer, in whose tokens the rows then are.
+    """
     tables, digests = [], []
     targets: set[str | None] = set()
     max_top_id = (-1, "")
@@ -88,12 +96,21 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
         tables.append(table)
         digests.append(digest)
     tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
-    # A batch may mix rows of all sources, so teacher rows are used only where every source has them.
-    stored = all(COLUMN in table.column_names for table in tables)
+    # A batch may mix rows of all sources, so teacher rows are used only where every source has them. They are about
+    # the target's tokens.
+    stored = words is None and all(COLUMN in table.column_names for table in tables)
     if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    decided: list[Any] = [digests, max_length]
+    read = len(rows)
+    if words is not None:
+        rows, written = retokenized(rows, words, _PROMPT)
+        if not len(written):
+            raise InputError(f"data: none of its {read} rows can be written in the draft's tokens; use another draft")
+        domains = domains[written]
+        decided.append(words.in_draft)
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)
@@ -108,12 +125,13 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
         max_length=max_length,
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
-        digest=hash_json([digests, max_length]),
+        digest=hash_json(decided),
         max_token=max_token,
         targets=frozenset(map(str, targets)),
         stored=stored,
         max_top_id=max_top_id if stored else (-1, ""),
         domains=domains[keep],
+        left_out=read - len(rows),
     )
 
 
@@ -281,6 +299,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         rows=datasets.concatenate_datasets(parts),
         valid_tokens=np.concatenate([examples.valid_tokens, replay.valid_tokens]),
         dropped=examples.dropped + replay.dropped,
+        left_out=examples.left_out + replay.left_out,
         digest=hash_json([examples.digest, "replay", replay.digest]),
         max_token=max(examples.max_token, replay.max_token),
         max_top_id=max(examples.max_top_id, replay.max_top_id),

@@ -10,6 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from drafts.draft_vocabulary import (
+    FILE,
+    attach_draft_vocabulary,
+    count_vocabulary,
+    coverage,
+    draft_vocabulary,
+    read_draft_vocabulary,
+    write_draft_vocabulary,
+)
 from drafts.heads import HEADS, Head, load_head, write_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
@@ -25,7 +34,6 @@ from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
 from train.onpolicy import Answerer
 from train.trainees import TRAINEES
-from train.trainees.eagle3 import count_vocabulary
 from train.world import World
 
 # Options of a fresh head only; a trained one has them in its config.
@@ -41,7 +49,7 @@ log = logging.getLogger(__name__)
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
     """The draft to train, fp32 on the CPU: loaded from `draft`, or fresh. InputError, one line, when it cannot be."""
     if config.kind == "lm":
-        return _build_lm(config, target)
+        return _with_draft_vocabulary(config, _build_lm(config, target), target, training)
     assert target is not None
     head = _fresh_head(config, target, training) if config.draft is None else _loaded_head(config, target)
     return head.to(device="cpu", dtype=torch.float32)
@@ -120,18 +128,46 @@ def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples
         case "eagle":
             return HEADS["eagle"].fresh(target, seed=config.seed)  # type: ignore[call-arg]
         case "eagle3":
-            return Eagle3Head.fresh(target, draft_vocab=_draft_vocab(config, target, training), seed=config.seed)
+            whole = vocabulary_size(target)
+            return Eagle3Head.fresh(target, draft_vocab=_draft_vocab(config, whole, training), seed=config.seed)
     return HEADS[config.kind].fresh(target, **given)
 
 
-def _draft_vocab(config: TrainConfig, target: PreTrainedModel, training: Examples) -> list[int] | None:
+def _with_draft_vocabulary(
+    config: TrainConfig, model: PreTrainedModel, target: PreTrainedModel | None, training: Examples
+) -> PreTrainedModel:
+    """The language model with the draft vocabulary that it has on disk, or that is asked for; else as it is."""
+    # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
+    whole = min(vocabulary_size(each) for each in (model, target) if each is not None)
+    known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
+    if known is not None and config.head.draft_vocab_size is not None:
+        raise InputError(f"head.draft_vocab_size: {config.draft} has its own, in {FILE}; leave it out")
+    ids = _draft_vocab(config, whole, training) if known is None else known
+    if ids is not None:
+        attach_draft_vocabulary(model, torch.as_tensor(ids))
+    return model
+
+
+def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[int] | None:
     """The commonest tokens of the responses, as many as asked for; None for the whole vocabulary."""
-    size, whole = config.head.draft_vocab_size, vocabulary_size(target)
+    size = config.head.draft_vocab_size
     if size is None or size == whole:
         return None
     if size > whole:
-        raise InputError(f"head.draft_vocab_size: {size} is more than the target's vocabulary of {whole}; lower it")
+        raise InputError(f"head.draft_vocab_size: {size} is more than the vocabulary of {whole}; lower it")
     return count_vocabulary(_responses(training), size)
+
+
+def announce_draft_vocabulary(draft: Draft, training: Examples, whole: int) -> None:
+    """Say how much of the responses a draft of a part of the vocabulary can draft."""
+    ids_D = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None
+    ids_D = draft_vocabulary(draft) if isinstance(draft, PreTrainedModel) else ids_D
+    if ids_D is None or not is_main():
+        return
+    sys.stderr.write(
+        f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {coverage(ids_D, _responses(training))}; "
+        f"what the target gives to others is heldout_missing_mass\n"
+    )
 
 
 def _responses(training: Examples) -> Iterator[list[int]]:
@@ -277,5 +313,7 @@ def write(draft: Draft, directory: Path) -> None:
     """The draft's own files, into a directory that exists."""
     if isinstance(draft, PreTrainedModel):
         draft.save_pretrained(directory)
+        if (ids_D := draft_vocabulary(draft)) is not None:
+            write_draft_vocabulary(directory, ids_D)
     else:
         write_head(draft, directory)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from decode import SpeculativeDecoder
+from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -30,7 +31,8 @@ Answers = dict[int, tuple[list[int], list[int]]]
 class Answerer:
     """Generates with the draft in training, with the weights that it has at each call.
 
-    vocabulary: how many of its tokens the target has too; no others are generated, as in decoding.
+    vocabulary: how many of its tokens the target has too; no others are generated, as in decoding, nor any outside its
+    draft vocabulary.
     """
 
     draft: PreTrainedModel
@@ -71,6 +73,8 @@ class Answerer:
     def _narrow(self, draft: Any, given: Any, out: CausalLMOutputWithPast) -> None:
         assert out.logits is not None
         out.logits[..., self.vocabulary :] = -math.inf
+        if (ids_D := draft_vocabulary(draft)) is not None:
+            out.logits = to_target(out.logits[..., ids_D], ids_D, out.logits.shape[-1])
 
     def draw(self, examples: Examples, rows: Sequence[int], places: Sequence[int]) -> Answers:
         """Prompt and answer by index in `rows`, for those that the draft generates.

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
+from drafts.vocabulary import VocabularyMap
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import read_json, remove_leftovers
@@ -43,6 +44,7 @@ from train.data import Examples, divide, load_examples, packed, trained_prompts,
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
+from train.retokenize import announce, other_tokenizer
 from train.smoke import make_inputs, smoke_config
 from train.world import World, make_world
 
@@ -135,12 +137,12 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         recipe = config
         on_main(lambda: make_inputs(recipe))
         config = smoke_config(recipe)
-    tokenizer = _tokenizer(config)
-    target = _frozen(config, config.target, world)
+    words, tokenizer = other_tokenizer(config, data_tokenizer := _tokenizer(config))
+    target = None if words is not None else _frozen(config, config.target, world)
     reference = _frozen(config, config.reference, world)
     anchor = _frozen(config, config.draft if config.anchor_kl else None, world)
     with world.accelerator.main_process_first():
-        training, heldout = _examples(config, tokenizer)
+        training, heldout = _examples(config, data_tokenizer, words)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
     if config.lora.rank:
@@ -153,6 +155,10 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
     _check_models(config, draft, target, reference, tokenizer)
     for examples in (training, heldout):
         _check_data(config, objective, examples, draft, target)
+    sizes = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
+    draft_setup.announce_draft_vocabulary(draft, training, sizes)
+    if words is not None:
+        announce(len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out, words)
     identity = _identity(config, world, training, heldout, draft, target, reference)
     if loss is not None:
         identity["config"]["objective"] = objective.spec
@@ -255,6 +261,7 @@ def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> d
             "training": {"rows": len(training.rows), "dropped": training.dropped, "digest": training.digest},
             "heldout": {"rows": len(heldout.rows), "dropped": heldout.dropped, "digest": heldout.digest},
             "response_tokens": int(training.valid_tokens.sum()),
+            "left_out": training.left_out + heldout.left_out,
         },
         "processes": run.world.size,
         "sharing": run.world.sharing,
@@ -345,14 +352,17 @@ def _check_data(
         raise InputError("best_by: alpha needs a target, or data with teacher columns; use loss")
 
 
-def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:
+def _examples(
+    config: TrainConfig, tokenizer: Tokenizer | None, words: VocabularyMap | None
+) -> tuple[Examples, Examples]:
     """Training data with its replay, and held-out data."""
-    training = load_examples(config.data, tokenizer, config.max_length)
+    training = load_examples(config.data, tokenizer, config.max_length, words)
     if config.heldout:
-        heldout = load_examples(config.heldout, tokenizer, config.max_length)
+        heldout = load_examples(config.heldout, tokenizer, config.max_length, words)
     else:
         training, heldout = divide(training, config.heldout_fraction)
-    replay = load_examples(config.replay, tokenizer, config.max_length) if config.replay else None
+        heldout = replace(heldout, left_out=0)
+    replay = load_examples(config.replay, tokenizer, config.max_length, words) if config.replay else None
     if config.packing:
         training, heldout = packed(training, config.seed), packed(heldout, config.seed)
         replay = None if replay is None else packed(replay, config.seed)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from drafts.draft_vocabulary import from_offsets, offsets, to_target
 from drafts.heads.borrowed import borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
@@ -259,7 +260,7 @@ class Eagle3Head(nn.Module):
     def set_draft_vocab(self, ids: Sequence[int]) -> None:
         """Make these the tokens it drafts: sorted target ids, as many as its projection has rows."""
         chosen = torch.tensor(ids, dtype=torch.long, device=self.d2t.device)
-        self.d2t = chosen - torch.arange(len(ids), device=chosen.device)
+        self.d2t = offsets(chosen)
         self.t2d = torch.zeros_like(self.t2d).index_fill_(0, chosen, True)
         self.target_ids_D = chosen
 
@@ -267,11 +268,11 @@ class Eagle3Head(nn.Module):
         """Take the draft vocabulary from loaded `d2t` and `t2d`; InputError when the two disagree."""
         if not self.reduced:
             return
-        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        size = self.config.vocab_size
-        valid = bool((ids >= 0).all() and (ids < size).all() and (ids.diff() > 0).all())
-        if not valid or not torch.equal(self.t2d.nonzero().flatten(), ids):
-            raise InputError(f"{where}: 'd2t' and 't2d' do not describe one set of {len(ids)} tokens; export it again")
+        ids = from_offsets(self.d2t, self.config.vocab_size)
+        if ids is None or not torch.equal(self.t2d.nonzero().flatten(), ids):
+            raise InputError(
+                f"{where}: 'd2t' and 't2d' do not describe one set of {len(self.d2t)} tokens; export it again"
+            )
         self.target_ids_D = ids
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -328,7 +329,4 @@ class Eagle3Head(nn.Module):
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""
-        if not self.reduced:
-            return logits_BTD
-        logits_BTV = logits_BTD.new_full((*logits_BTD.shape[:-1], self.vocab_size), -torch.inf)
-        return logits_BTV.index_copy(-1, self.target_ids_D, logits_BTD)
+        return to_target(logits_BTD, self.target_ids_D, self.vocab_size) if self.reduced else logits_BTD

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from drafts.draft_vocabulary import attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary
 from drafts.heads import head_kind, load_head
 from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads, openvino_ir
 from drafts.layouts import speculators_heads as speculators
@@ -17,7 +18,7 @@ from drafts.layouts.source import Proof, Source, Writer
 from drafts.load import check_draft_vocabulary, draft_fingerprint
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, writing
-from draftsmith_core.models import DTYPES, fingerprint, load_model
+from draftsmith_core.models import DTYPES, fingerprint, load_model, vocabulary_size
 from draftsmith_core.provenance import RECORD, command_line, provenance, read_record
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import find_tokenizer, load_tokenizer
@@ -47,7 +48,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
         proof = FORMATS[config.format](source, directory)
         (directory / RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-    return {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
+    summary = {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
+    return summary | {"remarks": remarks(config, source)}
 
 
 def load_source(config: ExportConfig) -> Source:
@@ -58,6 +60,8 @@ def load_source(config: ExportConfig) -> Source:
         model = load_model(
             config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code, quantize="none"
         )
+        if (ids_D := read_draft_vocabulary(config.draft, vocabulary_size(model))) is not None:
+            attach_draft_vocabulary(model, ids_D)
         tokenizer = find_tokenizer(config.draft, config.trust_remote_code)
         if tokenizer is None and config.target is not None:
             tokenizer = find_tokenizer(config.target, config.trust_remote_code)
@@ -105,10 +109,17 @@ def _record(config: ExportConfig, source: Source, proof: Proof) -> dict[str, Any
     return record | provenance(command_line("export", config), asdict(config))
 
 
-def remarks(config: ExportConfig) -> list[str]:
+def remarks(config: ExportConfig, source: Source) -> list[str]:
     """What the user of an export should know and no engine says, one line each."""
+    ids_D = draft_vocabulary(source.draft) if source.kind == "draft" else None
+    said = []
+    if ids_D is not None:
+        said = [
+            f"this draft has a draft vocabulary of {len(ids_D)} tokens, and no engine's layout can say so: the whole "
+            f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
+        ]
     path = str(Path(config.out).resolve()).lower()
     found = [word for word in PATH_TRAPS if word in path]
     if config.format == "hf" and found:
-        return [f"vLLM takes a draft whose path has '{found[0]}' in it for such a head; rename it for vLLM"]
-    return []
+        said.append(f"vLLM takes a draft whose path has '{found[0]}' in it for such a head; rename it for vLLM")
+    return said

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from drafts.layouts.source import Proof, Source, language_model
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import read_json, write_json_atomic
@@ -22,6 +23,8 @@ def save(source: Source, model: PreTrainedModel, out: Path) -> None:
     # save_pretrained writes the dtype of the model in memory.
     config = read_json(out / "config.json", "the config of a model")
     write_json_atomic(out / "config.json", config | {"dtype": str(source.dtype).removeprefix("torch.")})
+    if (ids_D := draft_vocabulary(model)) is not None:
+        write_draft_vocabulary(out, ids_D)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(out)
 

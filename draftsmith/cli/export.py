@@ -9,7 +9,7 @@ def run(argv: list[str]) -> None:
     """Write a draft for another engine; the record in `out` says what proves it."""
     config, as_json = parse(ExportConfig, "export", argv)
     # Only now: torch takes seconds to import, and a mistyped option need not wait for it.
-    from drafts.layouts.export import export, remarks
+    from drafts.layouts.export import export
 
     summary = export(config)
     proof = summary["proof"]
@@ -17,4 +17,4 @@ def run(argv: list[str]) -> None:
     close = "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
     size = sum(summary["files"].values()) / 2**20
     lines = [f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, {size:.1f} MiB"]
-    finish(summary, [*lines, f"{engine}: {proof['how']}{close}", *remarks(config)], as_json)
+    finish(summary, [*lines, f"{engine}: {proof['how']}{close}", *summary["remarks"]], as_json)

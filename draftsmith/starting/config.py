@@ -1,7 +1,7 @@
 """The options of `draftsmith init`; needs no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
@@ -43,6 +43,10 @@ class InitConfig:
     """fresh: the largest cost of a forward, as a share of the target's; 0.1 without it."""
     cost_by: Literal["clock", "parameters"] | None = None
     """fresh: what costs: time on this machine (without it), or parameters read per token."""
+    draft_vocab_size: int | None = None
+    """How many tokens are drafted, the commonest in --data; the others are not, and their output rows not read."""
+    data: list[str] = field(default_factory=list)
+    """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Without it the answers to --prompts."""
     prompts: str | None = None
     """What you will serve, for the starting alpha and for what prune measures: a .jsonl or .parquet file, or a hub
     dataset as owner/name[:split]."""
@@ -67,14 +71,18 @@ class InitConfig:
         for key, methods in _READ_BY.items():
             if getattr(self, key) is not None and self.method not in methods:
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
+        if self.data and self.draft_vocab_size is None:
+            raise InputError("data: is read for --draft_vocab_size only; add that, or leave it out")
+        if self.draft_vocab_size is not None and not self.data and self.prompts is None:
+            raise InputError("draft_vocab_size: the commonest tokens are counted in texts; add --data, or --prompts")
         if self.method == "transplant" and self.donor is None:
             raise InputError("donor: --method transplant moves a model; name it with --donor")
         if self.method == "transplant" and self.keep == "measured":
             raise InputError("keep: measured is for --method prune; use first, last or even")
         if self.cost is not None and not 0 < self.cost < 1:
             raise InputError(f"cost: {self.cost} must lie between 0 and 1, as a share of the target's")
-        for key in ("max_prompts", "max_new_tokens", "prompt_tokens"):
-            if getattr(self, key) < 1:
+        for key in ("max_prompts", "max_new_tokens", "prompt_tokens", "draft_vocab_size"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
         if not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature: {self.temperature} must be 0 or more")

@@ -3,6 +3,7 @@
 Legend: T tokens of a text, N positions that are measured, V vocabulary.
 """
 
+import copy
 import dataclasses
 import math
 import sys
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
 from decode.propose.network import fit_vocabulary
+from drafts.draft_vocabulary import count_vocabulary, coverage, trim, write_draft_vocabulary
 from drafts.load import load_pair
 from drafts.make.fresh import fresh
 from drafts.make.prune import prune
@@ -31,9 +33,12 @@ from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.estimate import Continuation, alpha_sums
+from train.data import load_examples
 
 _DEFAULT_COST = 0.1
 _BATCH = 8
+# Tokens that texts are read in at a time.
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Started:
     """What `init` made. Costs are parameters read per token; alphas are means over `positions`, None without prompts.
 
     alpha: speculative sampling, sum_x min(p, q). greedy: the draft takes its likeliest token, p(argmax q). match: the
-    draft samples and the target's own sample must be the same, sum_x p q.
+    draft samples and the target's own sample must be the same, sum_x p q. missing_mass: what the target gives to tokens
+    that the draft cannot draft.
     """
 
     out: str
@@ -52,6 +58,7 @@ class Started:
     alpha: float | None
     alpha_greedy_draft: float | None
     alpha_match: float | None
+    missing_mass: float | None
     notes: tuple[str, ...]
 
     def lines(self, temperature: float) -> list[str]:
@@ -64,6 +71,11 @@ class Started:
             *said,
             f"alpha:  {self.alpha:.3f} speculative, {self.alpha_greedy_draft:.3f} greedy draft, "
             f"{self.alpha_match:.3f} sample match (temperature {temperature:g}, {self.positions} positions)",
+            *(
+                [f"missing: {self.missing_mass:.3f} of the target's mass cannot be drafted"]
+                if self.missing_mass
+                else []
+            ),
         ]
 
 
@@ -81,12 +93,19 @@ def init(config: InitConfig) -> Started:
     target = pair.target
     texts = answer_texts(config, target, pair.tokenizer)
     draft, notes = _make(config, target, pair.tokenizer, texts)
-    costs = read_per_token(draft), read_per_token(target)
+    ids_D, counted = _draft_vocabulary(config, draft, target, pair.tokenizer, texts)
+    used, notes = draft, (*notes, *counted)
+    if ids_D is not None:
+        used = copy.deepcopy(draft)
+        trim(used, ids_D)
+    costs = read_per_token(used), read_per_token(target)
     if warning := too_costly(*costs):
         sys.stderr.write(f"warning: {warning}\n")
-    count, figures = alphas(target, draft, texts, Sampling(temperature=config.temperature))
+    count, figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
+        if ids_D is not None:
+            write_draft_vocabulary(directory, ids_D)
         pair.tokenizer.save_pretrained(directory)
         record = {
             "kind": "draft-lm",
@@ -96,7 +115,30 @@ def init(config: InitConfig) -> Started:
             **provenance(command_line("init", config), dataclasses.asdict(config)),
         }
         write_json_atomic(directory / "draftsmith.json", record)
-    return Started(str(out), parameter_count(draft), *costs, count, *figures, notes)
+    return Started(str(out), parameter_count(used), *costs, count, *figures, notes)
+
+
+def _draft_vocabulary(
+    config: InitConfig,
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: Tokenizer,
+    texts: Sequence[Continuation],
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    """The tokens to draft where not all are wanted, and what is said of them."""
+    whole = min(vocabulary_size(draft), vocabulary_size(target))
+    if config.draft_vocab_size is None or config.draft_vocab_size == whole:
+        return None, ()
+    if config.draft_vocab_size > whole:
+        raise InputError(
+            f"draft_vocab_size: {config.draft_vocab_size} is more than the vocabulary of {whole}; lower it"
+        )
+    rows: list[Sequence[int]] = [text.output_ids for text in texts]
+    if config.data:
+        rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])
+    ids_D = torch.tensor(count_vocabulary(rows, config.draft_vocab_size))
+    source = "--data" if config.data else "the answers to --prompts"
+    return ids_D, (f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, rows)}",)
 
 
 def _make(
@@ -192,13 +234,15 @@ def _distribution(model: PreTrainedModel, text: Continuation, sampling: Sampling
 
 def alphas(
     target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling
-) -> tuple[int, tuple[float | None, float | None, float | None]]:
-    """Positions, and alpha under the three rules; None where nothing was measured."""
+) -> tuple[int, tuple[float | None, float | None, float | None, float | None]]:
+    """Positions, alpha under the three rules, and the mass that cannot be drafted; None where nothing was measured."""
     if not texts:
-        return 0, (None, None, None)
+        return 0, (None, None, None, None)
     found = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
+    sums = (found["sum"], found["greedy"], found["match"], found["missing"])
     count = sum(found["count"])
-    return count, (sum(found["sum"]) / count, sum(found["greedy"]) / count, sum(found["match"]) / count)
+    speculative, greedy, match, missing = (sum(each) / count for each in sums)
+    return count, (speculative, greedy, match, missing)
 
 
 def _alpha_against(target: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling) -> Any:

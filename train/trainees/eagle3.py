@@ -3,36 +3,17 @@
 Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D draft vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from drafts.draft_vocabulary import draft_rows
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.output_projection import OutputProjection
 from train.batch import Batch
 from train.teacher import LiveTeacher, ReducedTeacher, Teacher
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, unroll
-
-
-def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
-    """The `size` commonest tokens of these sequences, as sorted ids; of equally common ones the smaller id.
-
-    Give it the responses, which are what must be drafted. Where fewer tokens than `size` occur, the smallest other ids
-    are added.
-    """
-    counts = np.zeros(size, dtype=np.int64)
-    remaining = iter(rows)
-    while batch := list(islice(remaining, 1024)):
-        tokens = np.concatenate([np.asarray(row, dtype=np.int64) for row in batch])
-        found = np.bincount(tokens, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
-    commonest = np.argsort(-counts, kind="stable")[:size]
-    return sorted(map(int, commonest))
 
 
 class Eagle3Trainee(HeadTrainee):
@@ -69,6 +50,6 @@ class Eagle3Trainee(HeadTrainee):
         if not self.draft.reduced:
             return teacher, tokens_N, None
         ids_D = self.draft.target_ids_D
-        draft_N = torch.searchsorted(ids_D, tokens_N).clamp_max(len(ids_D) - 1)
-        weights_N = (ids_D[draft_N] == tokens_N).float() if self.objective.reads_tokens else None
-        return ReducedTeacher(teacher, ids_D), draft_N, weights_N
+        rows_N = draft_rows(ids_D, tokens_N)
+        weights_N = (rows_N < len(ids_D)).float() if self.objective.reads_tokens else None
+        return ReducedTeacher(teacher, ids_D), rows_N.clamp_max(len(ids_D) - 1), weights_N

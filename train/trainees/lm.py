@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafts.draft_vocabulary import draft_rows, draft_vocabulary
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
@@ -21,7 +22,7 @@ from train.loss_sums import LossSums
 from train.losses import adaspec_weights
 from train.objective import Objective, parse_objective
 from train.packing import last_states, packing_method
-from train.teacher import LiveTeacher, Teacher, find_projection, is_partial, teacher_for_draft
+from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, teacher_for_draft
 
 
 class LMTrainee(nn.Module):
@@ -32,6 +33,8 @@ class LMTrainee(nn.Module):
     anchor: the draft before training and a weight: the loss gets that weight times KL(anchor || draft) of every valid
     token. chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be
     padded to another size than the draft's; what the target gives to tokens that the draft lacks is then in `missing`.
+    A draft with a draft vocabulary is trained as an EAGLE-3 head with one is: on the target's distribution renormalised
+    there, and an objective that reads the tokens of the data (`ce`) leaves out those that are not drafted.
     cache: of the target's states, on disk. memory: of those of every frozen model.
     Raises InputError, one line, when a model cannot be trained this way.
     """
@@ -52,7 +55,8 @@ class LMTrainee(nn.Module):
         self.draft = draft
         self.objective = objective
         self.chunk = chunk
-        self.projection = find_projection(draft, "draft")
+        self.ids_D = draft_vocabulary(draft)
+        self.projection = replace(find_projection(draft, "draft"), rows_D=self.ids_D)
         self.packing = packing_method(draft, "draft") if packing else None
         last = partial(freeze, layers=(-1,), packing=packing, memory=memory)
         self.target = None if target is None else last(target, cache=cache)
@@ -63,6 +67,8 @@ class LMTrainee(nn.Module):
         self.domain_scale_K: Tensor | None = None
         self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
+        if reference is not None and self.ids_D is not None:
+            raise InputError("reference: @adaspec compares drafts of the whole vocabulary; use another objective")
         if reference is not None and vocabulary_size(reference) != self.size:
             raise InputError(
                 f"reference: its vocabulary has {vocabulary_size(reference)} tokens and the draft's has {self.size}; "
@@ -81,17 +87,24 @@ class LMTrainee(nn.Module):
         teacher = self._teacher(batch, rows_N)
         assert teacher is not None or not self.objective.needs_target, "this objective needs a target or stored rows"
         hidden_NH = _at(last_states(self.draft, batch, self.packing), rows_N)
+        weights_N = None
+        if self.ids_D is not None:
+            tokens_N = draft_rows(self.ids_D, tokens_N)
+            drafted_N = tokens_N < len(self.ids_D)
+            weights_N = drafted_N.float() if self.objective.reads_tokens else None
+            tokens_N = tokens_N.clamp_max(len(self.ids_D) - 1)
         if self.reference is not None:
             sums = self._selected(self.reference, batch, hidden_NH, teacher, rows_N, tokens_N)
         elif self.training and self.domain_scale_K is not None:
-            sums = self._by_domain(batch, hidden_NH, teacher, rows_N, tokens_N, self.domain_scale_K)
+            sums = self._by_domain(batch, hidden_NH, teacher, rows_N, tokens_N, weights_N, self.domain_scale_K)
         elif self.objective.depth is not None:
             sums = self._of_drafts(hidden_NH, teacher, tokens_N, _sequences(batch)[rows_N], self.objective.depth)
         else:
-            sums = self._projected(hidden_NH, teacher, tokens_N, self.objective)
+            sums = self._projected(hidden_NH, teacher, tokens_N, self.objective, weights_N)
         if self.anchor is None or self.anchor_objective is None:
             return sums
-        base = LiveTeacher(self._states(self.anchor, batch, rows_N), self.anchor.projection)
+        before = replace(self.anchor.projection, rows_D=self.ids_D)
+        base = LiveTeacher(self._states(self.anchor, batch, rows_N), before)
         kept = self._projected(hidden_NH, base, tokens_N, self.anchor_objective, alpha=False)
         return replace(sums, loss=sums.loss + kept.loss)
 
@@ -124,15 +137,19 @@ class LMTrainee(nn.Module):
         teacher: Teacher | None,
         rows_N: Tensor,
         tokens_N: Tensor,
+        weights_N: Tensor | None,
         scale_K: Tensor,
     ) -> LossSums:
         """Each domain's tokens as much as they count in this step; and each domain's loss, by which that changes."""
         assert batch.domains_B is not None
         losses_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
+        if weights_N is None:
+            weights_N = torch.ones_like(losses_N)
+        losses_N = losses_N * weights_N
         domain_N = batch.domains_B[rows_N // batch.labels_BT.shape[1]]
         losses_K = torch.zeros(len(scale_K), dtype=torch.float64, device=losses_N.device)
         losses_K.index_add_(0, domain_N, losses_N.double())
-        weights_N = scale_K[domain_N].to(losses_N.dtype)
+        weights_N = weights_N * scale_K[domain_N].to(losses_N.dtype)
         sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
         return replace(sums, domain_loss_K=losses_K)
 
@@ -188,8 +205,13 @@ class LMTrainee(nn.Module):
             return None  # alpha alone would need it, and held-out data has that: it would double the time of a step
         if self.target is not None:
             live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
+            if self.ids_D is not None:
+                return ReducedTeacher(live, self.ids_D)
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
-        return batch.stored
+        if batch.stored is None or self.ids_D is None:
+            return batch.stored
+        # A row beyond the last is one of a token that the draft does not have.
+        return replace(batch.stored, top_ids_NK=draft_rows(self.ids_D, batch.stored.top_ids_NK))
 
 
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:

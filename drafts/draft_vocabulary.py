@@ -1,0 +1,157 @@
+"""Drafts that have an output row for the commonest tokens only, their draft vocabulary; the others they never draft.
+
+At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per token, and most of its
+rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, has the same in its heads). EAGLE-3 heads
+keep the ids beside their weights. A language model stays a whole one on disk, which other engines load as it is; a
+small file beside it, with the offsets of an EAGLE-3 head (`d2t`), names the tokens that draftsmith drafts. When it is
+loaded for decoding or measuring, only their rows of the output projection are kept.
+
+Legend: V the whole vocabulary, D tokens of the draft vocabulary, H hidden size, N tokens of a text.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import vocabulary_size
+from draftsmith_core.sources import cached
+
+FILE = "draft_vocabulary.safetensors"
+_BUFFER = "target_ids_D"
+
+
+def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
+    """The `size` commonest tokens of these sequences, as sorted ids; of equally common ones the smaller id.
+
+    Give it the responses, which are what must be drafted. Where fewer tokens than `size` occur, the smallest other ids
+    are added.
+    """
+    counts = np.zeros(size, dtype=np.int64)
+    for tokens in _joined(rows):
+        found = np.bincount(tokens, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    commonest = np.argsort(-counts, kind="stable")[:size]
+    return sorted(map(int, commonest))
+
+
+def coverage(ids_D: Tensor, rows: Iterable[Sequence[int]]) -> str:
+    """In words: how many of the tokens of these sequences are among `ids_D`."""
+    every, drafted, known = 0, 0, ids_D.cpu().numpy()
+    for tokens in _joined(rows):
+        every += len(tokens)
+        drafted += int(np.isin(tokens, known).sum())
+    return f"{drafted:,} of {every:,} tokens are among them ({drafted / max(every, 1):.2%})"
+
+
+def _joined(rows: Iterable[Sequence[int]]) -> Iterator[npt.NDArray[np.int64]]:
+    """The tokens of many rows at a time."""
+    remaining = iter(rows)
+    while batch := list(islice(remaining, 1024)):
+        yield np.concatenate([np.asarray(row, dtype=np.int64) for row in batch])
+
+
+def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
+    """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the others."""
+    out = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+    return out.index_copy(-1, ids_D.to(logits.device), logits)
+
+
+def draft_rows(ids_D: Tensor, tokens_N: Tensor) -> Tensor:
+    """The draft's row of each token (any shape), D for a token that it does not draft. `ids_D` is sorted."""
+    rows_N = torch.searchsorted(ids_D, tokens_N).clamp_max(len(ids_D) - 1)
+    return torch.where(ids_D[rows_N] == tokens_N, rows_N, len(ids_D))
+
+
+def offsets(ids_D: Tensor) -> Tensor:
+    """`d2t`: what is added to a row's number to get its token."""
+    return ids_D - torch.arange(len(ids_D), device=ids_D.device)
+
+
+def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
+    """The tokens that `d2t` names, sorted; None where they are not ids below `size`, each once, in order."""
+    if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
+        return None
+    ids_D = d2t + torch.arange(len(d2t), device=d2t.device)
+    return ids_D if bool((ids_D >= 0).all() and (ids_D < size).all() and (ids_D.diff() > 0).all()) else None
+
+
+def write_draft_vocabulary(directory: Path, ids_D: Tensor) -> None:
+    """Name these tokens beside a language model that was saved whole."""
+    save_file({"d2t": offsets(ids_D.cpu()).contiguous()}, directory / FILE)
+
+
+def read_draft_vocabulary(name: str, size: int) -> Tensor | None:
+    """The draft vocabulary beside a language model in a directory or on the hub; None where it drafts all tokens.
+
+    InputError, one line, for a file that cannot be read or does not fit a vocabulary of `size` tokens.
+    """
+    if (file := cached(name, FILE)) is None:
+        return None
+    try:
+        d2t = load_file(file)["d2t"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise InputError(f"{file}: has no tensor 'd2t' that can be read ({error}); delete or copy it again") from None
+    if (ids_D := from_offsets(d2t, size)) is None:
+        raise InputError(
+            f"{file}: 'd2t' does not name tokens of a vocabulary of {size}, in order and each once; it belongs to "
+            f"another model, copy the whole directory again"
+        )
+    return ids_D
+
+
+def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:
+    """Note on a whole model which tokens it is to draft. Its forward stays as it is; `trim` changes it."""
+    model.register_buffer(_BUFFER, ids_D.to(model.device), persistent=False)
+
+
+def draft_vocabulary(model: nn.Module) -> Tensor | None:
+    """The tokens `[D]` that a language model drafts, sorted; None for all of them."""
+    ids_D = model._buffers.get(_BUFFER)
+    assert ids_D is None or isinstance(ids_D, Tensor)
+    return ids_D
+
+
+@torch.no_grad()
+def trim(model: PreTrainedModel, ids_D: Tensor) -> None:
+    """Keep only these rows of the output projection. The model's forward still gives logits over its whole vocabulary,
+    -inf for all other tokens. Such a model cannot be saved: its weights are not those of its config.
+
+    Raises InputError for a model whose output projection is no plain linear layer.
+    """
+    output = model.get_output_embeddings()
+    if type(output) is not nn.Linear:
+        raise InputError(
+            f"{model.name_or_path or type(model).__name__}: its output projection is a {type(output).__name__}, of "
+            f"which no rows can be left out; delete {FILE} to use it whole"
+        )
+    ids_D = ids_D.to(output.weight.device)
+    # On the meta device, so that no weights are drawn: that would move the global random state.
+    rows = nn.Linear(output.in_features, len(ids_D), bias=output.bias is not None, device="meta")
+    rows.weight = nn.Parameter(output.weight.detach()[ids_D], requires_grad=output.weight.requires_grad)
+    if output.bias is not None:
+        rows.bias = nn.Parameter(output.bias.detach()[ids_D], requires_grad=output.bias.requires_grad)
+    rows.train(output.training)
+    # The embedding stays whole, so that the two are no longer one tensor.
+    model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    model.set_output_embeddings(rows)
+    attach_draft_vocabulary(model, ids_D)
+    # Behind everything that the model does to its logits: a soft cap (Gemma 2) would make -inf finite.
+    model.register_forward_hook(_over_all_tokens)
+
+
+def _over_all_tokens(model: nn.Module, _: Any, output: Any) -> None:
+    ids_D = draft_vocabulary(model)
+    assert ids_D is not None and isinstance(model, PreTrainedModel)
+    output.logits = to_target(output.logits, ids_D, vocabulary_size(model))

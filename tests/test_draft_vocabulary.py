@@ -1,0 +1,261 @@
+"""A language model with output rows for a part of the vocabulary. Law 1 for it is in tests/test_decode_lossless.py.
+
+Legend: V vocabulary, D tokens of the draft vocabulary.
+"""
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+import draftsmith as ds
+from decode.llama_forward import lean_forward
+from decode.packed_linear import Packs
+from drafts.draft_vocabulary import (
+    FILE,
+    attach_draft_vocabulary,
+    draft_rows,
+    draft_vocabulary,
+    from_offsets,
+    offsets,
+    read_draft_vocabulary,
+    trim,
+    write_draft_vocabulary,
+)
+from drafts.load import draft_fingerprint, load_draft, load_pair
+from draftsmith_core.errors import InputError
+from draftsmith_core.sampling import Sampling
+from eval.estimate import Continuation, alpha_sums
+from tests.tiny_models import DRAFT_VOCAB, random_llama
+from train.batch import IGNORE, Batch
+from train.config import OnPolicy
+from train.data import load_examples
+from train.objective import parse_objective
+from train.onpolicy import make_answerer
+from train.teacher import StoredTeacher
+from train.trainees.lm import LMTrainee
+
+Door = Callable[..., tuple[int, str, str]]
+IDS = torch.tensor(DRAFT_VOCAB)
+KEPT = 60
+
+
+def gemma() -> PreTrainedModel:
+    """With tied embeddings and a soft cap on its logits."""
+    torch.manual_seed(5)
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
+    model: PreTrainedModel = Gemma2ForCausalLM(Gemma2Config(vocab_size=40, **shape, **heads)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(0, 0.5)  # type: ignore[operator]
+    return model
+
+
+@pytest.fixture
+def distilled(answers: Callable[..., str]) -> str:
+    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
+
+
+@pytest.fixture
+def trained(door: Door, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path) -> tuple[Path, str]:
+    """A draft of 60 of 290 tokens, trained by the command, and what that said."""
+    words = (
+        f"train --target {target_dir} --draft {draft_dir} --data {distilled} --out {tmp_path / 'draft'} --device cpu"
+    )
+    words += f" --max_length 48 --objective fkl --steps 6 --eval_every 3 --optim.lr 0.01 --head.draft_vocab_size {KEPT}"
+    code, _, err = door(*words.split())
+    assert code == 0, err
+    return tmp_path / "draft", err
+
+
+def test_offsets_name_tokens_and_back() -> None:
+    assert torch.equal(from_offsets(offsets(IDS), 40), IDS)  # type: ignore[arg-type]
+    for wrong in ([0, -1], [-1, 0], [0, 39], [[0]], [0.0, 1.0], []):
+        assert from_offsets(torch.tensor(wrong), 40) is None
+    tokens = torch.arange(40)
+    rows = draft_rows(IDS, tokens)
+    assert torch.equal(IDS[rows[rows < len(IDS)]], IDS) and int((rows == len(IDS)).sum()) == 40 - len(IDS)
+
+
+@pytest.mark.parametrize("make", [lambda: random_llama(3, 40), gemma])
+@torch.inference_mode()
+def test_its_logits_are_the_whole_ones_at_its_tokens(make: Callable[[], PreTrainedModel]) -> None:
+    """-inf elsewhere, also behind a soft cap, which would make it finite; and with half the rows to read."""
+    whole = make()
+    trimmed = copy.deepcopy(whole)
+    trim(trimmed, IDS)
+    ids = torch.randint(0, 40, (2, 7))
+    logits, wanted = trimmed(ids).logits, whole(ids).logits
+    assert logits.shape == wanted.shape
+    torch.testing.assert_close(logits[..., IDS], wanted[..., IDS])
+    others = torch.ones(40, dtype=torch.bool).index_fill(0, IDS, False)
+    assert bool((logits[..., others] == -torch.inf).all())
+    assert len(trimmed.get_output_embeddings().weight) == len(IDS)
+    assert draft_fingerprint(trimmed) != draft_fingerprint(whole)
+
+
+def test_the_lean_forward_takes_it() -> None:
+    draft = random_llama(3, 40)
+    trim(draft, IDS)
+    assert lean_forward(draft, Packs(draft)) is not None
+    draft.register_forward_hook(lambda *_: None)
+    assert lean_forward(draft, Packs(draft)) is None
+
+
+def test_a_projection_that_cannot_be_cut_is_refused() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    draft = random_llama(3, 40)
+    draft.set_output_embeddings(Other(16, 40))
+    with pytest.raises(InputError, match=f"output projection is a Other.*delete {FILE}"):
+        trim(draft, IDS)
+
+
+def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
+    trained: tuple[Path, str], draft_dir: str, target_dir: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, said = trained
+    assert f"train: drafts {KEPT} of 290 tokens; of the responses " in said and "heldout_missing_mass" in said
+    ids = read_draft_vocabulary(str(out), 290)
+    assert ids is not None and len(ids) == KEPT
+    record = json.loads((out / "draftsmith.json").read_text())
+    assert 0 < record["heldout_missing_mass"] < 1
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (draft_dir, out))
+    rows = torch.isin(torch.arange(290), ids)
+    moved = (before.lm_head.weight != after.lm_head.weight).any(1)
+    assert torch.equal(moved, rows), "rows of tokens that are not drafted stay as they were"
+    with caplog.at_level(logging.WARNING):
+        pair = load_pair(target_dir, [str(out)], device="cpu")
+    assert f"drafts {KEPT} of its 290 tokens, those that its {FILE} names" in caplog.text
+    assert torch.equal(draft_vocabulary(pair.drafts[str(out)]), ids)  # type: ignore[arg-type]
+
+
+def test_alpha_in_training_is_alpha_of_the_loaded_draft(
+    trained: tuple[Path, str], target_dir: str, distilled: str
+) -> None:
+    """Laws 5 and 10: the target's distribution against a draft that is restricted to its tokens."""
+    out, _ = trained
+    pair = load_pair(target_dir, [str(out)], device="cpu")
+    draft = pair.drafts[str(out)]
+    assert isinstance(draft, PreTrainedModel)
+    whole = AutoModelForCausalLM.from_pretrained(out).eval()
+    attach_draft_vocabulary(whole, draft_vocabulary(draft))  # type: ignore[arg-type]
+    rows = [row for row in load_examples([distilled], None, 48).rows.select(range(4)) if row["response_ids"]]
+    texts = [Continuation(str(n), row["prompt_ids"], row["response_ids"]) for n, row in enumerate(rows)]
+    measured = alpha_sums(pair.target, draft, texts, Sampling(temperature=1.0), batch_size=2)
+    trainee = LMTrainee(whole, parse_objective("ce"), pair.target).eval()
+    for row, alpha in zip(rows, measured["sum"], strict=True):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        labels = torch.full_like(ids, IGNORE)
+        labels[0, len(row["prompt_ids"]) - 1 : -1] = ids[0, len(row["prompt_ids"]) :]
+        sums = trainee(Batch(ids, labels))
+        assert float(sums.alpha) == pytest.approx(alpha, abs=1e-4)
+        # Tokens that are not drafted have no cross-entropy, and count.
+        assert int(sums.tokens) == len(row["response_ids"])
+
+
+def test_its_loss_is_that_of_the_restricted_distributions() -> None:
+    """Against the definition, with a live teacher and with stored rows; gradients reach the kept rows alone."""
+    draft, target = random_llama(3, 40), random_llama(4, 40)
+    attach_draft_vocabulary(draft, IDS)
+    ids = torch.randint(0, 40, (1, 9))
+    labels = torch.full_like(ids, IGNORE)
+    labels[0, 2:8] = ids[0, 3:9]
+    tokens = ids[0, 3:9]
+    q = draft(ids).logits[0, 2:8, IDS].log_softmax(-1).detach()
+    whole = target(ids).logits[0, 2:8].log_softmax(-1).detach()
+    p = whole[:, IDS].log_softmax(-1)
+    expected = {"fkl": float((p.exp() * (p - q)).sum())}
+    kept = torch.isin(tokens, IDS)
+    picked = draft_rows(IDS, tokens)[kept]
+    expected["ce"] = float(-q[kept].gather(1, picked[:, None]).sum())
+    for objective, value in expected.items():
+        draft.zero_grad()
+        trainee = LMTrainee(draft, parse_objective(objective), target).train()
+        sums = trainee(Batch(ids, labels))
+        assert float(sums.loss.detach()) == pytest.approx(value, abs=1e-4), objective
+        assert int(sums.tokens) == 6
+        sums.loss.backward()
+        gradient = draft.lm_head.weight.grad
+        others = torch.ones(40, dtype=torch.bool).index_fill(0, IDS, False)
+        assert isinstance(gradient, torch.Tensor) and bool((gradient[others] == 0).all()) and bool(gradient.any())
+    assert float(trainee.eval()(Batch(ids, labels)).missing) == pytest.approx(
+        float((1 - whole.exp()[:, IDS].sum(-1)).sum()), abs=1e-4
+    )
+    top = whole.topk(8)
+    stored = StoredTeacher(top.indices, top.values, (1 - top.values.exp().sum(-1)).clamp_min(0))
+    alone = LMTrainee(draft, parse_objective("tvd")).eval()(Batch(ids, labels, stored=stored))
+    rows = draft_rows(IDS, top.indices)
+    by_hand = StoredTeacher(rows, top.values, stored.tail_N).overlap(slice(None), q)
+    overlap = torch.minimum(whole.exp()[:, IDS], q.exp()) * torch.isin(IDS, top.indices)
+    assert float(alone.alpha) == pytest.approx(float(by_hand.sum()), abs=1e-5)
+    assert float(alone.alpha) <= float(torch.minimum(whole.exp()[:, IDS], q.exp()).sum()) + 1e-5
+    assert bool(overlap.any())
+
+
+def test_on_policy_it_says_its_own_tokens_only() -> None:
+    draft = random_llama(3, 40)
+    policy = OnPolicy(fraction=1.0, max_new_tokens=12)
+    before = {token for row in make_answerer(draft, policy, 64, 0, 40).answer([[1], [2]], [0, 1]) for token in row}
+    assert not before <= set(DRAFT_VOCAB)
+    attach_draft_vocabulary(draft, IDS)
+    after = [token for row in make_answerer(draft, policy, 64, 0, 40).answer([[1], [2]], [0, 1]) for token in row]
+    assert after and set(after) <= set(DRAFT_VOCAB)
+
+
+def test_training_again_keeps_what_it_has(
+    trained: tuple[Path, str], door: Door, target_dir: str, distilled: str, tmp_path: Path
+) -> None:
+    out, _ = trained
+    words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
+    words += " --max_length 48 --steps 2 --eval_every 2"
+    code, _, err = door(*words.split(), "--head.draft_vocab_size", KEPT)
+    assert code == 2 and f"head.draft_vocab_size: {out} has its own, in {FILE}" in err
+    code, _, err = door(*words.split())
+    assert code == 0, err
+    assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
+    code, _, err = door(*words.split()[:-4], "--objective", "fkl@adaspec:keep=0.5", "--reference", out)
+    assert code == 2 and "compares drafts of the whole vocabulary" in err
+
+
+def test_merging_keeps_it_and_refuses_another(trained: tuple[Path, str], draft_dir: str, tmp_path: Path) -> None:
+    out, _ = trained
+    same = {"draft": [str(out), str(out)], "out": str(tmp_path / "soup")}
+    ds.merge(ds.MergeConfig(**same))  # type: ignore[arg-type]
+    assert (tmp_path / "soup" / FILE).read_bytes() == (out / FILE).read_bytes()
+    with pytest.raises(InputError, match="drafts other tokens than"):
+        ds.merge(ds.MergeConfig(out=str(tmp_path / "none"), draft=[str(out), draft_dir]))
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_export_is_whole_and_says_so(trained: tuple[Path, str], tmp_path: Path, door: Door) -> None:
+    out, _ = trained
+    code, said, err = door("export", "--draft", out, "--format", "hf", "--out", tmp_path / "hf")
+    assert code == 0, err
+    assert f"a draft vocabulary of {KEPT} tokens, and no engine's layout can say so" in said
+    assert (tmp_path / "hf" / FILE).read_bytes() == (out / FILE).read_bytes()
+    ids = torch.randint(0, 290, (1, 6))
+    one, other = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (out, tmp_path / "hf"))
+    torch.testing.assert_close(one, other)
+
+
+def test_a_file_of_another_model_is_refused(draft_dir: str, target_dir: str, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(target_dir)
+    AutoModelForCausalLM.from_pretrained(draft_dir).save_pretrained(tmp_path)
+    write_draft_vocabulary(tmp_path, torch.tensor([3, 290]))
+    with pytest.raises(InputError, match="does not name tokens of a vocabulary of 290"):
+        load_draft(str(tmp_path), target, device="cpu", dtype="float32")
+    save_file({"t2d": torch.ones(3)}, tmp_path / FILE)
+    with pytest.raises(InputError, match=r"has no tensor 'd2t' that can be read"):
+        load_draft(str(tmp_path), target, device="cpu", dtype="float32")
+    (tmp_path / FILE).write_bytes(b"no tensors")
+    with pytest.raises(InputError, match=rf"{FILE}: cannot be read .*copy it again"):
+        load_draft(str(tmp_path), target, device="cpu", dtype="float32")
