@@ -1,45 +1,33 @@
-"""Where the target runs. An engine is built from the options and answers requests."""
+"""Where the target runs. `ENGINES` makes an engine from the options; its module is imported when it is asked for."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 from distill.config import DistillConfig
 from distill.engines.protocol import Answer, AnswerRequest, Done, DraftingEngine, Engine, Failed, at_temperature
 from draftsmith_core.packages import require_package
 from draftsmith_core.tokenization import Tokenizer
 
-
-def _hf(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
-    from distill.engines.hf import HFEngine
-
-    return HFEngine(config, tokenizer)
+Maker = Callable[[DistillConfig, Tokenizer], Engine]
 
 
-def _openai(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
-    require_package("httpx", "--engine openai")
-    from distill.engines.openai import OpenAIEngine
+def _in(module: str, name: str, package: str | None = None, instead: str = "") -> Maker:
+    """Makes the engine `name` of a module of this package, which needs an optional package."""
 
-    return OpenAIEngine(config, tokenizer)
+    def make(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
+        if package is not None:
+            require_package(package, f"--engine {module}", instead)
+        engine: Maker = getattr(import_module(f"distill.engines.{module}"), name)
+        return engine(config, tokenizer)
 
-
-def _vllm(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
-    require_package("vllm", "--engine vllm", "serve the target with it and use --engine openai")
-    from distill.engines.vllm import VLLMEngine
-
-    return VLLMEngine(config, tokenizer)
+    return make
 
 
-def _ray(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
-    require_package("ray", "--engine ray")
-    from distill.engines.ray import RayEngine
-
-    return RayEngine(config, tokenizer)
-
-
-ENGINES: dict[str, Callable[[DistillConfig, Tokenizer], Engine]] = {
-    "hf": _hf,
-    "openai": _openai,
-    "vllm": _vllm,
-    "ray": _ray,
+ENGINES: dict[str, Maker] = {
+    "hf": _in("hf", "HFEngine"),
+    "openai": _in("openai", "OpenAIEngine", "httpx"),
+    "vllm": _in("vllm", "VLLMEngine", "vllm", "serve the target with it and use --engine openai"),
+    "ray": _in("ray", "RayEngine", "ray"),
 }
 
 __all__ = ["ENGINES", "Engine", "DraftingEngine", "AnswerRequest", "Answer", "Done", "Failed", "at_temperature"]

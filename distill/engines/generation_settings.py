@@ -1,12 +1,27 @@
-"""What a target that is not loaded here asks for in its generation_config.json."""
+"""The distribution that a run draws from, and what a target that is not loaded here says of it."""
 
 from transformers import GenerationConfig
 
+from distill.config import DistillConfig
+from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling
 from draftsmith_core.tokenization import Tokenizer
 
 
+def sampling_of(config: DistillConfig, target: Configured) -> ResolvedSampling:
+    """What the options give, and for those that are left open the target's generation config, else temperature 1."""
+    return resolve_sampling(
+        config.target,
+        target,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        default_temperature=1.0,
+    )
+
+
 class GenerationSettings:
-    """The generation config of a target that is not loaded, as `resolve_sampling` reads it from a model."""
+    """The generation config of a target that is not loaded, as `sampling_of` reads it from a model."""
 
     def __init__(self, name: str) -> None:
         try:

@@ -4,18 +4,17 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import PreTrainedModel
 
-from decode import DraftModelProposer, HeadProposer, Proposer, SpeculativeDecoder, parse_tree
+from decode import PROPOSERS, SpeculativeDecoder, parse_tree
 from decode.packed_linear import Packs
 from distill.config import DistillConfig
+from distill.engines.generation_settings import sampling_of
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
 from distill.score import score
-from drafts.load import draft_fingerprint, load_pair
+from drafts.load import draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.io import hash_json, read_tree_file
-from draftsmith_core.models import context_length, dtype_name, eos_ids, fingerprint
+from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.sampling import generator
 from draftsmith_core.tokenization import Tokenizer
 
@@ -41,30 +40,18 @@ class HFEngine:
         )
         self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
-        limits = [limit for each in pair.models if (limit := context_length(each)) is not None]
-        self.max_prompt_tokens = min(limits) - config.max_new_tokens if limits else None
+        self.max_prompt_tokens = None if pair.context is None else pair.context - config.max_new_tokens
         packs, self._drafted, self.drafts = Packs(model), None, False
         try:
             self._decoder = SpeculativeDecoder(model, fast=packs)
             for draft in pair.drafts.values():
-                proposer: Proposer = (
-                    DraftModelProposer(draft) if isinstance(draft, PreTrainedModel) else HeadProposer(draft)
-                )
                 tree = None if config.tree is None else parse_tree(config.tree, read_tree_file)
-                self._drafted = SpeculativeDecoder(model, proposer, tree, fast=packs)
+                self._drafted = SpeculativeDecoder(model, PROPOSERS[kind_of(draft)].make(draft), tree, fast=packs)
                 self.identity["drafted_tree"] = hash_json(repr(self._drafted.tree))[:16]  # which may be from a file
                 self.identity["draft_fingerprint"] = draft_fingerprint(draft)
         except ValueError as error:
             raise InputError(f"{config.draft or config.target}: {error}") from None
-        self.sampling = resolve_sampling(
-            config.target,
-            model,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            default_temperature=1.0,
-        )
+        self.sampling = sampling_of(config, model)
         self._batch_size = config.batch_size
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)

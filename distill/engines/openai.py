@@ -17,11 +17,10 @@ import httpx
 from distill.config import DistillConfig
 from distill.engines.dialects import Asked
 from distill.engines.endpoint import Endpoint, Refusal, Trouble, backoff_s
-from distill.engines.generation_settings import GenerationSettings
+from distill.engines.generation_settings import GenerationSettings, sampling_of
 from distill.engines.probe import Found, look, wake
 from distill.engines.protocol import Answer, AnswerRequest, Done, Failed
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.tokenization import Tokenizer
 
 # How often one request is tried on servers that are there, and how long none of them may answer at all.
@@ -49,15 +48,7 @@ class OpenAIEngine:
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         settings = GenerationSettings(config.target)
-        self.sampling = resolve_sampling(
-            config.target,
-            settings,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            default_temperature=1.0,
-        )
+        self.sampling = sampling_of(config, settings)
         found: Found = asyncio.run(self._look(tokenizer, settings.eos_ids(tokenizer)))
         self._asked = found.asked
         self._dialects = found.dialects

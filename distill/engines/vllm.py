@@ -7,10 +7,9 @@ import numpy as np
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
-from distill.engines.generation_settings import GenerationSettings
+from distill.engines.generation_settings import GenerationSettings, sampling_of
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer
@@ -32,15 +31,7 @@ class VLLMEngine:
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
         settings = GenerationSettings(config.target)
-        self.sampling = resolve_sampling(
-            config.target,
-            settings,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            default_temperature=1.0,
-        )
+        self.sampling = sampling_of(config, settings)
         asked = [self.sampling.sampling.temperature, *(temperature for temperature, _ in config.mixture())]
         if low := [temperature for temperature in asked if 0 < temperature < _LOWEST_TEMPERATURE]:
             raise InputError(
