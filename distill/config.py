@@ -28,11 +28,12 @@ class DistillConfig:
     target: str
     """The target: a local directory or hub name."""
     prompts: str
-    """Prompts: a .jsonl or .parquet file, a hub dataset as owner/name[:split], or what the target writes by
-    itself: self:N is N texts from the first token on, token:N from any one token of the vocabulary on, magpie:N is N
-    turns of the user of its chat template."""
+    """Prompts: a .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as owner/name[:split], or what
+    the target writes by itself: self:N is N texts from the first token on, token:N from any one token of the vocabulary
+    on, magpie:N is N turns of the user of its chat template."""
     out: str
-    """The distilled set: a directory of part-*.parquet and manifest.json."""
+    """The distilled set: a directory of part-*.parquet and manifest.json, here or in a store that fsspec knows, such as
+    s3://BUCKET/DIR."""
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
     """Where the target runs: `hf` in this process, through transformers; `openai` on servers, see `endpoint`; `vllm` in
     this process, on vLLM; `ray` on workers of a Ray cluster, each of which does as `hf` does."""
@@ -111,6 +112,8 @@ class DistillConfig:
     drop: list[Literal["empty", "truncated", "repetitive"]] = field(default_factory=list)
     """Answers to leave out: `empty`, without any text; `truncated`, at max_new_tokens; `repetitive`, half of whose runs
     of four tokens stood in it before."""
+    languages: list[str] = field(default_factory=list)
+    """Leave out answers in other languages than these, such as en de (ISO 639); those too short to tell stay."""
     min_response_tokens: int | None = None
     """Leave out answers of fewer tokens."""
     max_response_tokens: int | None = None

@@ -3,7 +3,7 @@ nothing. Every one is counted with its reason.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from distill.conversations import THINKING
 from distill.decontaminate import runs_of_words
 from distill.engines import Answer
 from draftsmith_core.errors import InputError
+from draftsmith_core.packages import require_package
 from draftsmith_core.prompt_rows import Record, parse_record
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.tokenization import Tokenizer, decode_text
@@ -24,6 +25,8 @@ _REPEATED, _RUN, _LEAST = 0.5, 4, 32
 # What near-duplicates are told by: runs of words, and random permutations, whose estimate of a similarity of 0.8 has a
 # standard deviation of 0.035.
 _WORDS, _PERMUTATIONS = 5, 128
+# An answer is in the wrong language where another has this probability; a few words or figures show none.
+_SURE, _UNKNOWN = 0.8, ("und", "zxx")
 
 
 def is_held_out(prompt_ids: Sequence[int], split: float) -> bool:
@@ -46,7 +49,28 @@ def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> 
         return "thinks"
     if "repetitive" in config.drop and _is_repetitive(ids):
         return "repetitive"
+    if config.languages:
+        found, _ = _languages().classify(decode_text(tokenizer, ids))
+        if found not in (*config.languages, *_UNKNOWN):
+            return f"in language {found}, not {' or '.join(config.languages)}"
     return ""
+
+
+def check_languages(codes: Sequence[str]) -> None:
+    """InputError for a language that is not known here, or without the package that knows them."""
+    if codes:
+        require_package("py3langid", "languages")
+        known = set(_languages().labels) - set(_UNKNOWN)
+        if unknown := [code for code in codes if code not in known]:
+            raise InputError(f"languages: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+
+
+@cache
+def _languages() -> Any:
+    """Naive Bayes over byte n-grams (Lui and Baldwin 2012, langid.py); its model comes with the package."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=_SURE)
 
 
 def _is_repetitive(ids: Sequence[int]) -> bool:

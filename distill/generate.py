@@ -10,7 +10,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
@@ -20,10 +19,11 @@ from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.decontaminate import WORDS, Suites
 from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
-from distill.filters import HELD_OUT, NearDuplicates, is_held_out, why_dropped
+from distill.filters import HELD_OUT, NearDuplicates, check_languages, is_held_out, why_dropped
+from distill.kept_answers import Numbered, ask
 from distill.manifest import claim_set, finish
 from distill.own_prompts import draw_prompts, find_opening
-from distill.parts import SCHEMA, TEACHER, KeptAnswers, Part, part_name, read_record
+from distill.parts import SCHEMA, TEACHER, Part, part_name, read_record
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
@@ -40,11 +40,11 @@ from draftsmith_core.prompt_rows import (
 )
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line
-from draftsmith_core.run_directory import hold, keeping
+from draftsmith_core.run_directory import keeping
 from draftsmith_core.sampling import row_seed
-from draftsmith_core.stores import check_store, copied
+from draftsmith_core.stores import Workplace, check_store, copied
 from draftsmith_core.teacher_rows import COLUMN
-from draftsmith_core.tokenization import load_tokenizer, vocabulary_sample
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_sample
 
 # Options that change where the work is done and written, or when it stops, not the rows.
 _NOT_IDENTITY = (
@@ -52,8 +52,12 @@ _NOT_IDENTITY = (
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
-# Options that sets of earlier versions do not have.
-_LATER = ("near_duplicates", "split", "drop", "min_response_tokens", "max_response_tokens", "thinking")
+_LATER = ("near_duplicates", "split", "drop", "languages", "min_response_tokens", "max_response_tokens", "thinking")
+# What of the manifest is in the summary, beside its counts.
+_SUMMARY = (
+    *("response_tokens", "tokens_from", "own_prompts"),
+    *("skipped_because", "failed_because", "shortened_because", "dropped_because"),
+)
 
 
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
@@ -66,24 +70,25 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
         check_push(config.push_to_hub)
     if config.copy_to is not None:
         check_store(config.copy_to)
-    out = Path(config.out)
+    place = Workplace(config.out)
 
     def kept() -> bool:
         files = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
-        return any(any(out.glob(name)) for name in files)
+        return any(any(place.directory.glob(name)) for name in files)
 
+    command = command or command_line("distill", config)
     with terminable(), without_fsdp_variable(), keeping(kept):
-        summary = _distill(config, command or command_line("distill", config))
-    return summary | copied(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
+        return _distill(dataclasses.replace(config, out=str(place.directory)), command, place)
 
 
-def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
+def _distill(config: DistillConfig, command: str, place: Workplace) -> dict[str, Any]:
     processes = join_processes(config.device)
-    out = Path(config.out)
-    if not config.out.strip() or out.is_file():
-        raise InputError(f"--out {config.out!r}: is {'a file' if config.out else 'empty'}; name a directory")
+    out = place.directory
+    if not place.out.strip() or out.is_file():
+        raise InputError(f"--out {place.out!r}: is {'a file' if place.out else 'empty'}; name a directory")
     if config.near_duplicates is not None:
         require_package("datasketch", "near_duplicates")
+    check_languages(config.languages)
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     if config.thinking == "drop":
         switch_thinking_off(tokenizer)
@@ -102,23 +107,8 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         _find_a_prompt(config, reader, suites)
-    sampling = dataclasses.asdict(engine.sampling.sampling)
-    if not sampling["min_p"]:
-        del sampling["min_p"]  # sets that were made before there was the option have no such key
-    options = dataclasses.asdict(config)
-    del options["min_p"], options["chat_template"]
-    for key in _LATER:
-        if options[key] in (None, [], "keep"):
-            del options[key]
-    identity = {
-        "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
-        **engine.identity,
-        # What made the prompts of chats, wherever it was read from.
-        "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
-    }
-    if suites is not None:
-        identity["decontaminated"] = suites.digest
-    with hold(out):
+    identity = _identity(config, engine, tokenizer, suites)
+    with place.held():
         on_main(lambda: claim_set(out, identity))
         if config.thinking == "drop":
             on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
@@ -132,26 +122,42 @@ def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
             drafting = cast(DraftingEngine, engine)
             settle_drafting(out, config, drafting, reader)
             drafted = {"drafted": drafting.drafts}
-        run = _Run(config, engine, reader, suites, processes.process_index, processes.num_processes)
+        place.send()
+        run = _Run(config, engine, reader, suites, place, processes.process_index, processes.num_processes)
         run.make()
         processes.wait_for_everyone()
         extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
         on_main(lambda: finish(out, run.parts, identity, command, extra, config))
-    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+        manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+        copies = copied(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
-        "out": str(out),
+        "out": place.out,
         **manifest["counts"],
-        "response_tokens": manifest["response_tokens"],
-        "tokens_from": manifest["tokens_from"],
-        "skipped_because": manifest["skipped_because"],
-        "failed_because": manifest["failed_because"],
-        "shortened_because": manifest["shortened_because"],
-        "dropped_because": manifest["dropped_because"],
-        "own_prompts": manifest["own_prompts"],
+        **{key: manifest[key] for key in _SUMMARY},
         **drafted,
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
+        **copies,
     }
+
+
+def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suites: Suites | None) -> dict[str, Any]:
+    """Everything that the rows follow from. A key that earlier versions did not have is left out at its default."""
+    sampling = dataclasses.asdict(engine.sampling.sampling)
+    options = dataclasses.asdict(config)
+    for key in _LATER:
+        if options[key] in (None, [], "keep"):
+            del options[key]
+    del options["min_p"], options["chat_template"]
+    if not sampling["min_p"]:
+        del sampling["min_p"]
+    identity = {
+        "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
+        **engine.identity,
+        # What made the prompts of chats, wherever it was read from.
+        "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
+    }
+    return identity if suites is None else identity | {"decontaminated": suites.digest}
 
 
 def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
@@ -196,30 +202,25 @@ class _Run:
         engine: Engine,
         reader: PromptReader,
         suites: Suites | None,
+        place: Workplace,
         process: int,
         processes: int,
     ) -> None:
         self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
         self.process, self.processes = process, processes
-        self.out = Path(config.out)
+        self.place, self.out = place, place.directory
         self.parts = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
         self.near = NearDuplicates(config.near_duplicates, config.prompts) if config.near_duplicates else None
         self.tokens = 0
-        self.making: dict[int, Part] = {}
         self.part_of: dict[int, Part] = {}
-        self.kept: dict[int, KeptAnswers] = {}
         self.advance: Advance
 
     def make(self) -> None:
         """Make every part that is not there yet."""
         with progress("distill", self._own_prompts()) as self.advance:
-            try:
-                self.engine.run(self._groups(), self._done)
-            finally:
-                for kept in self.kept.values():
-                    kept.close(delete=False)
+            ask(self.engine, self.out, self._groups(), self._record)
         self.reader.warn_unread()
 
     @property
@@ -234,8 +235,8 @@ class _Run:
         sizes = range(0, rows, self._group_rows)
         return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
 
-    def _groups(self) -> Iterator[Sequence[AnswerRequest]]:
-        """The requests of each part to make. Parts that are there are compared with the prompts and passed over."""
+    def _groups(self) -> Iterator[Numbered]:
+        """Number and requests of each part to make. One that is there is compared with the prompts and passed over."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
@@ -251,10 +252,10 @@ class _Run:
                     )
                 self.advance(len(group), "")
             elif requests := self._open(index, digest, group, near):
-                yield requests
+                yield index, requests
 
     def _open(self, index: int, digest: str, group: list[Record], near: dict[int, int]) -> list[AnswerRequest]:
-        """Begin a part: read its prompts, take the answers that were kept, and return what is left to ask.
+        """Begin a part: read its prompts, and return what to ask first.
 
         near: rows to skip, and the earlier rows that they are nearly the same as.
         """
@@ -268,21 +269,18 @@ class _Run:
         skipped = [each for each in found if isinstance(each, Skipped)]
         samples = range(self.config.num_samples)
         part = Part(index, digest, len(group), skipped, prompts, Counter(dict.fromkeys(prompts, len(samples))))
-        self.making[index] = part
         self.part_of |= dict.fromkeys(prompts, part)
-        if self.engine.keeps_answers:
-            self.kept[index] = KeptAnswers(self.out, index)
-        requests = []
+        requests: list[AnswerRequest] = []
         for prompt in prompts.values():
-            first = [self._request(prompt, sample, 0) for sample in samples]
+            first = [request for sample in samples if (request := self._request(prompt, sample, 0)) is not None]
             requests += first
-            if first[0] is None:
+            if not first:
                 part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
                 del part.left[prompt.row]
         self.advance(len(part.skipped), "")
         if not part.left:
-            self._write(part)
-        return [left for request in requests if (left := self._not_kept(request)) is not None]
+            self.place.put(part.write(self.out, self.schema))
+        return requests
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
         """The request for a turn (0: the first), None when there is none, or when it cannot be asked."""
@@ -322,22 +320,6 @@ class _Run:
             (value for (value, _), top in zip(self.mixture, heights, strict=True) if point < top), self.mixture[-1][0]
         )
 
-    def _not_kept(self, request: AnswerRequest | None) -> AnswerRequest | None:
-        """The request, or what follows once the answers that an earlier run kept are taken; None when nothing does."""
-        while request is not None:
-            kept = self.kept.get(self.part_of[request.key[0]].index)
-            answer = None if kept is None else kept.get(request)
-            if answer is None:
-                return request
-            request = self._record(request, answer)
-        return None
-
-    def _done(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        kept = self.kept.get(self.part_of[request.key[0]].index)
-        if kept is not None and isinstance(answer, Answer):
-            kept.keep(request, answer)
-        return self._not_kept(self._record(request, answer))
-
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, which is written when it is whole; returns the request that follows, if any."""
         number, sample, turn = request.key
@@ -374,11 +356,5 @@ class _Run:
             del part.left[number], self.part_of[number]
             self.advance(1, f"{self.tokens:,} tokens")
         if not part.left:
-            self._write(part)
+            self.place.put(part.write(self.out, self.schema))
         return None
-
-    def _write(self, part: Part) -> None:
-        part.write(self.out, self.schema)
-        del self.making[part.index]
-        if kept := self.kept.pop(part.index, None):
-            kept.close(delete=True)

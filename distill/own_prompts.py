@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distill.config import DistillConfig, magpie
 from distill.engines import Answer, AnswerRequest, Engine, Failed
-from distill.parts import KeptAnswers
+from distill.kept_answers import Numbered, ask
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_file, canonical_json, make_dir, write_json_atomic, write_text_atomic, writing
 from draftsmith_core.processes import on_main
@@ -92,47 +92,28 @@ class _Draws:
         # At temperature 0 all texts would be one.
         self.temperature = 1.0 if engine.sampling.sampling.greedy else None
         self.making: dict[int, dict[int, tuple[str, str]]] = {}
-        self.kept: dict[int, KeptAnswers] = {}
         self.advance: Advance
 
     def make(self, indices: Sequence[int]) -> None:
         """Draw the groups of these numbers that are not there yet."""
         with progress("prompts", sum(len(self._draws(index)) for index in indices)) as self.advance:
-            try:
-                self.engine.run(self._requests(indices), self._done)
-            finally:
-                for kept in self.kept.values():
-                    kept.close(delete=False)
+            ask(self.engine, self.directory, self._requests(indices), self._record)
 
     def _draws(self, index: int) -> range:
         size = self.config.part_rows
         return range(index * size, min((index + 1) * size, self.opening.count))
 
-    def _requests(self, indices: Sequence[int]) -> Iterator[Sequence[AnswerRequest]]:
+    def _requests(self, indices: Sequence[int]) -> Iterator[Numbered]:
         for index in indices:
             if _group(self.directory, index).exists():
                 self.advance(len(self._draws(index)), "")
-                continue
-            self.making[index] = {}
-            if self.engine.keeps_answers:
-                self.kept[index] = KeptAnswers(self.directory, index)
-            requests = [self._request(draw) for draw in self._draws(index)]
-            kept = {each.key: self.kept[index].get(each) for each in requests} if index in self.kept else {}
-            for request in requests:
-                if (answer := kept.get(request.key)) is not None:
-                    self._record(request, answer)
-            if left := [each for each in requests if kept.get(each.key) is None]:
-                yield left
+            else:
+                self.making[index] = {}
+                yield index, [self._request(draw) for draw in self._draws(index)]
 
     def _request(self, draw: int) -> AnswerRequest:
         seed = row_seed(self.config.seed, f"magpie/{draw}")
         return AnswerRequest((draw, 0, 0), self.opening.ids, seed, self.temperature)
-
-    def _done(self, request: AnswerRequest, answer: Answer | Failed) -> None:
-        kept = self.kept.get(request.key[0] // self.config.part_rows)
-        if kept is not None and isinstance(answer, Answer):
-            kept.keep(request, answer)
-        self._record(request, answer)
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> None:
         draw = request.key[0]
@@ -145,8 +126,6 @@ class _Draws:
             with writing(path):
                 write_text_atomic(path, "".join(canonical_json([n, *made[n]]) + "\n" for n in sorted(made)))
             del self.making[index]
-            if index in self.kept:
-                self.kept.pop(index).close(delete=True)
 
     def _text(self, answer: Answer) -> tuple[str, str]:
         """The prompt in what was drawn, and why there is none ("" when there is)."""

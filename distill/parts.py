@@ -1,4 +1,4 @@
-"""The files of a distilled set: parts of rows with what became of the prompts they are from, and kept answers.
+"""The files of a distilled set: parts of rows with what became of the prompts they are from.
 
 A part has the rows that a fixed number of prompts gave, whole or not at all; in its Parquet metadata it says which
 prompts those were and which gave nothing, and why. So the set adds up from its parts alone, whoever made them.
@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.engines import Answer, AnswerRequest
 from distill.filters import HELD_OUT
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_file, canonical_json, read_json, sha256_file, write_json_atomic, writing
-from draftsmith_core.prompts import Prompt, Reasons, Skipped, content_id
+from draftsmith_core.prompts import Prompt, Reasons, Skipped
 from draftsmith_core.teacher_rows import COLUMN
 
 SCHEMA = pa.schema(
@@ -71,8 +70,8 @@ class Part:
     rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
     dropped: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
-    def write(self, out: Path, schema: pa.Schema) -> None:
-        """Write the rows in the order of the prompts, whole or not at all.
+    def write(self, out: Path, schema: pa.Schema) -> Path:
+        """Write the rows in the order of the prompts, whole or not at all; the file.
 
         A prompt whose every answer is dropped is skipped for the reason of the first.
         """
@@ -88,21 +87,22 @@ class Part:
             "shortened": sorted(self.shortened.items()),
             "dropped": [[key[0], why] for key, why in sorted(self.dropped.items())],
         }
-        write_part(out, self.index, record, [self.rows[key] for key in keys], schema)
+        return write_part(out, self.index, record, [self.rows[key] for key in keys], schema)
 
 
-def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-    """Write the file of a part, whole or not at all. record: what it is made from and what was left out."""
+def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
+    """Write the file of a part, whole or not at all; its path. record: what it is made from and what was left out."""
     if not rows:
         path = out / _empty_name(index)
         with writing(path):
             write_json_atomic(path, record)
-        return
+        return path
     columns = {name: [row[name] for row in rows] for name in schema.names}
     path = out / part_name(index)
     table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
     with writing(path), atomic_file(path) as temporary:
         pq.write_table(table, temporary)
+    return path
 
 
 def read_record(out: Path, index: int) -> dict[str, Any] | None:
@@ -128,44 +128,6 @@ def read_record(out: Path, index: int) -> dict[str, Any] | None:
 
 def _damaged(path: Path) -> InputError:
     return InputError(f"{path}: was damaged after it was written; delete it and run the command again")
-
-
-class KeptAnswers:
-    """Answers to the requests of a part that is not whole yet, one line each, written as they come.
-
-    A run that was killed finds them again, so that nothing that a server has answered is asked twice. A line counts
-    for the request with its key and prompt; one that was cut short does not count.
-    """
-
-    def __init__(self, out: Path, index: int) -> None:
-        self._path = out / f".part-{index:05d}.answers.jsonl"
-        self.found: dict[tuple[int, int, int], tuple[str, Answer]] = {}
-        text = self._path.read_bytes() if self._path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            key, prompt, ids, *rest = json.loads(line)
-            self.found[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
-        with writing(self._path):
-            self._file = self._path.open("ab")
-            self._file.truncate(len(whole))
-
-    def get(self, request: AnswerRequest) -> Answer | None:
-        """The answer to a request, if it was kept."""
-        prompt, answer = self.found.pop(request.key, ("", None))
-        return answer if prompt == content_id(request.prompt_ids) else None
-
-    def keep(self, request: AnswerRequest, answer: Answer) -> None:
-        """Append one answer."""
-        line = [request.key, content_id(request.prompt_ids), answer.response_ids, answer.finish_reason]
-        with writing(self._path):
-            self._file.write(canonical_json([*line, answer.tokens_from]).encode() + b"\n")
-            self._file.flush()
-
-    def close(self, *, delete: bool) -> None:
-        """Close the file, and delete it once the part is written."""
-        self._file.close()
-        if delete:
-            self._path.unlink(missing_ok=True)
 
 
 @dataclass

@@ -35,7 +35,8 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, string
 from draftsmith_core.prompts import answered, content_id
 from draftsmith_core.provenance import command_line
-from draftsmith_core.run_directory import hold, keeping
+from draftsmith_core.run_directory import keeping
+from draftsmith_core.stores import Workplace
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer, vocabulary_sample
 
@@ -61,14 +62,14 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
 
     command: the command line to record; without one, the one that asks for `config`. Raises InputError and RunError.
     """
-    out = Path(config.out)
-    with terminable(), without_fsdp_variable(), keeping(lambda: any(out.glob("part-*.parquet"))):
-        return _score_set(config, command or command_line("distill", config))
+    place = Workplace(config.out)
+    with terminable(), without_fsdp_variable(), keeping(lambda: any(place.directory.glob("part-*.parquet"))):
+        return _score_set(config, command or command_line("distill", config), place)
 
 
-def _score_set(config: ScoreConfig, command: str) -> dict[str, Any]:
+def _score_set(config: ScoreConfig, command: str, place: Workplace) -> dict[str, Any]:
     processes = join_processes(config.device)
-    out = Path(config.out)
+    out = place.directory
     if not config.out.strip() or out.is_file() or out.resolve() == Path(config.score).resolve():
         raise InputError(f"--out {config.out!r}: name a directory of its own for the scored set")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
@@ -104,9 +105,9 @@ def _score_set(config: ScoreConfig, command: str) -> dict[str, Any]:
                 teacher = score(model, row["prompt_ids"], row["response_ids"], config.teacher_top_k)
                 kept.append({**row, COLUMN: teacher})
         record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
-        write_part(out, index, record, kept, pa.schema([*SCHEMA, *TEACHER]))
+        place.put(write_part(out, index, record, kept, pa.schema([*SCHEMA, *TEACHER])))
 
-    with hold(out):
+    with place.held():
         on_main(lambda: claim_set(out, identity))
         parts = 0
         with progress("score", source.rows if processes.num_processes == 1 else None) as advance:
@@ -125,9 +126,9 @@ def _score_set(config: ScoreConfig, command: str) -> dict[str, Any]:
                     raise InputError(f"{config.score}: has changed since {out} was begun; choose another --out")
         processes.wait_for_everyone()
         on_main(lambda: finish(out, parts, identity, command, {"vocabulary": vocabulary_sample(tokenizer)}))
-    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+        manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     keys = ("response_tokens", "skipped_because")
-    return {"out": str(out), **manifest["counts"], **{key: manifest[key] for key in keys}, "bytes_per_token": each}
+    return {"out": config.out, **manifest["counts"], **{key: manifest[key] for key in keys}, "bytes_per_token": each}
 
 
 def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:

@@ -15,6 +15,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "openvino": "openvino",
     "peft": "peft",
+    "py3langid": "language",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "vllm": "vllm",

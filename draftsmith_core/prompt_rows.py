@@ -1,4 +1,5 @@
-"""Rows of prompt sources, one at a time: JSON lines (also gzip and zstd), Parquet, data sets of the hub.
+"""Rows of prompt sources, one at a time: JSON lines (also gzip and zstd), Parquet, here or in a store that fsspec knows
+(s3://, gs://, https://, hf://), data sets of the hub.
 
 A *record* is a row as it is stored, before it is understood: a million of them are passed over in seconds.
 """
@@ -7,6 +8,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sources import hub_has_address
+from draftsmith_core.sources import hub_has_address, is_url
 from draftsmith_core.suites import load_suite, suite_name, suite_rows
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
@@ -105,6 +107,8 @@ def count_rows(source: str) -> int | None:
     path = Path(source)
     if source.startswith(("@", SELF, TOKEN)):
         return free_rows(source)
+    if is_url(source):
+        return None
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -200,16 +204,14 @@ def iterate_records(source: str) -> Iterator[Record]:
     path = Path(source)
     if not source.strip():
         raise InputError(f"{source!r}: is empty; name a .jsonl or .parquet file, or a dataset on the hub")
-    if "://" in source:
-        raise InputError(f"{source}: is a URL; download it and name the file")
     if path.is_dir():
         raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
     kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    if path.is_file():
+    if path.is_file() or is_url(source):
         if path.suffix == ".parquet":
-            yield from _parquet_records(path)
+            yield from _parquet_records(source)
         elif kind in _JSON_LINES:
-            yield from _json_records(path)
+            yield from _json_records(source)
         else:
             raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
     elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")):
@@ -219,36 +221,48 @@ def iterate_records(source: str) -> Iterator[Record]:
         yield from _hub_records(source, name, split or "train")
 
 
-def _json_records(path: Path) -> Iterator[Record]:
+def _json_records(source: str) -> Iterator[Record]:
     import pyarrow
 
-    try:
-        with pyarrow.input_stream(str(path), compression=_COMPRESSED.get(path.suffix)) as stream:
+    with _opened(source, "cannot be read") as file:
+        with pyarrow.input_stream(file, compression=_COMPRESSED.get(Path(source).suffix)) as stream:
             # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
             for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")  # editors on Windows begin a file with this mark
                 if line.strip():
                     yield Record(number, line)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"{path}: cannot be read ({reason})") from None
 
 
-def _parquet_records(path: Path) -> Iterator[Record]:
-    import pyarrow
+def _parquet_records(source: str) -> Iterator[Record]:
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
+    with _opened(source, "not a readable Parquet file") as file:
         number = 0
-        for batch in file.iter_batches(batch_size=4096):
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096):
             for row in batch.to_pylist():
                 number += 1
                 yield Record(number, row)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
+
+
+@contextmanager
+def _opened(source: str, wrong: str) -> Iterator[Any]:
+    """What pyarrow reads: the path of a file here, or the opened file of a store; InputError for what goes wrong."""
+    import fsspec
+    import pyarrow
+
+    try:
+        if is_url(source):
+            with fsspec.open(source, "rb") as file:
+                yield file
+        else:
+            yield source
+    except Exception as error:
+        # A store's package has errors of its own.
+        if not (is_url(source) or isinstance(error, OSError | pyarrow.ArrowException)):
+            raise
+        said = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"{source}: {wrong} ({getattr(error, 'strerror', None) or said[0]})") from None
 
 
 def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> Iterator[Record]:

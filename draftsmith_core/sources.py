@@ -32,11 +32,16 @@ def quiet() -> None:
     hub_logging.set_verbosity_error()
 
 
+def is_url(name: str) -> bool:
+    """Whether `name` is an address in a store or on the web, not a path."""
+    return "://" in name
+
+
 def check_source(name: str) -> None:
     """InputError unless `name` is a local directory or can be a name on the hub (`owner/name` or `name`)."""
     if not name.strip():
         raise InputError(f"{name!r}: is empty; name a directory or a model on the hub, as owner/name")
-    if "://" in name:
+    if is_url(name):
         parts = [part for part in urlparse(name).path.split("/") if part]
         hint = f"write {'/'.join(parts[:2])}" if len(parts) >= 2 else "write its name on the hub, as owner/name"
         raise InputError(f"{name}: is a URL; {hint}, or download it and name the directory")

@@ -1,9 +1,11 @@
 """Every row of a prompt source is accounted for; what cannot be understood is named by file, line and key."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -315,10 +317,39 @@ def test_a_chat_template_from_a_file(tmp_path: Path, tokenizer: Tokenizer) -> No
         load_tokenizer(tokenizer.name_or_path, chat_template=str(tmp_path / "gone.jinja"))
 
 
-@pytest.mark.parametrize("source", ["", " ", "https://example.com/rows.jsonl"])
+@pytest.mark.parametrize("source", ["", " "])
 def test_a_source_that_can_be_none(tokenizer: Tokenizer, source: str) -> None:
-    with pytest.raises(InputError, match="is empty; name a|is a URL; download it and name the file"):
+    with pytest.raises(InputError, match="is empty; name a"):
         read_prompts(source, tokenizer)
+
+
+def test_prompts_in_a_store_are_those_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = Path(jsonl(tmp_path / "rows.jsonl", *({"prompt": f"The {number}"} for number in range(5))))
+    table = pa.Table.from_pylist([json.loads(line) for line in source.read_text().splitlines()])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    there = {
+        "rows.jsonl": source.read_bytes(),
+        "rows.jsonl.gz": gzip.compress(source.read_bytes()),
+        "rows.parquet": (tmp_path / "rows.parquet").read_bytes(),
+        "cut.jsonl.gz": gzip.compress(source.read_bytes())[:-9],
+        "cut.parquet": b"PAR1",
+    }
+    store = fsspec.filesystem("memory")
+    for name, content in there.items():
+        store.pipe_file(f"/prompts/{name}", content)
+    expected = read_prompts(str(source), tokenizer).prompts
+    for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
+        assert read_prompts(f"memory://prompts/{name}", tokenizer).prompts == expected
+    for url, said in (
+        ("memory://prompts/cut.jsonl.gz", "cannot be read ("),
+        ("memory://prompts/cut.parquet", "not a readable Parquet file ("),
+        ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
+        ("memory://prompts/rows.csv", "unknown kind of file '.csv'"),
+        ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
+    ):
+        with pytest.raises(InputError) as error:
+            read_prompts(url, tokenizer)
+        assert str(error.value).startswith(f"{url}: {said}") and "\n" not in str(error.value)
 
 
 def test_texts_that_the_target_begins_by_itself(target_dir: str) -> None:

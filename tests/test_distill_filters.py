@@ -22,6 +22,7 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
 needs_datasketch = pytest.mark.skipif(not is_installed("datasketch"), reason="datasketch is not installed")
+needs_py3langid = pytest.mark.skipif(not is_installed("py3langid"), reason="py3langid is not installed")
 
 
 @pytest.fixture
@@ -172,6 +173,51 @@ def test_near_duplicates_are_those_of_exact_counting() -> None:
             assert (number in found) == (similarity > 0.6), similarity
 
 
+@needs_py3langid
+@pytest.mark.parametrize(
+    ("text", "languages", "why"),
+    [
+        ("If the lock is not owned by the thread that calls release, an error is raised.", ["en"], ""),
+        ("Wenn das Schloss dem Faden nicht gehört, wird ein Fehler gemeldet.", ["en"], "in language de, not en"),
+        ("Wenn das Schloss dem Faden nicht gehört, wird ein Fehler gemeldet.", ["en", "de"], ""),
+        ("Je ne sais pas, mais je crois que le chat est là.", ["en", "de"], "in language fr, not en or de"),
+        ("こんにちは、元気ですか", ["en"], "in language ja, not en"),
+        ("42", ["en"], ""),
+        ("x = 3, y = 4", ["de"], ""),
+        ("Paris", ["en"], ""),
+        ("", ["en"], ""),
+    ],
+)
+def test_answers_in_other_languages(tokenizer: Tokenizer, text: str, languages: list[str], why: str) -> None:
+    config = DistillConfig(target="t", prompts="p", out="o", languages=languages)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert why_dropped(config, tokenizer, Answer((*ids, 1), "stop")) == why
+
+
+@needs_py3langid
+def test_what_is_dropped_for_its_language_is_counted(
+    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny target writes no language, so a stand-in calls every third text French."""
+    import distill.filters
+
+    told: list[str] = []
+
+    def classify(text: str) -> tuple[str, float]:
+        told.append(text)
+        return ("fr" if len(told) % 3 == 0 else "en"), 0.9
+
+    detector = distill.filters._languages()
+    monkeypatch.setattr(type(detector), "classify", lambda self, text: classify(text))
+    code, out, err = door(*words, "--languages", "en")
+    assert code == 0, err
+    assert "30 dropped: in language fr, not en (row " in out
+    assert manifest()["counts"]["rows"] == 60 and manifest()["config"]["languages"] == ["en"]
+    assert errors()["dropped"] == 30
+    code, _, err = door(*words, "--languages", "xx", "--out", "other")
+    assert code == 2 and "languages: 'xx' is none of ace, af, am, " in err and not Path("other").exists()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -190,10 +236,12 @@ def test_options_that_cannot_be(words: list[str], door: Door, wrong: list[str], 
 
 
 def test_a_missing_package_is_named(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith_core.packages.is_installed", lambda package: package != "datasketch")
-    code, _, err = door(*words, "--near_duplicates", 0.8)
-    assert (
-        code == 2
-        and "near_duplicates: needs datasketch, which is not installed; pip install 'draftsmith[dedupe]'" in err
-    )
-    assert not Path("set").exists()
+    monkeypatch.setattr("draftsmith_core.packages.is_installed", lambda package: False)
+    for option, value, package, extra in (
+        ("near_duplicates", 0.8, "datasketch", "dedupe"),
+        ("languages", "en", "py3langid", "language"),
+    ):
+        code, _, err = door(*words, f"--{option}", value)
+        said = f"{option}: needs {package}, which is not installed; pip install 'draftsmith[{extra}]'"
+        assert code == 2 and said in err
+        assert not Path("set").exists()

@@ -84,6 +84,34 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
 
 @NEEDS_RAY
 @pytest.mark.slow
+def test_a_killed_run_continues_on_the_same_cluster(
+    cluster: None, target_dir: str, prompts: str, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    """Two kills, each as a part is written: a run takes seconds to start its worker."""
+    import ray
+
+    from tests.test_distill_generate import KILL_IN_PART
+
+    common: dict[str, Any] = {"target": target_dir, "prompts": prompts, "device": "cpu", **OPTIONS}
+    common["chat_template"] = str(Path(prompts).parent / "chat.jinja")
+    distill(DistillConfig(out=str(tmp_path / "hf"), **common), "x")
+    common |= {"out": str(tmp_path / "ray"), "engine": "ray", "workers": 1}
+    common["address"] = ray.get_runtime_context().gcs_address
+    words = ["distill", *(word for key, value in common.items() for word in (f"--{key}", value))]
+    for part in (2, 5):
+        assert spawn(*words, cwd=tmp_path, patch=KILL_IN_PART.format(count=part)).wait()[0] == -signal.SIGKILL
+    made = parts(tmp_path / "ray")
+    assert 5 <= len(made) < 12
+    code, _, err = spawn(*words, cwd=tmp_path).wait()
+    assert code == 0, err
+    assert parts(tmp_path / "ray") == parts(tmp_path / "hf")
+    counts = json.loads((tmp_path / "ray/manifest.json").read_text())["counts"]
+    assert (counts["prompts_read"], counts["prompts_done"]) == (12, 12)
+    assert counts["prompts_skipped"] == counts["prompts_failed"] == 0
+
+
+@NEEDS_RAY
+@pytest.mark.slow
 def test_one_worker_drafts_as_one_process_does(
     cluster: None, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
