@@ -89,7 +89,8 @@ class DistillConfig:
     accepted. Measured when a set is begun, and switched off where the target alone takes no longer. For `hf` and
     `ray`."""
     tree: str | None = None
-    """What the draft drafts at each step, such as chain:4 or kary:4,2,2. Default: the draft's own, usually chain:4."""
+    """What the draft drafts at each step, such as chain:4 or kary:4,2,2. Default: the fastest of chain:1, chain:2 and
+    chain:4."""
     part_rows: int = 1024
     """About so many rows per Parquet file: a file has the answers to part_rows / num_samples prompts, at least to one.
     A killed run loses at most the files in the making; `openai` keeps every answer."""

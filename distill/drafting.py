@@ -1,4 +1,4 @@
-"""Whether a draft pays where a set is made: measured once, at its beginning, and kept with the set.
+"""Whether a draft pays where a set is made, and with which tree: measured once, when it is begun, and kept with it.
 
 Drafting changes which tokens are drawn, not how they are distributed. So all processes and all runs that continue a set
 must do alike for it to come out the same bytes, and none of them may measure again.
@@ -24,32 +24,37 @@ log = logging.getLogger(__name__)
 
 
 def settle_drafting(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> None:
-    """Let `engine` draft if that takes less time per token than the target alone, on a batch of the first prompts, or
-    if it did when this set was begun. Every process of a launch calls it; one of them measures.
+    """Let `engine` draft the tree that takes the least time per token, if it takes less than the target alone, on a
+    batch of the first prompts; or what it drafted when this set was begun. Every process of a launch calls it; one of
+    them measures.
     """
-    engine.drafts = divided(1, lambda _: _decide(out, config, engine, prompts))[0]
+    engine.tree = divided(1, lambda _: _decide(out, config, engine, prompts))[0]
 
 
-def _decide(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> bool:
+def _decide(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> str:
     for name in _RECORDS:
         if (out / name).exists():
-            known = bool(read_json(out / name, "the record of a distilled set").get("drafted"))
-            log.warning("--draft %s: %s, as when this set was begun", config.draft, "used" if known else "not used")
+            known = read_json(out / name, "the record of a distilled set").get("drafted") or ""
+            used = f"used, {known}" if known else "not used"
+            log.warning("--draft %s: %s, as when this set was begun", config.draft, used)
             return known
     requests = _first_requests(config, engine, prompts)
     if not requests:
         raise RunError(f"--draft: none of the first rows of {config.prompts} can be asked, to measure whether it pays")
-    alone, drafted = engine.seconds_per_token(requests)
+    seconds = engine.seconds_per_token(requests)
+    alone = seconds.pop("")
+    tree, drafted = min(seconds.items(), key=lambda each: each[1])
     pays = drafted < alone
     log.warning(
-        "--draft %s: takes %.2f of the time per token that the target takes alone, on a batch of %d rows; %s",
+        "--draft %s: %s takes %.2f of the time per token that the target takes alone, on a batch of %d rows; %s",
         config.draft,
+        tree,
         drafted / alone,
         len(requests),
         "used" if pays else "switched off",
     )
-    write_json_atomic(out / DECISION, {"drafted": pays})
-    return pays
+    write_json_atomic(out / DECISION, {"drafted": tree if pays else None})
+    return tree if pays else ""
 
 
 def _first_requests(config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> list[AnswerRequest]:

@@ -121,7 +121,7 @@ def _distill(config: DistillConfig, command: str, place: Workplace) -> dict[str,
         if config.draft is not None:
             drafting = cast(DraftingEngine, engine)
             settle_drafting(out, config, drafting, reader)
-            drafted = {"drafted": drafting.drafts}
+            drafted = {"drafted": drafting.tree or None}
         place.send()
         run = _Run(config, engine, reader, suites, place, processes.process_index, processes.num_processes)
         run.make()

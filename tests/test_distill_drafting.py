@@ -22,7 +22,7 @@ from draftsmith_core.tokenization import load_tokenizer
 Door = Callable[..., tuple[int, str, str]]
 MEASURED = """
 import distill.engines.hf
-distill.engines.hf.HFEngine.seconds_per_token = lambda self, requests: ({alone}, {drafted})
+distill.engines.hf.HFEngine.seconds_per_token = lambda self, requests: {{"": {alone}, "chain:2": {drafted}}}
 """
 KILL = """
 import os, signal
@@ -46,7 +46,9 @@ def words(target_dir: str, draft_dir: str, prompts_file: str) -> list[str]:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, alone: float, drafted: float) -> None:
-    monkeypatch.setattr(HFEngine, "seconds_per_token", lambda self, requests: (alone, drafted))
+    monkeypatch.setattr(
+        HFEngine, "seconds_per_token", lambda self, requests: {"": alone, "chain:1": 9.0, "chain:2": drafted}
+    )
 
 
 def parts(directory: Path) -> dict[str, bytes]:
@@ -106,7 +108,7 @@ def test_answers_have_the_targets_distribution(target_dir: str, draft_dir: str, 
         chances = below
     assert len(chances) == 3**length
     alone = sample()
-    engine.drafts = True
+    engine.tree = tree
     drafted = sample()
     assert drafted != alone, "nothing was drafted"
     assert statistic(alone) < 1 and statistic(drafted) < 1
@@ -132,11 +134,11 @@ def test_the_decision_is_measured_once_said_and_kept(
     assert code == 0, err
     said = [message for message in caplog.messages if "--draft" in message]
     assert len(said) == 1 and "on a batch of 3 rows" in said[0]
-    assert (f"takes {0.5 if drafted else 1.5:.2f} of the time" in said[0]) and (
+    assert (f": chain:2 takes {0.5 if drafted else 1.5:.2f} of the time" in said[0]) and (
         said[0].endswith("; used" if drafted else "; switched off")
     )
     made, manifest = parts(tmp_path / "set"), json.loads((tmp_path / "set" / "manifest.json").read_text())
-    assert manifest["drafted"] is drafted and not (tmp_path / "set" / "drafting.json").exists()
+    assert manifest["drafted"] == ("chain:2" if drafted else None) and not (tmp_path / "set" / "drafting.json").exists()
     assert len(manifest["identity"]["draft_fingerprint"]) == 16
     # Switched off, the rows are those of the target alone; else they are others of the same number.
     assert (
@@ -148,7 +150,7 @@ def test_the_decision_is_measured_once_said_and_kept(
     (tmp_path / "set" / "part-00001.parquet").unlink()
     code, _, err = door(*words)
     assert (code, parts(tmp_path / "set")) == (0, made), err
-    assert caplog.messages[-1].endswith(f": {'used' if drafted else 'not used'}, as when this set was begun")
+    assert caplog.messages[-1].endswith(f": {'used, chain:2' if drafted else 'not used'}, as when this set was begun")
     code, _, err = door(*words, "--tree", "chain:2")
     assert code == 2 and "--out set: holds another distilled set" in err
 
@@ -163,7 +165,7 @@ def test_killed_and_resumed_it_is_the_same_bytes(
     assert door(*words)[0] == 0
     there = tmp_path / "killed"
     assert spawn(*words, cwd=there, patch=MEASURED.format(alone=2, drafted=1) + KILL).wait()[0] == -signal.SIGKILL
-    assert json.loads((there / "set" / "drafting.json").read_text()) == {"drafted": True}
+    assert json.loads((there / "set" / "drafting.json").read_text()) == {"drafted": "chain:2"}
     # What another measurement would say does not matter.
     code, _, err = spawn(*words, cwd=there, patch=MEASURED.format(alone=1, drafted=2)).wait()
     assert code == 0, err
@@ -183,7 +185,8 @@ def test_two_processes_decide_together(
     assert run.stderr.count("of the time per token") == 1
     drafted = json.loads((there / "set" / "manifest.json").read_text())["drafted"]
     monkeypatch.chdir(tmp_path)
-    measured(monkeypatch, 2.0, 1.0 if drafted else 3.0)
+    seconds = {"": 2.0, drafted or "chain:1": 1.0 if drafted else 3.0}
+    monkeypatch.setattr(HFEngine, "seconds_per_token", lambda self, requests: dict(seconds))
     assert door(*words)[0] == 0
     assert parts(tmp_path / "set") == parts(there / "set")
 
@@ -194,8 +197,9 @@ def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: st
     )
     engine = HFEngine(config, load_tokenizer(target_dir))
     requests = [AnswerRequest((n, 0, 0), (5, 70 + n), n) for n in range(4)]
-    alone, drafted = engine.seconds_per_token(requests)
-    assert 0 < alone < 10 and 0 < drafted < 10
+    seconds = engine.seconds_per_token(requests)
+    assert seconds.keys() == {"", "chain:1", "chain:2", "chain:4"}
+    assert all(0 < each < 10 for each in seconds.values())
 
 
 @pytest.mark.parametrize(

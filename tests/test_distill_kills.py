@@ -57,7 +57,7 @@ sys.modules["vllm"] = stub
 # What a draft gains is measured when a set is begun, and what is measured is not the same twice.
 DRAFT_PAYS = """
 from distill.engines.hf import HFEngine
-HFEngine.seconds_per_token = lambda self, requests: (2.0, 1.0)
+HFEngine.seconds_per_token = lambda self, requests: {"": 2.0, "chain:2": 1.0}
 """
 
 
@@ -87,6 +87,7 @@ def test_killed_at_random_instants(engine: str, target_dir: str, draft_dir: str,
     words += ["--engine", engine.partition(",")[0]]
     patch, refused = "", 0
     serve: Any = nullcontext()
+    server: Any
     if engine == "hf, drafted":
         patch, words = DRAFT_PAYS, [*words, "--draft", draft_dir, "--tree", "chain:2"]
     elif engine == "vllm":

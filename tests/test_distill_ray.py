@@ -119,11 +119,11 @@ def test_one_worker_drafts_as_one_process_does(
     from distill.engines.ray import RayEngine
 
     for engine in (HFEngine, RayEngine):
-        monkeypatch.setattr(engine, "seconds_per_token", lambda self, requests: (2.0, 1.0))
+        monkeypatch.setattr(engine, "seconds_per_token", lambda self, requests: {"": 2.0, "chain:2": 1.0})
     common: dict[str, Any] = {"target": target_dir, "prompts": prompts_file, "draft": draft_dir, **OPTIONS}
     for name in ("hf", "ray"):
         distill(DistillConfig(out=str(tmp_path / name), engine=name, device="cpu", **common), "x")
-    assert json.loads((tmp_path / "ray" / "manifest.json").read_text())["drafted"] is True
+    assert json.loads((tmp_path / "ray" / "manifest.json").read_text())["drafted"] == "chain:2"
     assert parts(tmp_path / "ray") == parts(tmp_path / "hf")
 
 

@@ -11,7 +11,7 @@ from distill.config import DistillConfig
 from distill.engines.generation_settings import sampling_of
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
 from distill.score import score
-from drafts.load import draft_fingerprint, kind_of, load_pair
+from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_tree_file
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
@@ -20,6 +20,8 @@ from draftsmith_core.tokenization import Tokenizer
 
 # Tokens of each row that are decoded to measure whether a draft pays.
 _MEASURED_TOKENS, _MEASURED_ROUNDS = 32, 2
+# Tokens that are drafted per step, to choose from where the options name no tree.
+_CHAINS = (1, 2, 4)
 
 
 class HFEngine:
@@ -41,13 +43,16 @@ class HFEngine:
         self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
         self.max_prompt_tokens = None if pair.context is None else pair.context - config.max_new_tokens
-        packs, self._drafted, self.drafts = Packs(model), None, False
+        packs, self.tree = Packs(model), ""
         try:
-            self._decoder = SpeculativeDecoder(model, fast=packs)
+            self._decoders = {"": SpeculativeDecoder(model, fast=packs)}
             for draft in pair.drafts.values():
-                tree = None if config.tree is None else parse_tree(config.tree, read_tree_file)
-                self._drafted = SpeculativeDecoder(model, PROPOSERS[kind_of(draft)].make(draft), tree, fast=packs)
-                self.identity["drafted_tree"] = hash_json(repr(self._drafted.tree))[:16]  # which may be from a file
+                proposer = PROPOSERS[kind_of(draft)].make(draft)
+                for spec in [config.tree] if config.tree is not None else _chains(draft):
+                    tree = parse_tree(spec, read_tree_file)
+                    self._decoders[spec] = SpeculativeDecoder(model, proposer, tree, fast=packs)
+                trees = [repr(decoder.tree) for decoder in self._decoders.values()]
+                self.identity["drafted_trees"] = hash_json(trees)[:16]  # which may be from a file
                 self.identity["draft_fingerprint"] = draft_fingerprint(draft)
         except ValueError as error:
             raise InputError(f"{config.draft or config.target}: {error}") from None
@@ -74,23 +79,21 @@ class HFEngine:
             taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
             return [(request, request.prompt_ids, generator(request.seed)) for request in taken]
 
-        decoder = self._drafted if self.drafts else self._decoder
-        assert decoder is not None
+        decode = self._decoders[self.tree].continuous
         sampling = at_temperature(self.sampling.sampling, temperature)
-        answers = decoder.continuous(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
+        answers = decode(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
         for request, made in answers:
             after = done(request, Answer(tuple(made.output_ids), made.finish_reason))
             if after is not None:
                 assert after.temperature == temperature, "all turns of a chat are drawn at one temperature"
                 insort(waiting, after, key=_length)
 
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
-        """Of the target alone and with the draft, for these requests as one batch."""
-        assert self._drafted is not None
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
+        """With each tree, and of the target alone as "", for these requests as one batch."""
         tokens = min(_MEASURED_TOKENS, self._max_new_tokens)
-        spent: list[list[float]] = [[], []]
+        spent: dict[str, list[float]] = {tree: [] for tree in self._decoders}
         for count in (1, *[tokens] * _MEASURED_ROUNDS):  # the first one packs weights
-            for times, decoder in zip(spent, (self._decoder, self._drafted), strict=True):
+            for tree, decoder in self._decoders.items():
                 batch = decoder.generate(
                     [request.prompt_ids for request in requests],
                     at_temperature(self.sampling.sampling, requests[0].temperature),
@@ -101,9 +104,8 @@ class HFEngine:
                 made = sum(len(each.output_ids) for each in batch.generations)
                 # Answers are longer than what is measured, and prompts are not.
                 prefill_s = batch.prefill_s * count / self._max_new_tokens
-                times.append((batch.decode_s + prefill_s) / made)
-        alone, drafted = (min(times[1:]) for times in spent)
-        return alone, drafted
+                spent[tree].append((batch.decode_s + prefill_s) / made)
+        return {tree: min(times[1:]) for tree, times in spent.items()}
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
@@ -112,3 +114,7 @@ class HFEngine:
 
 def _length(request: AnswerRequest) -> int:
     return len(request.prompt_ids)
+
+
+def _chains(draft: Draft) -> list[str]:
+    return [f"chain:{length}" for length in _CHAINS if length <= (depth_limit(draft) or length)]

@@ -85,12 +85,9 @@ class Engine(Protocol):
 
 
 class DraftingEngine(Engine, Protocol):
-    """An engine that can generate speculatively.
+    """An engine that can generate speculatively. tree: what the draft of the options drafts, "" while it does not."""
 
-    drafts: whether the draft of the options drafts; false until it is set.
-    """
+    tree: str
 
-    drafts: bool
-
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
-        """Of the target alone and with the draft, for these requests as one batch."""
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
+        """With each tree that may be drafted, and of the target alone as "", for these requests as one batch."""

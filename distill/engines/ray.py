@@ -56,15 +56,15 @@ class Worker:
         """The id of its process on its node."""
         return os.getpid()
 
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """As the engine's."""
-        times: tuple[float, float] = self._engine().seconds_per_token(requests)
+        times: dict[str, float] = self._engine().seconds_per_token(requests)
         return times
 
-    def answer(self, requests: Sequence[AnswerRequest], drafts: bool) -> list[Scored]:
+    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> list[Scored]:
         """The answers to a group, in its order, with teacher rows where the options ask for them."""
         engine, answers, k = self._engine(), {}, self._config.teacher_top_k
-        engine.drafts = drafts
+        engine.tree = tree
 
         def done(request: AnswerRequest, answer: Any) -> None:
             answers[request.key] = answer, engine.score(request, answer, k) if k else None
@@ -87,7 +87,7 @@ class RayEngine:
         worker = ray.remote(Worker).options(**options)
         own = replace(config, engine="hf", address=None, workers=None)
         self._workers: list[Any] = [worker.remote(own, tokenizer) for _ in range(workers)]
-        self.drafts = False
+        self.tree = ""
         self._scores: dict[tuple[int, int, int], bytes] = {}
         # The worker that starts first speaks for all.
         facts = [each.facts.remote() for each in self._workers]
@@ -109,7 +109,7 @@ class RayEngine:
         while True:
             while free and (group := following.popleft() if following else next(groups, None)):
                 worker = free.popleft()
-                asked[worker.answer.remote(list(group), self.drafts)] = worker, group
+                asked[worker.answer.remote(list(group), self.tree)] = worker, group
             if free and not asked:
                 return
             (ready,), _ = ray.wait([*asked, *starting], num_returns=1)
@@ -128,9 +128,9 @@ class RayEngine:
                 following.append(after)
             free.append(worker)
 
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> tuple[float, float]:
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """As measured by one worker."""
-        times: tuple[float, float] = _result(self._workers[0].seconds_per_token.remote(requests))
+        times: dict[str, float] = _result(self._workers[0].seconds_per_token.remote(requests))
         return times
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
