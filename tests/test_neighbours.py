@@ -4,6 +4,7 @@
 """
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from transformers import (
 )
 
 import draftsmith as ds
-from drafts.heads import save_head
+from drafts.heads import load_head, save_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.neighbours import ask, complete, how_to_get, llama_server, program, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
+from train.config import HeadOptions, Optim
 
 ROOT = Path(__file__).parents[1]
 # Scripts that run in the engines' environments.
@@ -172,6 +174,68 @@ def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: 
     assert cut == [pair.encode(text) for text in texts]
 
 
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head that has learnt the target's own answers to the prompts, so that some of its drafts are right."""
+    place = tmp_path_factory.mktemp("learnt")
+    (place / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    target, data = str(PAIR / "target"), str(place / "set")
+    ds.distill(
+        ds.DistillConfig(
+            target=target, prompts=str(place / "p.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0, device="cpu"
+        )
+    )
+    head = ds.TrainConfig(
+        kind="eagle3",
+        target=target,
+        data=[data],
+        heldout=[data],
+        out=str(place / "head"),
+        objective="fkl",
+        head=HeadOptions(draft_vocab_size=2048, test_steps=AHEAD),
+        steps=80,
+        eval_every=80,
+        batch_size=len(TEXTS),
+        max_length=96,
+        optim=Optim(lr=3e-3),
+        device="cpu",
+    )
+    ds.train(head)
+    return place / "head"
+
+
+def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
+    learnt: Path, exports: Any, prompts: list[list[int]], ours: Outputs, tmp_path: Path
+) -> None:
+    server = engine("llama-server")
+    target = str(PAIR / "target")
+    config = ds.ExportConfig(
+        draft=str(learnt), target=target, format="gguf", out=str(tmp_path / "head"), dtype="float32"
+    )
+    ds.export(config)
+    pair = ds.load_pair(target, draft=str(learnt), device="cpu", dtype="float32")
+    longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
+    mine = decoded(pair, longer, TOKENS - 1)
+    words = ["-m", str(exports("gguf")["target"] / "model.gguf"), "-md", str(tmp_path / "head" / "model.gguf")]
+    words += ["-c", "512", "-np", "1", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32"]
+    words += [
+        "-ctvd",
+        "f32",
+        "--spec-type",
+        "draft-eagle3",
+        "--spec-draft-n-max",
+        str(AHEAD),
+        "--spec-draft-p-min",
+        "0",
+    ]
+    with llama_server(server, words) as port:
+        rows = [complete(port, prompt, TOKENS) for prompt in prompts]
+    assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
+    # As with a language model: the first token comes from the prompt's forward, without a draft.
+    assert equal_but_for_the_last_step([row["timings"]["draft_n_accepted"] for row in rows], accepted(mine))
+    assert sum(accepted(mine)) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
+
+
 def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path: Path) -> None:
     """Its own converter gives every token of such a tokenizer the same score, and cuts text wrongly."""
     model = ROOT.parent / "shared" / "models" / "stories260k"
@@ -253,6 +317,26 @@ def test_speculators(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
         ds.ExportConfig(draft=str(eagle3[1]), format="speculators", out=str(out), target=str(PAIR / "target"))
     )
     assert summary["proof"]["engine"].startswith("speculators") and summary["proof"]["max_difference"] < 1e-4
+
+
+def test_speculators_convert_gives_what_we_read(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
+    """Its own converter on a checkpoint as we save it: what it writes is the same head to us."""
+    head, path = eagle3
+    program, out = engine("speculators").with_name("speculators"), tmp_path / "out"
+    # It reads no auxiliary ids from a config, and takes them as an argument.
+    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(head.hidden_layers)})
+    words = [program, "convert", path, "--algorithm", "eagle3", "--verifier", PAIR / "target", "--output-path", out]
+    done = subprocess.run([*map(str, words), "--algorithm-kwargs", ids], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    target = load_model(str(PAIR / "target"), device="cpu")
+    again = load_head(out, target)
+    assert isinstance(again, Eagle3Head) and again.hidden_layers == head.hidden_layers
+    assert torch.equal(again.target_ids_D, head.target_ids_D)
+    ids_1T = torch.arange(7, 4096, 170)[None]
+    with torch.inference_mode():
+        states = [target(ids_1T, output_hidden_states=True).hidden_states[layer] for layer in head.hidden_layers]
+        one, other = (each(ids_1T, each.fuse(states))[0] for each in (head, again))
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 def test_an_engine_that_computes_something_else_stops_the_export(
