@@ -7,34 +7,29 @@ their own (`baseline_s`): decoding needs none, and an evaluation has them anyway
 demo's.
 """
 
-import json
-import os
+# ruff: noqa: E402
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this directory first, where files have the names of packages (eval, train, decode).
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it measures; its own directory must not be searched for it.
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+import torch
 
-import torch  # noqa: E402
-
-from drafts.load import load_pair  # noqa: E402
-from draftsmith.demo import corpus  # noqa: E402
-from draftsmith_core.io import write_json_atomic  # noqa: E402
-from draftsmith_core.options import parse  # noqa: E402
-from draftsmith_core.prompts import Prompt  # noqa: E402
-from draftsmith_core.sampling import Sampling  # noqa: E402
-from eval import measure  # noqa: E402
-from eval.estimate import measure_alphas  # noqa: E402
-from eval.prediction_rows import predicted_methods  # noqa: E402
-from eval.request import Method  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
-PAIR = ROOT / "draftsmith" / "demo" / "pair"
+from benchmarks.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
+from drafts.load import load_pair
+from draftsmith_core.sampling import Sampling
+from eval import measure
+from eval.estimate import measure_alphas
+from eval.prediction_rows import predicted_methods
+from eval.request import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +38,7 @@ class BenchmarkConfig:
 
     target: str = str(PAIR / "target")
     """The target."""
-    draft: list[str] = field(default_factory=lambda: [str(PAIR / "base"), str(ROOT / "configs" / "bench" / "draft")])
+    draft: list[str] = field(default_factory=lambda: [str(PAIR / "base"), str(LARGER_DRAFT)])
     """Drafts."""
     tree: list[str] = field(default_factory=lambda: ["kary:2,2", "kary:4,2,1"])
     """Trees besides the chains of 1 to 16."""
@@ -70,8 +65,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Time everything once, after a warm-up."""
     pair = load_pair(config.target, {Path(path).name: path for path in config.draft}, device="cpu", dtype="float32")
     sampling = Sampling(temperature=config.temperature)
-    rows = islice(corpus.passages("prose", corpus.split("prose").heldout, 300), config.prompts)
-    prompts = [Prompt(row["id"], "prose", tuple(pair.tokenizer.encode(row["text"])[:32])) for row in rows]
+    prompts = heldout_prompts(pair.tokenizer, config.prompts)
     trees = [Method(tree, "exact" if tree.startswith("opt") else "mcsd") for tree in config.tree]
     methods = predicted_methods(trees, sampling.greedy)
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": 0}
@@ -112,8 +106,4 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    chosen, _ = parse(BenchmarkConfig, "eval", sys.argv[1:])
-    found = run(chosen)
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    if chosen.out:
-        write_json_atomic(Path(chosen.out), found)
+    answer(BenchmarkConfig, "eval", run)

@@ -8,31 +8,28 @@ interval over prompts. `share_of_time` is the plan's time over the sweep's, the 
 arguments the pair is the demo's; leave the machine alone meanwhile.
 """
 
-import json
-import os
+# ruff: noqa: E402
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this directory first, where files have the names of packages (eval, train, decode).
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import os
 import time
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-# Files beside this one have the names of packages (eval, train, decode); they must not be found instead.
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+from benchmarks.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
+from decode import SpeculativeDecoder, TreeShape, parse_tree
+from decode.tree_spec import kary
+from drafts.load import load_pair
+from draftsmith_core.progress import progress
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling
+from eval.bootstrap import PromptSums, quotient, resamples
 
-from decode import SpeculativeDecoder, TreeShape, parse_tree  # noqa: E402
-from decode.tree_spec import kary  # noqa: E402
-from drafts.load import load_pair  # noqa: E402
-from draftsmith.demo import corpus  # noqa: E402
-from draftsmith_core.io import write_json_atomic  # noqa: E402
-from draftsmith_core.options import parse  # noqa: E402
-from draftsmith_core.progress import progress  # noqa: E402
-from draftsmith_core.prompts import Prompt  # noqa: E402
-from draftsmith_core.sampling import Sampling  # noqa: E402
-from eval.bootstrap import PromptSums, quotient, resamples  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
-PAIR = ROOT / "draftsmith" / "demo" / "pair"
 ALONE = "the target alone"
 FINAL = 6
 
@@ -43,7 +40,7 @@ class BenchmarkConfig:
 
     target: str = str(PAIR / "target")
     """The target."""
-    draft: str = str(ROOT / "configs" / "bench" / "draft")
+    draft: str = str(LARGER_DRAFT)
     """The draft."""
     temperature: float = 1.0
     """Temperature."""
@@ -69,9 +66,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     from eval.plan_joint import kary_space
 
     pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
-    count = config.prompts + config.again
-    rows = islice(corpus.passages("prose", corpus.split("prose").heldout, 300), count)
-    prompts = [Prompt(row["id"], "prose", tuple(pair.tokenizer.encode(row["text"])[:32])) for row in rows]
+    prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)
     planner = Planner.of(
         pair.target,
         pair.drafts["draft"],
@@ -130,8 +125,4 @@ def _timed(planner: Any, shapes: dict[str, TreeShape | None], prompts: list[Prom
 
 
 if __name__ == "__main__":
-    chosen, _ = parse(BenchmarkConfig, "plan", sys.argv[1:])
-    found = run(chosen)
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    if chosen.out:
-        write_json_atomic(Path(chosen.out), found)
+    answer(BenchmarkConfig, "plan", run)

@@ -8,7 +8,7 @@ target, and for stories two drafts of different size trained alike. Then `drafts
 below OUT and not made again. Prints one JSON object; `--page` puts the table into a page. Nothing is timed.
 
 A row agrees when the 95 % interval of its figure lies on the claimed side, disagrees when it lies on the other, and is
-open when it holds the border.
+open when it holds the border, or when training left the weights as they were and nothing was tested.
 """
 
 # ruff: noqa: E402
@@ -22,13 +22,11 @@ if __name__ == "__main__":
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
-from distill.config import DistillConfig
-from distill.generate import distill
-from draftsmith.demo import corpus
-from draftsmith_core.io import write_json_atomic, write_rows
+from benchmarks.reproduction_pairs import Options, Pair, demo_pair, stories_pair, unchanged
+from draftsmith_core.io import write_json_atomic
 from draftsmith_core.options import parse
 from draftsmith_core.provenance import versions
 from eval.bootstrap import PromptSums, difference, resamples
@@ -36,65 +34,13 @@ from eval.config import EvalConfig
 from eval.evaluate import evaluate
 from eval.report.formats import with_interval
 from eval.results import Results
-from train.config import Optim, TrainConfig
-from train.training_run import train
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO, LARGER = ROOT / "draftsmith" / "demo" / "pair", ROOT / "configs" / "bench" / "draft"
-STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 BEGIN, END = "<!-- rows: written by benchmarks/reproduction.py -->", "<!-- end of rows -->"
 # A chain, a tree as deep, and one that grows with as many nodes and levels as the tree.
 CHAIN, TREE, GROWN = "chain:4", "kary:3,2,1,1", "eagle2:depth=4,beam=4,nodes=21"
 # What "little" and "small errors" are taken to mean.
 LITTLE = 0.05
-SUBJECTS: tuple[str, ...] = (
-    "Once upon a time",
-    "One day, a boy",
-    "There was a little",
-    "Lily and Tom",
-    "The big dog",
-    "Mom said",
-)
-SUBJECTS += ("In the park", "A small bird", "Ben had a", "The old man", "Her friend", "It was a sunny day")
-ENDINGS = ("", " who", " and", " was", " saw", " went", " had", " with")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Test the claims."""
-
-    out: str
-    """Directory for everything."""
-    stories: str = str(STORIES)
-    """The stories260k checkpoint; left out where there is none."""
-    prompts: int = 40
-    """Prompts of every set."""
-    max_new_tokens: int = 48
-    """Tokens per prompt."""
-    steps: int = 120
-    """Optimizer steps of every training."""
-    bootstrap: int = 2000
-    """Resamples behind every interval."""
-    page: str | None = None
-    """A page whose rows are written anew."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target, its drafts and prompts.
-
-    `larger` is set beside `aligned`; `tuned` is the target after fine-tuning on text of the first of `other`.
-    """
-
-    name: str
-    target: str
-    tuned: str
-    base: str
-    aligned: str
-    larger: str
-    sizes: str
-    home: dict[str, str]
-    other: dict[str, str]
+UNCHANGED = "; not tested: training ended with the weights it began with, no later ones did better on held-out text"
 
 
 @dataclass(frozen=True)
@@ -146,123 +92,6 @@ def main() -> None:
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if options.page is not None:
         _put(Path(options.page), table(found["rows"]))
-
-
-def demo_pair(out: Path, options: Options) -> Pair:
-    """The demo's pair, aligned on prose; the larger draft is the benchmarks' one, trained on all three domains."""
-    prompts = {}
-    for domain in corpus.DOMAINS:
-        rows = islice(corpus.passages(domain, corpus.split(domain).heldout, 300), options.prompts)
-        prompts[domain] = _rows(out / f"{domain}.jsonl", rows)
-    train_rows = islice(corpus.passages("prose", corpus.split("prose").train, 300), 384)
-    answers = _answers(out, str(DEMO / "target"), _rows(out / "train.jsonl", train_rows))
-    # Text that the target has not seen, so that training on it changes the target; the evaluation's prompts are others.
-    unseen = islice(corpus.passages("code", corpus.split("code").heldout), options.prompts, options.prompts + 600)
-    home = {"prose": prompts.pop("prose")}
-    return Pair(
-        name="demo",
-        target=str(DEMO / "target"),
-        tuned=_trained(
-            out / "tuned", options.steps, [_rows(out / "code.train.jsonl", unseen)], "ce", DEMO / "target", 1e-3
-        ),
-        base=str(DEMO / "base"),
-        aligned=_trained(out / "aligned", options.steps, answers, "jsd:beta=0.5", DEMO / "base", 3e-3, DEMO / "target"),
-        larger=str(LARGER),
-        sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and on all domains",
-        home=home,
-        other={"code": prompts["code"], "unicode": prompts["unicode"]},
-    )
-
-
-def stories_pair(out: Path, options: Options) -> Pair:
-    """stories260k; both drafts are trained from nothing on its answers, alike; the base has an eighth of the steps."""
-    openings = [{"prompt": subject + ending} for subject, ending in product(SUBJECTS, ENDINGS)]
-    answers = _answers(out, options.stories, _rows(out / "train.jsonl", openings[::2]), num_samples=8)
-    wiki = Path(options.stories).parents[1] / "data" / "wiki.jsonl"
-    texts = [json.loads(line)["text"] for line in wiki.read_text(encoding="utf-8").splitlines()]
-    passages = [{"text": text[start : start + 300]} for text in texts for start in range(0, len(text) - 300, 300)]
-
-    def fresh(name: str, width: int, layers: int, steps: int) -> str:
-        shape = {"model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": 2 * width}
-        shape |= {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2}
-        shape |= {"max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
-        write_json_atomic(out / f"{name}.json", shape)
-        return _trained(
-            out / name, steps, answers, "jsd:beta=0.5", None, 4e-3, Path(options.stories), out / f"{name}.json"
-        )
-
-    held = [passages[index] for index in range(0, len(passages), max(1, len(passages) // options.prompts))]
-    return Pair(
-        name="stories",
-        target=options.stories,
-        tuned=_trained(
-            out / "tuned", options.steps, [_rows(out / "wiki.train.jsonl", passages)], "ce", Path(options.stories), 1e-3
-        ),
-        base=fresh("base", 32, 1, max(1, options.steps // 8)),
-        aligned=fresh("aligned", 32, 1, 2 * options.steps),
-        larger=fresh("larger", 64, 2, 2 * options.steps),
-        sizes="target .26 M; drafts .03 M and .1 M, from nothing, trained alike on its answers",
-        home={"stories": _rows(out / "stories.jsonl", openings[1::2])},
-        other={"wiki": _rows(out / "wiki.jsonl", held)},
-    )
-
-
-def _rows(path: Path, rows: Any) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(path, rows)
-    return str(path)
-
-
-def _answers(out: Path, target: str, prompts: str, num_samples: int = 2) -> list[str]:
-    """The target's answers at temperature 1."""
-    if not (out / "answers").is_dir():
-        distill(
-            DistillConfig(
-                target=target,
-                prompts=prompts,
-                out=str(out / "answers"),
-                num_samples=num_samples,
-                max_new_tokens=96,
-                temperature=1.0,
-                batch_size=64,
-                seed=5,
-                device="cpu",
-            )
-        )
-    return [str(out / "answers")]
-
-
-def _trained(
-    out: Path,
-    steps: int,
-    data: list[str],
-    objective: str,
-    start: Path | None,
-    rate: float,
-    target: Path | None = None,
-    shape: Path | None = None,
-) -> str:
-    if not (out / "model.safetensors").is_file():
-        train(
-            TrainConfig(
-                out=str(out),
-                data=data,
-                draft=str(start) if start else None,
-                draft_config=str(shape) if shape else None,
-                target=str(target) if target else None,
-                objective=objective,
-                max_length=128,
-                batch_size=16,
-                steps=steps,
-                eval_every=steps,
-                save_every=10 * steps,
-                heldout_fraction=0.03,
-                optim=Optim(lr=rate, warmup_steps=max(1, steps // 20)),
-                seed=3,
-                device="cpu",
-            )
-        )
-    return str(out)
 
 
 def measure(pair: Pair, out: Path, options: Options) -> Measured:
@@ -328,6 +157,11 @@ def _side(found: Any, border: float = 0.0, *, above: bool = True) -> dict[str, A
     return {"value": found["value"], "low": low, "high": high, "agrees": agrees}
 
 
+def _trained(judged: dict[str, Any], checkpoint: str) -> tuple[dict[str, Any], str]:
+    """The verdict on what this training changed, and what to say of it when it changed nothing."""
+    return (judged | {"agrees": None}, UNCHANGED) if unchanged(checkpoint) else (judged, "")
+
+
 def _tau(results: Results, domain: str, temperature: float, tree: str, verifier: str | None = None) -> PromptSums:
     draft = results.drafts[-1]
     return _sums(results.decoding(draft, domain, temperature, tree, verifier), "emitted", "target_calls")
@@ -343,7 +177,10 @@ def candidates(m: Measured) -> Iterator[Row]:
     at = dict(zip(row["k"], row["acceptance"], strict=True))
     said = ", ".join(f"{at[k]['value']:.3f}" for k in row["k"])
     text = f"acceptance with {', '.join(map(str, row['k']))} candidates: {said}"
-    grows = None if at[1]["high"] is None else at[32]["low"] > at[1]["high"]
+    one, many = at[1], at[32]
+    grows = (
+        True if (many["low"] or 0) > (one["high"] or 1) else False if (many["high"] or 1) < (one["low"] or 0) else None
+    )
     last, whole = at[64]["value"] - at[32]["value"], at[32]["value"] - at[1]["value"]
     yield Row("acceptance grows with the number of candidates", "MCSD", m.pair.name, text, agrees=grows)
     share = last / whole if whole > 0 else None
@@ -359,7 +196,8 @@ def tuned_target(m: Measured) -> Iterator[Row]:
     found = _difference(_sums(new, "sum", "count"), _sums(old, "sum", "count"))
     before, after = old["alpha"]["value"], new["alpha"]["value"]
     text = f"on {domain}, α {before:.3f} before, {after:.3f} after: {with_interval(found, sign=True)}"
-    yield Row("fine-tuning the target lowers acceptance", "MCSD", m.pair.name, text, **_side(found, above=False))
+    judged, note = _trained(_side(found, above=False), m.pair.tuned)
+    yield Row("fine-tuning the target lowers acceptance", "MCSD", m.pair.name, text + note, **judged)
 
 
 def multi_over_single(m: Measured) -> Iterator[Row]:
@@ -400,11 +238,10 @@ def out_of_distribution(m: Measured) -> Iterator[Row]:
     assert found is not None
     home, away = (with_interval(found[key], sign=True) for key in ("gain_id", "gain_ood"))
     text = f"gain in α {home} in distribution, {away} out of it"
-    judged = _side(found, 1.0, above=False)
+    judged, note = _trained(_side(found, 1.0, above=False), m.pair.aligned)
     if judged["value"] is None:
-        judged["agrees"] = None
         text += f"; the share is undefined: {found['undefined']}"
-    yield Row("alignment is less robust out of distribution", "MCSD", m.pair.name, text, **judged)
+    yield Row("alignment is less robust out of distribution", "MCSD", m.pair.name, text + note, **judged)
 
 
 def dynamic(m: Measured) -> Iterator[Row]:
