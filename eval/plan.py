@@ -51,6 +51,8 @@ TRIED = (
 )
 STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
+# Finalists are timed anew, with the same seeds, until each has had so many seconds, at most so often.
+CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
 
 
 @dataclass(frozen=True)
@@ -262,21 +264,25 @@ def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Tokens per second of the target alone and of every finalist, interleaved in rotating order, after a warm-up."""
+    """Tokens per second of the target alone and of every finalist, interleaved in rotating order, after a warm-up; in
+    as many rounds as it takes for each to be timed for `CONFIRM_S`.
+    """
     decoders = [planner.decoder(None), *(planner.decoder(each.shape) for each in finalists)]
     batches = _batches(prompts, planner.batch_size)
-    emitted: list[list[float]] = [[] for _ in decoders]
-    seconds: list[list[float]] = [[] for _ in decoders]
+    emitted, seconds = ([[0.0] * len(batches) for _ in decoders] for _ in range(2))
     for decoder in decoders:
         planner.run(decoder, [prompt.ids for prompt in batches[0]], 8, ends=False)
-    for index, batch in enumerate(batches):
-        order = list(range(len(decoders)))
-        turn = index % len(order)
-        for which in order[turn:] + order[:turn]:
-            contexts = [prompt.ids for prompt in batch]
-            tokens, spent, _ = planner.run(decoders[which], contexts, planner.max_new_tokens, ends=True)
-            emitted[which].append(tokens)
-            seconds[which].append(spent)
+    order = list(range(len(decoders)))
+    for round_ in range(CONFIRM_ROUNDS):
+        for index, batch in enumerate(batches):
+            turn = (round_ + index) % len(order)
+            for which in order[turn:] + order[:turn]:
+                contexts = [prompt.ids for prompt in batch]
+                tokens, spent, _ = planner.run(decoders[which], contexts, planner.max_new_tokens, ends=True)
+                emitted[which][index] += tokens
+                seconds[which][index] += spent
+        if min(map(sum, seconds)) >= CONFIRM_S:
+            break
     picks = resamples(len(batches), 2000, row_seed(planner.seed, "plan/confirm"))
     alone = PromptSums.of(emitted[0], seconds[0])
     rows: list[dict[str, Any]] = []
@@ -292,12 +298,12 @@ def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: Sequence
 
 
 def _pays(speedup: dict[str, float | None]) -> bool | None:
-    """Whether the best draft is faster than none: None where the interval holds 1."""
+    """Whether to draft: yes where the interval lies above 1, no where the best was not faster than the target alone,
+    None where it was and the interval holds 1.
+    """
     if speedup["low"] is not None and speedup["low"] > 1:
         return True
-    if speedup["high"] is not None and speedup["high"] < 1:
-        return False
-    return None
+    return False if (speedup["value"] or 0.0) <= 1 else None
 
 
 def _expected(candidate: Candidate, sampling: Sampling, traces: Traces, seed: int) -> dict[str, Any]:

@@ -107,6 +107,9 @@ def test_the_best_three_are_of_three_families_where_there_are_so_many() -> None:
 def test_whether_it_pays_is_judged_on_the_interval() -> None:
     assert _pays({"value": 1.2, "low": 1.1, "high": 1.3}) is True
     assert _pays({"value": 0.8, "low": 0.7, "high": 0.9}) is False
+    # Not faster is no reason to draft, whatever the interval holds.
+    assert _pays({"value": 0.95, "low": 0.8, "high": 1.1}) is False
+    assert _pays({"value": 0.95, "low": None, "high": None}) is False
     assert _pays({"value": 1.1, "low": 0.9, "high": 1.3}) is None
     assert _pays({"value": 1.1, "low": None, "high": None}) is None
 
