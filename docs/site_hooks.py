@@ -111,7 +111,7 @@ def methods() -> str:
 
 def figures() -> str:
     """What every figure in results.json means, from its own definitions."""
-    from eval.schema import DEFINITIONS
+    from eval.definitions import DEFINITIONS
 
     rows = "\n".join(f"| **{name}** | {text} |" for name, text in DEFINITIONS.items())
     return (

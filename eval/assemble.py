@@ -1,36 +1,25 @@
 """From measurements to results.json: every figure, its interval, and the per-prompt sums behind it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from draftsmith_core.prompts import prompt_hash
-from draftsmith_core.sampling import row_seed
-from eval.bootstrap import (
-    PromptSums,
-    Resamples,
-    difference,
-    estimate,
-    pool_resamples,
-    pool_sums,
-    quotient,
-    resamples,
-    transfer,
-)
-from eval.estimate import AlphaMeasurement
+from eval.bootstrap import PromptSums, difference, estimate, pool_sums, quotient, transfer
+from eval.definitions import DEFINITIONS
+from eval.groups import Group, Measured, Setting, at_depth, ratio
 from eval.headroom import RootStep
-from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
+from eval.measure import DecodingMeasurement, SpeedRun
 from eval.prediction_rows import prediction_rows
 from eval.remarks import SPREAD, loaded
 from eval.request import Method
-from eval.results import KINDS
 from eval.schema import (
-    DEFINITIONS,
     SCHEMA_VERSION,
     AlphaRow,
     BaselineRow,
+    CostRow,
     DecodingRow,
     DiagnosisRows,
     Estimate,
@@ -41,7 +30,6 @@ from eval.schema import (
     Speed,
     SpeedConditions,
     SpeedRow,
-    SuiteKind,
     SuiteRow,
     TransferRow,
 )
@@ -49,71 +37,6 @@ from eval.suites import Suite
 
 COUNTS = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 DEPTH_COUNTS = ("accepted_by_depth", "reached_by_depth")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All finished measurements. Keys: (suite, temperature), then the draft, then the method."""
-
-    baselines: dict[tuple[str, float], BaselineMeasurement]
-    alphas: dict[tuple[str, float, str], AlphaMeasurement]
-    decodings: dict[tuple[str, float, str, Method], DecodingMeasurement]
-    speeds: dict[tuple[str, float], SpeedMeasurement]
-
-
-@dataclass(frozen=True)
-class Group:
-    """What one row of a table is about: a suite (`domain`), or all of a kind pooled (None), at one temperature."""
-
-    domain: str | None
-    kind: SuiteKind
-    suites: list[Suite]
-    temperature: float
-    picks: Resamples
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What was compared with what, and how the intervals are drawn."""
-
-    suites: Sequence[Suite]
-    drafts: Sequence[str]
-    base: str
-    temperatures: Sequence[float]
-    methods: Sequence[Method]
-    bootstrap: int
-    seed: int
-
-    def kind(self, kind: SuiteKind) -> list[Suite]:
-        """The suites of one kind."""
-        return [suite for suite in self.suites if suite.kind == kind]
-
-    def groups(self) -> Iterator[Group]:
-        """Every suite by itself, then all of a kind pooled; each at every temperature."""
-        alone: list[tuple[str | None, SuiteKind, list[Suite]]] = [(s.name, s.kind, [s]) for s in self.suites]
-        pooled = [(None, kind, self.kind(kind)) for kind in KINDS if self.kind(kind)]
-        for domain, kind, suites in alone + pooled:
-            picks = self.prompt_picks(suites)
-            for temperature in self.temperatures:
-                yield Group(domain, kind, suites, temperature, picks)
-
-    def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
-        """The resamples of some suites; a suite's own are the same wherever it appears."""
-        return pool_resamples(
-            [
-                resamples(count, self.bootstrap, row_seed(self.seed, f"bootstrap/{suite.name}/{count}"))
-                for suite, count in zip(suites, counts, strict=True)
-            ]
-        )
-
-    def prompt_picks(self, suites: Sequence[Suite]) -> Resamples:
-        """The resamples over all prompts of some suites."""
-        return self.picks(suites, [len(suite.prompts) for suite in suites])
-
-
-def _ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
-    """The per-prompt lists `above` and `below` of some measurements, side by side."""
-    return pool_sums([PromptSums.of(part[above], part[below]) for part in parts])
 
 
 def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
@@ -159,46 +82,35 @@ def baseline_rows(setting: Setting, measured: Measured) -> list[BaselineRow]:
     return rows
 
 
-def _alpha(
-    measured: Measured, suites: Sequence[Suite], temperature: float, draft: str, rule: str = "sum"
-) -> PromptSums:
-    return _ratio([measured.alphas[suite.name, temperature, draft] for suite in suites], rule, "count")
-
-
 def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
     """alpha of every draft on every suite and on each kind pooled, with its gain over the base."""
     rows = []
     for group in setting.groups():
-        base = _alpha(measured, group.suites, group.temperature, setting.base)
+        base = ratio(group.alphas(measured, setting.base), "sum", "count")
         for draft in setting.drafts:
-            sums = _alpha(measured, group.suites, group.temperature, draft)
-            greedy, match, missing = (
-                _alpha(measured, group.suites, group.temperature, draft, rule)
-                for rule in ("greedy", "match", "missing")
+            parts: list[Any] = list(group.alphas(measured, draft))
+            sums, greedy, match, missing = (
+                ratio(parts, rule, "count") for rule in ("sum", "greedy", "match", "missing")
             )
-            own = measured.alphas[group.domain, group.temperature, draft] if group.domain is not None else None
-            rows.append(
-                AlphaRow(
-                    draft=draft,
-                    domain=group.domain,
-                    kind=group.kind,
-                    temperature=group.temperature,
-                    alpha=estimate(sums, group.picks),
-                    alpha_greedy_draft=estimate(greedy, group.picks),
-                    alpha_match=estimate(match, group.picks),
-                    missing_mass=estimate(missing, group.picks),
-                    alpha_string=_by_text(measured, group, draft, "sum", "count"),
-                    round_trip=_by_text(measured, group, draft, "whole"),
-                    gain=None if draft == setting.base else difference(sums, base, group.picks),
-                    per_prompt=None if own is None else {"sum": own["sum"], "count": own["count"]},
-                )
-            )
+            own = {key: parts[0][key] for key in ("sum", "count")}
+            row: AlphaRow = {
+                **group.of_set(draft),
+                "alpha": estimate(sums, group.picks),
+                "alpha_greedy_draft": estimate(greedy, group.picks),
+                "alpha_match": estimate(match, group.picks),
+                "missing_mass": estimate(missing, group.picks),
+                "alpha_string": _by_text(measured, group, draft, "sum", "count"),
+                "round_trip": _by_text(measured, group, draft, "whole"),
+                "gain": None if draft == setting.base else difference(sums, base, group.picks),
+                "per_prompt": None if group.domain is None else own,
+            }
+            rows.append(row)
     return rows
 
 
 def _by_text(measured: Measured, group: Group, draft: str, above: str, below: str | None = None) -> Estimate | None:
     """A figure of a draft of another tokenizer by its text, per text where `below` is None; None for any other."""
-    parts: list[Any] = [measured.alphas[suite.name, group.temperature, draft]["string"] for suite in group.suites]
+    parts: list[Any] = [alpha["string"] for alpha in group.alphas(measured, draft)]
     if None in parts:
         return None
     sums = [PromptSums.of(part[above], part[below] if below else [1] * len(part[above])) for part in parts]
@@ -207,57 +119,31 @@ def _by_text(measured: Measured, group: Group, draft: str, above: str, below: st
 
 def transfer_rows(setting: Setting, measured: Measured) -> list[TransferRow]:
     """transfer of every aligned draft to every OOD suite and to all of them pooled."""
-    id_suites = setting.kind("id")
-    picks_id = setting.prompt_picks(id_suites)
+    home = {group.temperature: group for group in setting.groups() if group.kind == "id" and group.domain is None}
     rows = []
     for group in setting.groups():
         # A single OOD suite needs no pooled row.
         if group.kind == "id" or (group.domain is None and len(group.suites) == 1):
             continue
-
-        def sums(suites: Sequence[Suite], draft: str, temperature: float = group.temperature) -> PromptSums:
-            return _alpha(measured, suites, temperature, draft)
-
-        base_id, base_ood = sums(id_suites, setting.base), sums(group.suites, setting.base)
+        sides = home[group.temperature], group
+        base_id, base_ood = (ratio(side.alphas(measured, setting.base), "sum", "count") for side in sides)
         for draft in setting.drafts:
             if draft == setting.base:
                 continue
-            new_id, new_ood = sums(id_suites, draft), sums(group.suites, draft)
-            share = transfer(new_id, base_id, picks_id, new_ood, base_ood, group.picks)
-            rows.append(
-                TransferRow(
-                    draft=draft,
-                    domain=group.domain,
-                    temperature=group.temperature,
-                    value=share["value"],
-                    low=share["low"],
-                    high=share["high"],
-                    undefined=share["undefined"],
-                    gain_id=difference(new_id, base_id, picks_id),
-                    gain_ood=difference(new_ood, base_ood, group.picks),
-                )
-            )
+            new_id, new_ood = (ratio(side.alphas(measured, draft), "sum", "count") for side in sides)
+            share = transfer(new_id, base_id, sides[0].picks, new_ood, base_ood, group.picks)
+            row: TransferRow = {"draft": draft, "domain": group.domain, "temperature": group.temperature, **share}
+            rows.append(row)
     return rows
-
-
-def _at_depth(parts: Sequence[DecodingMeasurement], depth: int) -> PromptSums:
-    """accept@depth; a prompt whose steps never offered that depth counts zero of zero."""
-
-    def column(rows: list[list[int]]) -> list[float]:
-        return [row[depth - 1] if len(row) >= depth else 0 for row in rows]
-
-    sums = [PromptSums.of(column(part["accepted_by_depth"]), column(part["reached_by_depth"])) for part in parts]
-    return pool_sums(sums)
 
 
 def _headroom(measured: Measured, group: Group, draft: str, method: Method) -> Estimate | None:
     """The bound at the root over what the verifier accepts there; None where no bound was taken."""
-    step = RootStep.of(method)
-    alphas = [measured.alphas[suite.name, group.temperature, draft] for suite in group.suites]
+    step, alphas = RootStep.of(method), group.alphas(measured, draft)
     if step is None or not all(step.name in alpha["roots"] for alpha in alphas):
         return None
     roots = [alpha["roots"][step.name] for alpha in alphas]
-    return quotient(_ratio(roots, "bound", "count"), _ratio(roots, "reached", "count"), group.picks)
+    return quotient(ratio(roots, "bound", "count"), ratio(roots, "reached", "count"), group.picks)
 
 
 def _identical(parts: Sequence[DecodingMeasurement]) -> Identical | None:
@@ -277,35 +163,25 @@ def decoding_rows(setting: Setting, measured: Measured) -> list[DecodingRow]:
     rows = []
     for group in setting.groups():
         for method in setting.methods:
-            by_draft = {
-                draft: [measured.decodings[s.name, group.temperature, draft, method] for s in group.suites]
-                for draft in setting.drafts
-            }
-            base_tau = _ratio(by_draft[setting.base], "emitted", "target_calls")
-            for draft, parts in by_draft.items():
-                untyped: Sequence[Any] = parts
-                tau = _ratio(parts, "emitted", "target_calls")
+            base_tau = ratio(group.decodings(measured, setting.base, method), "emitted", "target_calls")
+            for draft in setting.drafts:
+                parts: list[Any] = list(group.decodings(measured, draft, method))
+                tau = ratio(parts, "emitted", "target_calls")
                 deepest = max((len(row) for part in parts for row in part["reached_by_depth"]), default=0)
-                own = {key: untyped[0][key] for key in COUNTS + DEPTH_COUNTS}
-                rows.append(
-                    DecodingRow(
-                        draft=draft,
-                        domain=group.domain,
-                        kind=group.kind,
-                        temperature=group.temperature,
-                        tree=method.tree,
-                        verifier=method.verifier,
-                        lossless=method.lossless,
-                        tau=estimate(tau, group.picks),
-                        tau_gain=None if draft == setting.base else difference(tau, base_tau, group.picks),
-                        alpha_mcsd=estimate(_ratio(parts, "accepted", "depth_sum"), group.picks),
-                        accept_at=[estimate(_at_depth(parts, depth), group.picks) for depth in range(1, deepest + 1)],
-                        headroom=_headroom(measured, group, draft, method),
-                        identical_outputs=_identical(parts),
-                        counts={key: sum(sum(part[key]) for part in untyped) for key in COUNTS},
-                        per_prompt=None if group.domain is None else own,
-                    )
-                )
+                own = {key: parts[0][key] for key in COUNTS + DEPTH_COUNTS}
+                row: DecodingRow = {
+                    **group.of_method(draft, method),
+                    "lossless": method.lossless,
+                    "tau": estimate(tau, group.picks),
+                    "tau_gain": None if draft == setting.base else difference(tau, base_tau, group.picks),
+                    "alpha_mcsd": estimate(ratio(parts, "accepted", "depth_sum"), group.picks),
+                    "accept_at": [estimate(at_depth(parts, d), group.picks) for d in range(1, deepest + 1)],
+                    "headroom": _headroom(measured, group, draft, method),
+                    "identical_outputs": _identical(parts),
+                    "counts": {key: sum(sum(part[key]) for part in parts) for key in COUNTS},
+                    "per_prompt": None if group.domain is None else own,
+                }
+                rows.append(row)
     return rows
 
 
@@ -318,10 +194,10 @@ def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
     for group in setting.groups() if measured.speeds else ():
         timed = [measured.speeds[suite.name, group.temperature] for suite in group.suites]
         picks = setting.picks(group.suites, [len(each["prompt_ids"]) for each in timed])
-        alone = _ratio([each["runs"][0] for each in timed], "emitted", "decode_s")
+        alone = ratio([each["runs"][0] for each in timed], "emitted", "decode_s")
         for index, first in enumerate(timed[0]["runs"]):
             runs: list[Any] = [each["runs"][index] for each in timed]
-            rate = _ratio(runs, "emitted", "decode_s")
+            rate = ratio(runs, "emitted", "decode_s")
             own = {key: runs[0][key] for key in ("emitted", "prefill_s", "decode_s")}
             rows.append(
                 SpeedRow(
@@ -342,6 +218,32 @@ def speed_rows(setting: Setting, measured: Measured) -> list[SpeedRow]:
                 )
             )
     return rows
+
+
+def cost_rows(setting: Setting, measured: Measured) -> list[CostRow]:
+    """What drafting and verifying cost, in steps of the target alone, where a tree has several levels to tell them by:
+    a step on it takes `calls` forwards of the draft and a verification, one on its nodes as one level a single forward.
+    """
+    rows: list[CostRow] = []
+    for group in setting.groups():
+        timed = measured.speeds.get((group.domain or "", group.temperature))
+        for level in timed["one_level"] if timed else ():
+            assert timed is not None
+            count, run = len(level["decode_s"]), next(run for run in timed["runs"] if _same(run, level))
+            runs = (timed["runs"][0], run, level)
+            steps = [sum(each["target_calls"][:count]) for each in runs]
+            calls = sum(run["depth_sum"][:count]) / max(1, steps[1])
+            if not all(steps) or calls <= 1:
+                continue
+            alone, whole, flat = (sum(each["decode_s"][:count]) / n for each, n in zip(runs, steps, strict=True))
+            draft_call = max(0.0, (whole - flat) / (calls - 1)) / alone
+            of = group.of_method(str(run["draft"]), Method(str(run["tree"]), str(run["verifier"])))
+            rows.append(CostRow({**of, "draft_call": draft_call, "verify": max(0.0, flat / alone - draft_call)}))
+    return rows
+
+
+def _same(run: SpeedRun, other: SpeedRun) -> bool:
+    return all(run[key] == other[key] for key in ("draft", "tree", "verifier"))
 
 
 def speed_conditions(measured: Measured, cpus: int) -> list[SpeedConditions]:
@@ -405,6 +307,7 @@ def assemble(
         speed=Speed(
             domains=[row for row in speed if row["domain"] is not None],
             overall=[row for row in speed if row["domain"] is None],
+            costs=cost_rows(setting, measured),
             conditions=speed_conditions(measured, clock["machine"]["cpus"]),
         ),
         clock=clock,

@@ -7,12 +7,11 @@ independent of each other. Counts are kept per prompt and divided last (law 3).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from eval.schema import Difference, Estimate
+from eval.schema import Difference, Estimate, Transfer
 
 Floats = npt.NDArray[np.float64]
 
@@ -20,15 +19,6 @@ LEVEL = 0.95
 # A resample in which the denominator is zero has no value. When more than this share of them has none, the
 # percentiles of the rest would describe a different quantity, so no interval is given.
 MAX_UNDEFINED = 0.05
-
-
-class Transfer(TypedDict):
-    """gain OOD / gain ID. `undefined` says in words why `value` is None."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    undefined: str | None
 
 
 @dataclass(frozen=True)
@@ -170,22 +160,20 @@ def transfer(
     """
     gain_id = difference(new_id, base_id, picks_id)
     gain_ood = difference(new_ood, base_ood, picks_ood)
-    reason: str | None = None
+    found = Transfer(value=None, low=None, high=None, undefined=None, gain_id=gain_id, gain_ood=gain_ood)
     if gain_id["value"] is None or gain_ood["value"] is None:
-        reason = "a gain is undefined"
-    elif gain_id["low"] is None or gain_id["high"] is None:
-        reason = "the gain in distribution has no interval"
-    elif gain_id["high"] < 0:
-        reason = "acceptance fell in distribution, so there is no gain to transfer"
-    elif gain_id["low"] <= 0:
-        reason = "the gain in distribution cannot be told from zero"
-    if reason is not None or gain_id["value"] is None or gain_ood["value"] is None:
-        return Transfer(value=None, low=None, high=None, undefined=reason)
+        return {**found, "undefined": "a gain is undefined"}
+    if gain_id["low"] is None or gain_id["high"] is None:
+        return {**found, "undefined": "the gain in distribution has no interval"}
+    if gain_id["high"] < 0:
+        return {**found, "undefined": "acceptance fell in distribution, so there is no gain to transfer"}
+    if gain_id["low"] <= 0:
+        return {**found, "undefined": "the gain in distribution cannot be told from zero"}
     id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
     ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
-    return Transfer(value=gain_ood["value"] / gain_id["value"], low=low, high=high, undefined=None)
+    return {**found, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
 
 
 # Half the width of a 95 % interval in standard errors.

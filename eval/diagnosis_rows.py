@@ -3,15 +3,16 @@
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.tokenization import Tokenizer
-from eval.assemble import Group, Measured, Setting
 from eval.bootstrap import PromptSums, bounds, difference, estimate, interval, signs
 from eval.diagnose import BINS, Diagnosis
+from eval.groups import Group, Measured, Setting, joined
 from eval.schema import (
     CalibrationRow,
     CandidatesRow,
@@ -63,15 +64,9 @@ def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int]
 
 
 def _diagnoses(measured: Measured, group: Group, draft: str) -> list[Diagnosis]:
-    found = [measured.alphas[suite.name, group.temperature, draft]["diagnosis"] for suite in group.suites]
+    found = [each["diagnosis"] for each in group.alphas(measured, draft)]
     assert all(each is not None for each in found)
     return [each for each in found if each is not None]
-
-
-def _joined(parts: Sequence[Diagnosis], key: str) -> list[Any]:
-    """The per-prompt lists of several sets, one after another."""
-    untyped: Sequence[Any] = parts
-    return [value for part in untyped for value in part[key]]
 
 
 def token_class(text: str) -> str:
@@ -143,8 +138,8 @@ def _why(
     near: list[float],
 ) -> list[WhyRow]:
     rows: list[WhyRow] = []
-    entropies, alphas = _joined(own, "entropy"), _joined(own, "alpha")
-    base_alphas = None if base is None else _joined(base, "alpha")
+    entropies, alphas = joined(own, "entropy"), joined(own, "alpha")
+    base_alphas = None if base is None else joined(base, "alpha")
     for by, bin_of in BY.items():
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by.startswith("entropy") and group.temperature == 0:
@@ -159,18 +154,8 @@ def _why(
         for name in sorted({name for row in names for name in row}, key=_order):
             sums = _binned(alphas, names, name)
             gain = None if base_alphas is None else difference(sums, _binned(base_alphas, names, name), group.picks)
-            rows.append(
-                WhyRow(
-                    draft=draft,
-                    kind=group.kind,
-                    temperature=group.temperature,
-                    by=by,
-                    bin=name,
-                    alpha=estimate(sums, group.picks),
-                    gain=gain,
-                    sign=None,
-                )
-            )
+            alpha = estimate(sums, group.picks)
+            rows.append({**group.of_draft(draft), "by": by, "bin": name, "alpha": alpha, "gain": gain, "sign": None})
     for row, sign in zip(rows, signs([bounds(row["gain"]) for row in rows]), strict=True):
         row["sign"] = sign
     return rows
@@ -191,27 +176,20 @@ def _binned(alphas: Sequence[Sequence[float]], names: Sequence[Sequence[str]], w
 
 
 def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> CalibrationRow:
-    sums_PB3 = np.asarray(_joined(own, "confidence"), np.float64)
+    sums_PB3 = np.asarray(joined(own, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
     # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
     ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
     low, high = interval(ece_R, group.picks)
-    return CalibrationRow(
-        draft=draft,
-        kind=group.kind,
-        temperature=group.temperature,
-        ece=float(_ece(pooled_B3)),
-        low=low,
-        high=high,
-        bins=[
-            {
-                "mass": float(mass),
-                "confidence": float(sure / mass) if mass else None,
-                "acceptance": float(accepted / mass) if mass else None,
-            }
-            for mass, sure, accepted in pooled_B3
-        ],
-    )
+    bins = [
+        {
+            "mass": float(mass),
+            "confidence": float(sure / mass) if mass else None,
+            "acceptance": float(accepted / mass) if mass else None,
+        }
+        for mass, sure, accepted in pooled_B3
+    ]
+    return {**group.of_draft(draft), "ece": float(_ece(pooled_B3)), "low": low, "high": high, "bins": bins}
 
 
 def _ece(sums_B3: Any) -> Any:
@@ -222,24 +200,16 @@ def _ece(sums_B3: Any) -> Any:
 
 
 def _candidates(group: Group, draft: str, own: Sequence[Diagnosis]) -> list[CandidatesRow]:
-    counts = [len(values) for values in _joined(own, "alpha")]
-    ways: list[tuple[str, list[Any], list[int]]] = [("most probable", _joined(own, "best"), counts)]
+    counts = [len(values) for values in joined(own, "alpha")]
+    ways: list[tuple[str, list[Any], list[int]]] = [("most probable", joined(own, "best"), counts)]
     if group.temperature:
-        ways.append(("drawn", _joined(own, "drawn"), _joined(own, "drawn_count")))
-    return [
-        CandidatesRow(
-            draft=draft,
-            kind=group.kind,
-            temperature=group.temperature,
-            way=way,
-            k=list(SHOWN_CANDIDATES),
-            acceptance=[
-                estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
-                for k in SHOWN_CANDIDATES
-            ],
-        )
-        for way, sums, below in ways
-    ]
+        ways.append(("drawn", joined(own, "drawn"), joined(own, "drawn_count")))
+    rows: list[CandidatesRow] = []
+    for way, sums, below in ways:
+        figures = [PromptSums.of([prompt[k - 1] for prompt in sums], below) for k in SHOWN_CANDIDATES]
+        acceptance = [estimate(each, group.picks) for each in figures]
+        rows.append({**group.of_draft(draft), "way": way, "k": list(SHOWN_CANDIDATES), "acceptance": acceptance})
+    return rows
 
 
 def _lost(
@@ -247,23 +217,22 @@ def _lost(
 ) -> list[LostToken]:
     """The tokens of the text at which most acceptance was lost in all, worst first."""
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for tokens, new, old in zip(texts, _joined(own, "alpha"), _joined(base, "alpha"), strict=True):
+    for tokens, new, old in zip(texts, joined(own, "alpha"), joined(base, "alpha"), strict=True):
         for text, a, b in zip(tokens, new, old, strict=True):
             seen[text].append((a, b))
-    rows = [
-        LostToken(
-            draft=draft,
-            kind=group.kind,
-            temperature=group.temperature,
-            token=text,
-            count=len(pairs),
-            alpha=sum(a for a, _ in pairs) / len(pairs),
-            base_alpha=sum(b for _, b in pairs) / len(pairs),
-            change=sum(a - b for a, b in pairs),
-        )
-        for text, pairs in seen.items()
-        if len(pairs) >= LEAST_SEEN and sum(a - b for a, b in pairs) < 0
-    ]
+    rows: list[LostToken] = []
+    for text, pairs in seen.items():
+        alpha, base_alpha = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        row: LostToken = {
+            **group.of_draft(draft),
+            "token": text,
+            "count": len(pairs),
+            "alpha": alpha,
+            "base_alpha": base_alpha,
+            "change": sum(a - b for a, b in pairs),
+        }
+        if len(pairs) >= LEAST_SEEN and row["change"] < 0:
+            rows.append(row)
     return sorted(rows, key=lambda row: (row["change"], row["token"]))[:LISTED]
 
 
@@ -302,11 +271,4 @@ def _viewed(
 
 def texts_by_id(tokenizer: Tokenizer) -> Callable[[int], str]:
     """The text of a token, each decoded once."""
-    known: dict[int, str] = {}
-
-    def text_of(token: int) -> str:
-        if token not in known:
-            known[token] = str(tokenizer.decode([token]))
-        return known[token]
-
-    return text_of
+    return cache(lambda token: str(tokenizer.decode([token])))

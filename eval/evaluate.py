@@ -24,6 +24,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
+from eval.groups import Setting
 from eval.measure_all import measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, identity, machine, model_row
@@ -68,7 +69,7 @@ def evaluate(config: EvalConfig) -> Results:
         measured = measure_all(config, request, suites, pair, models, cache)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         said += announce(busy, strict=False)
-        setting = assemble.Setting(
+        setting = Setting(
             suites=suites,
             drafts=list(pair.drafts),
             base=request.base,

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, Generation, SpeculativeDecoder
+from decode import PROPOSERS, Generation, SpeculativeDecoder, Tree
 from drafts.load import Draft, kind_of
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
@@ -22,6 +22,8 @@ from eval.request import Method
 from eval.schema import Identical
 
 WARM_UP_TOKENS = 8
+# Prompts on which drafting and verifying are told apart, and the most nodes of the tree of one level.
+COST_PROMPTS, MOST_NODES = 2, 64
 # What is kept of `decode.stats`, per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum", "accepted_by_depth", "reached_by_depth")
 
@@ -53,15 +55,21 @@ class SpeedRun(TypedDict):
     tree: str | None
     verifier: str | None
     emitted: list[int]
+    target_calls: list[int]
+    depth_sum: list[int]
     prefill_s: list[float]
     decode_s: list[float]
 
 
 class SpeedMeasurement(TypedDict):
-    """Interleaved runs over the same prompts in one process; `load` is the machine's load average before and after."""
+    """Interleaved runs over the same prompts in one process; `load` is the machine's load average before and after.
+
+    `one_level`: over the first prompts and named as the run it goes with, steps on as many nodes in one level.
+    """
 
     prompt_ids: list[str]
     runs: list[SpeedRun]
+    one_level: list[SpeedRun]
     load: list[float]
 
 
@@ -189,43 +197,55 @@ def speed(
     *,
     max_new_tokens: int,
     seed: int,
+    costs_of: Method | None = None,
     tick: Tick = no_tick,
 ) -> SpeedMeasurement:
-    """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order.
+    """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order; on the first
+    prompts also every draft on one level of as many nodes as `costs_of` has, one of the methods.
 
     Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each is
     warmed up once before the clock counts.
     """
     load = os.getloadavg()[0]
     runs: list[SpeedRun] = []
-    contenders: list[tuple[SpeculativeDecoder, str, SpeedRun]] = []
+    one_level: list[SpeedRun] = []
+    contenders: list[tuple[SpeculativeDecoder, str, SpeedRun, int]] = []
 
-    def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None) -> None:
-        run = SpeedRun(
-            draft=draft,
-            tree=method.tree if method else None,
-            verifier=method.verifier if method else None,
-            emitted=[],
-            prefill_s=[],
-            decode_s=[],
-        )
-        runs.append(run)
-        contenders.append((decoder, _stream(sampling, method), run))
+    def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None, prompts: int = 0) -> None:
+        named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
+        counted = ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
+        run = cast(SpeedRun, {**named, **{key: [] for key in counted}})
+        (one_level if prompts else runs).append(run)
+        contenders.append((decoder, _stream(sampling, method), run, prompts))
 
     add(SpeculativeDecoder(target, None), None, None)
     for name, draft in drafts.items():
         for method in methods:
             add(decoder_of(target, draft, method), name, method)
-    for decoder, stream, _ in contenders:
+        if costs_of is not None:
+            flat = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
+            # Rules for chains take one candidate; the cheapest for several stands for them.
+            rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
+            proposer = PROPOSERS[kind_of(draft)].make(draft)
+            add(SpeculativeDecoder(target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
+    for decoder, stream, *_ in contenders:
         row = prompts[0]
         warm_up = min(WARM_UP_TOKENS, max_new_tokens)
         decoder.generate([row.ids], sampling, warm_up, _generators([row], seed, stream), eos)
     for index, prompt in enumerate(prompts):
         turn = index % len(contenders)
-        for decoder, stream, run in contenders[turn:] + contenders[:turn]:
+        for decoder, stream, run, most in contenders[turn:] + contenders[:turn]:
+            if most and index >= most:
+                continue
             batch = decoder.generate([prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos)
+            stats = batch.generations[0].stats
             run["emitted"].append(len(batch.generations[0].output_ids))
+            run["target_calls"].append(stats.target_calls)
+            run["depth_sum"].append(stats.depth_sum)
             run["prefill_s"].append(batch.prefill_s)
             run["decode_s"].append(batch.decode_s)
-            tick(1)
-    return SpeedMeasurement(prompt_ids=[prompt.id for prompt in prompts], runs=runs, load=[load, os.getloadavg()[0]])
+            tick(0 if most else 1)
+    load_now = os.getloadavg()[0]
+    return SpeedMeasurement(
+        prompt_ids=[prompt.id for prompt in prompts], runs=runs, one_level=one_level, load=[load, load_now]
+    )

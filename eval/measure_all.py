@@ -11,9 +11,9 @@ from draftsmith_core.processes import is_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
-from eval.assemble import Measured
 from eval.config import EvalConfig
 from eval.estimate import AlphaMeasurement, Continuation, measure_alphas
+from eval.groups import Measured
 from eval.headroom import RootStep
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import identity, machine
@@ -166,11 +166,16 @@ def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasureme
     """Clock times of the target alone and of every draft and method, interleaved."""
     target, drafts, methods = run.pair.target, run.pair.drafts, run.request.methods
     prompts = suite.prompts[: run.config.speed_prompts]
+    # Figures of speed lead with the highest temperature and the first lossless method.
+    first = next((method for method in methods if method.lossless), None)
+    hottest = sampling.temperature == max(run.config.temperature)
+    costs_of = first if first is not None and first.shape.depth > 1 and hottest else None
     asked = {
         "prompts": run.config.speed_prompts,
         "drafts": {name: identity(run.models[name]) for name in drafts},
         "methods": [[method.tree, asdict(method.shape), method.verifier] for method in methods],
         "machine": machine(target),
+        "costs_of": None if costs_of is None else _asked(costs_of),
         **run.common(suite, sampling),
     }
     take = partial(
@@ -183,6 +188,7 @@ def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasureme
         eos_ids(target),
         max_new_tokens=run.config.max_new_tokens,
         seed=run.config.seed,
+        costs_of=costs_of,
     )
     units = len(prompts) * (1 + len(drafts) * len(methods))
     return run.get("speed", asked, units, f"timing: {suite.name}, T={sampling.temperature:g}", take)

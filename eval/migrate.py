@@ -10,10 +10,10 @@ OLDEST = 2
 def migrate(document: dict[str, Any]) -> dict[str, Any]:
     """A results document of schema 2 or later with the keys that came since; the document itself is not changed.
 
-    Since 5: missing mass, and drafts of another tokenizer by their text.
     Since 3: headroom, remarks, the conditions of timing. Since 4: hashes of prompts, whether the machine was busy,
-    alpha under the rules of other engines, predictions. A busy machine was a remark of schema 3 on the whole run, so
-    that all of its timings are marked.
+    alpha under the rules of other engines, predictions. Since 5: missing mass, drafts of another tokenizer by their
+    text, what a step costs. A busy machine was a remark of schema 3 on the whole run, so that all of its timings are
+    marked.
     """
     found = int(document["schema_version"])
     remarks = document.get("remarks", [])
@@ -33,5 +33,5 @@ def migrate(document: dict[str, Any]) -> dict[str, Any]:
         "migrated_from": document.get("migrated_from") if found == SCHEMA_VERSION else found,
         "remarks": remarks,
         "suites": [{"prompt_hashes": [], **row} for row in document["suites"]],
-        "speed": {**speed, "conditions": conditions},
+        "speed": {"costs": [], **speed, "conditions": conditions},
     }

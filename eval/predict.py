@@ -179,9 +179,10 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
 
 
 def run_interval(
-    emitted_P: Floats, counts: PredictedCounts, picks: Resamples, seed: int
+    sums: PromptSums, variance_P: Sequence[float], picks: Resamples, seed: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """Where tau of one decoding run over as many prompts falls in 95 % of cases, given this prediction of it.
+    """Where tau of one decoding run over as many prompts falls in 95 % of cases, given this prediction of it: tokens
+    over expected target calls, and the variance of those calls.
 
     Both sides vary: the prediction by the texts it was made from, the run by its own texts and by what it accepts. So
     the interval is the prediction plus the quantiles of a difference of two resamples of prompts, drawn apart; the
@@ -192,11 +193,9 @@ def run_interval(
     if not picks.usable:
         return None, None
     rng = np.random.default_rng(seed)
-    calls_P, noise_P = np.array(counts["target_calls"]), np.sqrt(np.array(counts["variance"]))
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
-    noise_R = np.sqrt(again_RP @ noise_P**2) * rng.standard_normal(len(again_RP))
-    ran_R = (again_RP @ emitted_P) / np.maximum(again_RP @ calls_P + noise_R, 1e-9)
-    sums = PromptSums(emitted_P, calls_P)
+    noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
+    ran_R = (again_RP @ sums.numerator_P) / np.maximum(again_RP @ sums.denominator_P + noise_R, 1e-9)
     away_R = ran_R - pooled_ratios(sums, picks)
     low, high = np.quantile(away_R, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = sums.pooled or 0.0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 KINDS: tuple[SuiteKind, ...] = ("id", "ood")
-FRAMES = ("alpha", "decoding", "predictions", "speed", "transfer", "why", "lost", "baselines", "suites", "models")
+FRAMES = tuple("alpha decoding predictions speed costs transfer why lost baselines suites models".split())
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Results:
     def to_frame(self, table: str) -> "DataFrame":
         """One table as a pandas DataFrame, one row per measurement: figures as columns with `_low` and `_high`.
 
-        Tables: alpha, decoding, predictions, speed, transfer, why, lost (of the diagnosis), baselines, suites,
+        Tables: alpha, decoding, predictions, speed, costs, transfer, why, lost (of the diagnosis), baselines, suites,
         models. Sets of a kind pooled have domain None.
         """
         if table not in FRAMES:
@@ -204,6 +204,8 @@ class Results:
             rows = found[table] + found[f"overall_{table}"]
         elif table == "speed":
             rows = found["speed"]["domains"] + found["speed"]["overall"]
+        elif table == "costs":
+            rows = found["speed"]["costs"]
         elif table == "models":
             rows = [{"role": role, **row} for role, row in found["models"].items()]
         elif table in ("why", "lost"):

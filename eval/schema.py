@@ -1,4 +1,4 @@
-"""What results.json holds: the types of every row, and what every word in it means. Imports nothing heavy."""
+"""What results.json holds: the types of every row. What the words mean is in `eval.definitions`."""
 
 from typing import Any, Literal, TypedDict
 
@@ -7,113 +7,18 @@ SCHEMA_VERSION: Literal[5] = 5
 SuiteKind = Literal["id", "ood"]
 """Whether a prompt set is in distribution (ID, what the drafts were aligned on) or out of it (OOD)."""
 
-DEFINITIONS: dict[str, str] = {
-    "alpha": (
-        "Expected acceptance of one draft token: the mean over the positions of the target's own continuations (up to "
-        "and including the end token) of sum_x min(p(x), q(x)), where p and q are what target and draft would sample "
-        "from at the decoding temperature. Needs no decoding loop; at temperature 0 it is how often the two most "
-        "probable tokens agree. Pooled over positions. Of a head it is the first token it drafts, from the target's "
-        "own states. A token that the draft does not have counts as q = 0."
-    ),
-    "alpha_greedy_draft": (
-        "The same where the draft takes its most probable token and the target samples: the mean of p(argmax q). What "
-        "llama.cpp accepts, and vLLM where it keeps no draft probabilities."
-    ),
-    "alpha_match": (
-        "The same where the draft samples and a token is kept when the target samples the same: the mean of sum_x "
-        "p(x) q(x)."
-    ),
-    "missing_mass": (
-        "The target's probability on tokens that the draft cannot draft, the mean over the positions of alpha: those "
-        "that it does not share (another tokenizer) or has no output row for (a draft vocabulary). alpha is at most "
-        "1 minus it."
-    ),
-    "alpha_string": (
-        "Of a draft of another tokenizer, by string-level match (decode --proposer string_match): the mean of p of the "
-        "token that the draft's text begins with in the target's tokens, when the draft takes its most probable "
-        "tokens and writes 4 of them; 0 where the text begins with none. At up to 16 positions per prompt, spread "
-        "evenly."
-    ),
-    "round_trip": (
-        "Of a draft of another tokenizer: the share of the target's continuations that its tokens can write without "
-        "loss."
-    ),
-    "accept@d": (
-        "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted and a "
-        "token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean over all "
-        "positions of the text, accept@1 over those at which steps begin, and steps begin more often where the draft "
-        "was just refused. Predictions weigh positions as decoding visits them."
-    ),
-    "tau, predicted": (
-        "Without a decoding loop: tokens of the target's own continuations over the target calls that decoding them "
-        "would be expected to take, from the acceptance of every token of the text at every depth (eval/predict.py). "
-        "low and high: 95 % bootstrap interval of the expectation. run_low and run_high: where tau of one decoding "
-        "run over as many prompts falls in at least 95 % of cases; `inside` says whether the measured one does. "
-        "`independent`: 1 + alpha + alpha^2 + ..., as if tokens of a chain were accepted independently."
-    ),
-    "tau": (
-        "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token included; 1 "
-        "for the target alone. Tokens after the end token or past the length limit do not count."
-    ),
-    "alpha_mcsd": (
-        "Accepted depth over offered depth, summed over steps, as the MCSD paper defines its acceptance rate. It "
-        "falls as trees deepen even with an unchanged draft; compare it only between equal trees."
-    ),
-    "headroom": (
-        "How much more often a candidate at the root of the tree could be accepted: the optimal-transport bound on "
-        "the acceptance of that many candidates, over how often the verifier accepts one, simulated with the same p "
-        "and q at the same positions (up to 16 per prompt, spread evenly over the target's own continuation). 1 is "
-        "optimal. About the root only; not given at temperature 0, where every lossless verifier reaches the bound, "
-        "for lossy verifiers, and for trees whose shape depends on what was drafted."
-    ),
-    "speedup": (
-        "Tokens per second over those of the target alone, on the same engine, in the same process, at batch 1, on "
-        "the same prompts, runs interleaved in rotating order after a warm-up. The prefill is not included."
-    ),
-    "gain": "A draft's figure minus the base draft's on the same prompts, paired by prompt.",
-    "transfer": (
-        "Gain in alpha out of distribution over gain in alpha in distribution (all ID sets pooled). Undefined unless "
-        "the interval of the gain in distribution lies above zero."
-    ),
-    "calibration": (
-        "Whether a draft is as sure as it should be: of the tokens drafted with one confidence (the draft's "
-        "probability; at temperature 0, that at temperature 1), the share that is accepted. ECE is the mean distance "
-        "of the two over ten bins. Of a calibrated draft the acceptance equals the confidence, and trees that grow by "
-        "it suit. A draft's 64 most probable tokens at each position are counted."
-    ),
-    "candidates": (
-        "Acceptance of the first drafted token when the verifier has k of them: the draft's k most probable (the mass "
-        "of p on them, which a lossless rule for a fixed set accepts), or k drawn from q without replacement and "
-        "tried in turn (MCSD), at up to 4 positions per prompt."
-    ),
-    "interval": (
-        "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is computed "
-        "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. Several "
-        "sets are each resampled on their own. None when a set has a single prompt."
-    ),
-    "identical_outputs": (
-        "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
-    ),
-    "lossless": (
-        "The verifier leaves the target's output distribution unchanged. With lossless: false the outputs follow "
-        "another distribution, and tokens per call or per second are not comparable as they stand."
-    ),
-    "tokens/s, latency": (
-        "Tokens per second of decoding, and its inverse, seconds per token, at batch 1; the prefill is left out."
-    ),
-    "memory": (
-        "Of a model: its parameters, buffers and quantisation scales as they are loaded. Peak memory: the most that "
-        "PyTorch held on the GPU during the run; on a CPU, the most that the whole process held."
-    ),
-}
 
-
-class Difference(TypedDict):
-    """A paired difference of two pooled ratios over the same prompts, with its 95 % interval."""
+class Interval(TypedDict):
+    """A figure with its 95 % interval."""
 
     value: float | None
     low: float | None
     high: float | None
+
+
+class Difference(Interval):
+    """A paired difference of two pooled ratios over the same prompts, with its 95 % interval."""
+
     prompts: int
 
 
@@ -123,6 +28,14 @@ class Estimate(Difference):
     mean_per_prompt: float | None
     numerator: float
     denominator: float
+
+
+class Transfer(Interval):
+    """Gain OOD over gain ID. `undefined` says in words why `value` is None."""
+
+    undefined: str | None
+    gain_id: Difference
+    gain_ood: Difference
 
 
 class Identical(TypedDict):
@@ -149,6 +62,13 @@ class OfSet(OfDraft):
     domain: str | None
 
 
+class OfMethod(OfSet):
+    """What a row about one way of decoding is about."""
+
+    tree: str
+    verifier: str
+
+
 class AlphaRow(OfSet):
     """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None).
 
@@ -166,11 +86,9 @@ class AlphaRow(OfSet):
     per_prompt: dict[str, list[Any]] | None
 
 
-class DecodingRow(OfSet):
+class DecodingRow(OfMethod):
     """Measured decoding of one draft with one tree and verifier. `counts` are totals over prompts."""
 
-    tree: str
-    verifier: str
     lossless: bool
     tau: Estimate
     tau_gain: Difference | None
@@ -182,14 +100,13 @@ class DecodingRow(OfSet):
     per_prompt: dict[str, list[Any]] | None
 
 
-class PredictionRow(OfSet):
+class PredictionRow(OfMethod):
     """tau of one draft with one tree and verifier as it is predicted without decoding, and `measured` where it was.
 
-    `accept_at`: predicted accept@d by depth. None where something is not known: see DEFINITIONS["tau, predicted"].
+    `accept_at`: predicted accept@d by depth. None where something is not known. "tau, predicted" in `eval.definitions`
+    says what the figures are.
     """
 
-    tree: str
-    verifier: str
     tau: Estimate
     run_low: float | None
     run_high: float | None
@@ -218,18 +135,12 @@ class SpeedRow(TypedDict):
     per_prompt: dict[str, list[Any]] | None
 
 
-class TransferRow(TypedDict):
+class TransferRow(Transfer):
     """The share of a draft's gain that survives on one OOD suite, or on all of them pooled (`domain` None)."""
 
     draft: str
     domain: str | None
     temperature: float
-    value: float | None
-    low: float | None
-    high: float | None
-    undefined: str | None
-    gain_id: Difference
-    gain_ood: Difference
 
 
 class SuiteRow(TypedDict):
@@ -312,12 +223,23 @@ class SpeedConditions(TypedDict):
     busy: bool
 
 
+class CostRow(OfMethod):
+    """What a step on one tree cost on this machine, in steps of the target alone, by the clock over
+    the first prompts. `draft_call`: one forward of the draft. `verify`: the target's forward over the tree and
+    the choice among its tokens.
+    """
+
+    draft_call: float
+    verify: float
+
+
 class Speed(TypedDict):
     """Everything that is clock time: two runs of one configuration differ here, in `clock` and in remarks on it."""
 
     domains: list[SpeedRow]
     overall: list[SpeedRow]
     conditions: list[SpeedConditions]
+    costs: list[CostRow]
 
 
 class WhyRow(OfDraft):

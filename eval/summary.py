@@ -1,20 +1,22 @@
 """The compact object that `eval --json` prints."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from eval.decision import Decision, decide
 from eval.results import Results
-from eval.schema import Difference, Estimate
+from eval.schema import Interval
 
 
-def _bounds(figure: Estimate | Difference | None) -> list[float | None] | None:
+def _bounds(figure: Interval | None) -> list[float | None] | None:
     return [figure["low"], figure["high"]] if figure else None
 
 
 def summary(results: Results) -> dict[str, Any]:
     """Files, the decision, alpha and gain per draft, domain and temperature with what was decoded, transfer."""
     document = results.document
+    untyped: Any = document
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
@@ -24,31 +26,20 @@ def summary(results: Results) -> dict[str, Any]:
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
             {
-                "draft": row["draft"],
-                "domain": row["domain"],
-                "kind": row["kind"],
-                "temperature": row["temperature"],
-                "alpha": row["alpha"]["value"],
-                "alpha_ci": _bounds(row["alpha"]),
-                "gain": row["gain"]["value"] if row["gain"] else None,
-                "gain_ci": _bounds(row["gain"]),
-                "decoding": [
-                    _decoding(results, row["draft"], str(row["domain"]), row["temperature"], method)
-                    for method in document["methods"]
-                ],
+                **{key: row[key] for key in ("draft", "domain", "kind", "temperature")},
+                **_figures(row, "alpha", "gain"),
+                "decoding": [_decoding(results, row, method) for method in document["methods"]],
             }
-            for row in document["alpha"]
+            for row in untyped["alpha"]
         ],
         "transfer": [
             {
-                "draft": row["draft"],
-                "domain": row["domain"],
-                "temperature": row["temperature"],
+                **{key: row[key] for key in ("draft", "domain", "temperature")},
                 "transfer": row["value"],
-                "transfer_ci": [row["low"], row["high"]],
+                "transfer_ci": _bounds(row),
                 "undefined": row["undefined"],
             }
-            for row in document["transfer"]
+            for row in untyped["transfer"]
         ],
     }
 
@@ -59,36 +50,34 @@ def _decided(decision: Decision) -> dict[str, Any]:
         "setting": asdict(decision.setting) if decision.setting else None,
         "cells": [
             {
-                "domain": cell.domain,
-                "temperature": cell.temperature,
-                "sign": cell.sign,
-                "speedup": cell.speedup["value"],
-                "speedup_ci": _bounds(cell.speedup),
+                **{key: getattr(cell, key) for key in ("domain", "temperature", "sign")},
+                **_figures({"speedup": cell.speedup}, "speedup"),
                 "busy": cell.busy,
             }
             for cell in decision.cells
         ],
-        "over_base": decision.over_base["value"] if decision.over_base else None,
-        "over_base_ci": _bounds(decision.over_base),
+        **_figures({"over_base": decision.over_base}, "over_base"),
     }
 
 
-def _decoding(results: Results, draft: str, domain: str, temperature: float, method: dict[str, Any]) -> dict[str, Any]:
-    row = results.decoding(draft, domain, temperature, method["tree"], method["verifier"])
-    timed = results.speed(draft, domain, temperature, method["tree"], method["verifier"])
-    speedup = timed["speedup"] if timed else None
-    predicted = results.predicted(draft, domain, temperature, method["tree"], method["verifier"])
+def _figures(row: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Each figure and, beside it, its interval; None for what there is none of."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        found |= {key: row[key] and row[key]["value"], f"{key}_ci": _bounds(row[key])}
+    return found
+
+
+def _decoding(results: Results, row: Any, method: dict[str, Any]) -> dict[str, Any]:
+    at = (row["draft"], row["domain"], row["temperature"], method["tree"], method["verifier"])
+    decoded, timed, predicted = results.decoding(*at), results.speed(*at), results.predicted(*at)
     return {
-        "tree": row["tree"],
-        "verifier": row["verifier"],
-        "lossless": row["lossless"],
-        "tau": row["tau"]["value"],
-        "tau_ci": _bounds(row["tau"]),
-        "tau_predicted": predicted["tau"]["value"] if predicted else None,
-        "tau_predicted_run": [predicted["run_low"], predicted["run_high"]] if predicted else None,
-        "identical_outputs": row["identical_outputs"],
-        "speedup": speedup["value"] if speedup else None,
-        "speedup_ci": _bounds(speedup),
-        "tokens_per_s": timed["tokens_per_s"] if timed else None,
-        "latency_s_per_token": timed["latency_s_per_token"] if timed else None,
+        **{key: method[key] for key in ("tree", "verifier", "lossless")},
+        **_figures(decoded, "tau"),
+        "tau_predicted": predicted and predicted["tau"]["value"],
+        "tau_predicted_run": predicted and [predicted["run_low"], predicted["run_high"]],
+        "identical_outputs": decoded["identical_outputs"],
+        **_figures(timed or {"speedup": None}, "speedup"),
+        "tokens_per_s": timed and timed["tokens_per_s"],
+        "latency_s_per_token": timed and timed["latency_s_per_token"],
     }

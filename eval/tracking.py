@@ -9,7 +9,7 @@ from eval.results import Results
 from eval.schema import ResultsDocument
 
 # Tables of `Results.to_frame` that are logged.
-TABLES = ("alpha", "decoding", "predictions", "speed", "transfer", "why", "lost")
+TABLES = ("alpha", "decoding", "predictions", "speed", "costs", "transfer", "why", "lost")
 
 
 def check_tracker(config: EvalConfig) -> None:

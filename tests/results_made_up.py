@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
-from eval import assemble as assembling
+from eval.assemble import assemble
+from eval.groups import Measured, Setting
 from eval.headroom import RootMeasurement, RootStep
 from eval.request import Method
 from eval.results import Results
@@ -59,7 +60,7 @@ def made_up(
         )
         for name, kind in suites.items()
     ]
-    measured = assembling.Measured({}, {}, {}, {})
+    measured = Measured({}, {}, {}, {})
     for suite in sets:
         level = rng.uniform(0.45, 0.55, size=prompts)
         for temperature in (0.0, 1.0):
@@ -69,7 +70,9 @@ def made_up(
                 "finish_reason": ["length"] * prompts,
             }
             emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
-            runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, "decode_s": [2.0] * prompts, **emitted}]
+            alone = {"target_calls": [20] * prompts, "depth_sum": [0] * prompts, "decode_s": [2.0] * prompts}
+            runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]
+            one_level: list[Any] = []
             for draft, gain in gains.items():
                 rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
                 roots = {
@@ -105,15 +108,20 @@ def made_up(
                             else None
                         ),
                     }
-                    seconds = {"decode_s": [0.15 * c for c in calls]}
                     cell = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
-                    runs.append({**cell, **seconds, **emitted})
+                    counts = {"target_calls": calls, "depth_sum": [2 * c for c in calls]}
+                    # A forward of the draft takes .2 of the target's step of .1 s, verifying 1.1 of it.
+                    runs.append({**cell, **counts, "decode_s": [0.15 * c for c in calls], **emitted})
+                    flat = {"target_calls": [15] * 2, "depth_sum": [15] * 2, "decode_s": [0.13 * 15] * 2}
+                    if temperature and method == methods[0]:
+                        one_level.append({**cell, **flat, "emitted": [20] * 2, "prefill_s": [0.1] * 2})
             measured.speeds[at] = {
                 "prompt_ids": [prompt.id for prompt in suite.prompts],
                 "runs": runs,
+                "one_level": one_level,
                 "load": [0.5, 0.6],
             }
-    setting = assembling.Setting(
+    setting = Setting(
         suites=sets,
         drafts=list(gains),
         base=next(iter(gains)),
@@ -122,7 +130,7 @@ def made_up(
         bootstrap=300,
         seed=0,
     )
-    return assembling.assemble(
+    return assemble(
         setting,
         measured,
         config={"seed": 0, "bootstrap": 300, "max_new_tokens": 20, "batch_size": 8, "top_k": 0, "top_p": 1.0},

@@ -177,6 +177,16 @@ def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, 
     assert len(timed) == 16 and all(value > 0 for value in timed)
 
 
+def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(
+    world: EvalConfig, summary: dict[str, Any]
+) -> None:
+    costs = _results(world)["speed"]["costs"]
+    cells = {(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in costs}
+    assert cells == {(draft, domain, 1.0, "chain:3") for draft in ("poor", "good") for domain in ("home", "away")}
+    # A step takes longer than its verification, and what it takes is made of the two.
+    assert all(row["draft_call"] >= 0 and row["verify"] > 0 for row in costs)
+
+
 def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()

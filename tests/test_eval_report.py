@@ -13,9 +13,11 @@ import pytest
 from draftsmith_core.errors import InputError
 from eval.bootstrap import holm
 from eval.decision import decide
+from eval.report.figures_why import cost_figure
 from eval.report.findings import lead
 from eval.report.formats import memory
 from eval.report.page import render_page
+from eval.report.theme import LIGHT, Look, roles_of
 from eval.results import FRAMES, Results
 from eval.schema import SuiteKind
 from tests.results_made_up import BASE, BOTH, made_up, view
@@ -159,7 +161,7 @@ def test_what_is_not_shown_is_not_shipped(
 
 def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided() -> None:
     found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    found["speed"] = {"domains": [], "overall": [], "conditions": []}
+    found["speed"] = {"domains": [], "overall": [], "conditions": [], "costs": []}
     head = lead(Results(found, Path()))
     assert head.headline == "Not decided: nothing was timed" and head.cells == []
     assert decide(view({"base": BASE}, BOTH, verifiers=("typical",))).verdict == "not_timed"
@@ -171,6 +173,36 @@ def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -
     assert decide(timed({("mine", "chain:2", "prose", 0.0): just})).verdict == "not_shown"
     assert decide(timed({("mine", "chain:2", "prose", 0.0): FAST})).verdict == "ship_for"
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve() -> None:
+    results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    costs = results.document["speed"]["costs"]
+    cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in costs]
+    assert cells == [(draft, domain, 1.0, "chain:2") for domain in BOTH for draft in ("base", "mine")]
+    # A step of .15 s makes two forwards of the draft, one of .13 s on as many nodes makes one; the target's is .1 s.
+    assert all(row["draft_call"] == pytest.approx(0.2) and row["verify"] == pytest.approx(1.1) for row in costs)
+    figure = cost_figure(results, Look(LIGHT, roles_of(["base", "mine"], "base")))
+    assert figure is not None
+    for ax, domain in zip(figure.axes, BOTH, strict=True):
+        assert ax.get_title(loc="left") == {"prose": "prose", "code": "code (OOD)"}[domain] and len(ax.collections) == 2
+        for draft in ("base", "mine"):
+            row = results.decoding(draft, domain)
+            calls = row["counts"]["depth_sum"] / row["counts"]["target_calls"]
+            timed = results.speed(draft, domain)
+            assert timed is not None and timed["speedup"] is not None and row["tau"]["value"] is not None
+            expected = row["tau"]["value"] / (calls * 0.2 + 1.1)
+            assert timed["speedup"]["value"] == pytest.approx(expected)
+            marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
+            assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
+        assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B", "1.1"}
+
+
+def test_a_chart_without_a_clock_has_no_marks() -> None:
+    document = made_up({"base": BASE}, {"prose": "id"})
+    document["speed"] = {"domains": [], "overall": [], "conditions": [], "costs": []}
+    figure = cost_figure(Results(document, Path()), Look(LIGHT, roles_of(["base"], "base")))
+    assert figure is not None and len(figure.axes[0].texts) == 3
 
 
 def test_headroom_stands_in_the_table_of_decoding() -> None:
@@ -425,8 +457,8 @@ def test_tables_have_a_row_per_measurement_and_a_column_per_figure(results: Resu
     rows = {table: len(results.to_frame(table)) for table in FRAMES}
     # 2 drafts x (3 sets + ID + OOD) x 2 temperatures; decoding by two trees; the target alone is timed too.
     assert rows == {
-        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "transfer": 6, "why": 0, "lost": 0, "baselines": 6,
-        "suites": 3, "models": 3,
+        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "costs": 6, "transfer": 6, "why": 0, "lost": 0,
+        "baselines": 6, "suites": 3, "models": 3,
     }  # fmt: skip
     frame = results.to_frame("alpha").set_index(["draft", "domain", "temperature"])
     estimate = results.alpha("mine", "code", 1.0)

@@ -1,6 +1,5 @@
-"""The figures of a report. Each is a function of the results and a look; None when there is nothing to show.
-
-Most are dot plots: one line per draft or domain, names on the left, dots with 95 % intervals, numbers on the right.
+"""The dot plots of a report: one line per draft or domain, names on the left, dots with 95 % intervals, numbers on the
+right. Each is a function of the results and a look; None when there is nothing to show.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.report.formats import number, percent, shortened, tree_name
 from eval.report.theme import WIDTH, Look, drawing
 from eval.results import KINDS, Results
-from eval.schema import DecodingRow, Difference, Estimate
+from eval.schema import Difference, Estimate
 
 # Inches per line of a dot plot, and above and below the lines.
 LINE, FRAME = 0.25, 0.75
@@ -153,53 +152,3 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
             if len(kinds) > 1:
                 ax.annotate("ID / OOD", (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
     return figure
-
-
-def accept_figure(results: Results, look: Look) -> Figure | None:
-    """accept@d against depth, one panel per set, for the first method."""
-    method = results.document["methods"][0]
-    panels: dict[str, list[DecodingRow]] = {}
-    for domain in results.domains():
-        rows = [results.decoding(draft, domain, None, method["tree"], method["verifier"]) for draft in results.drafts]
-        shown = [row for row in rows if any(at["value"] is not None for at in row["accept_at"])]
-        if shown:
-            panels[domain] = shown
-    if not panels:
-        return None
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH * columns / 2 if columns > 1 else WIDTH * 0.75, 0.5 + 2.1 * lines))
-        axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
-        for ax, (domain, rows) in zip(axes, panels.items(), strict=False):
-            for row in rows:
-                _accept_line(ax, look, row)
-            ax.set_title(shortened(domain, 20) + ("" if results.kind(domain) == "id" else " (OOD)"))
-            ax.set_ylim(0, 1.03)
-            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-        for index, ax in enumerate(axes):
-            ax.set_visible(index < len(panels))
-            # The last panel of its column, where the one below is empty.
-            ax.tick_params(labelbottom=index + columns >= len(panels))
-        figure.supxlabel("depth d", color=look.colours["soft"], fontsize=11)
-        # A draft may be missing from the first panel and not from others.
-        entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=3)
-    return figure
-
-
-def _accept_line(ax: Axes, look: Look, row: DecodingRow) -> None:
-    """One draft: accept@d with its intervals, where the depth was ever on offer."""
-    points = [(depth, at) for depth, at in enumerate(row["accept_at"], 1) if at["value"] is not None]
-    colour = look.colour(row["draft"])
-    for depth, at in points:
-        if at["low"] is not None and at["high"] is not None:
-            ax.plot([depth] * 2, [at["low"], at["high"]], color=colour, lw=1.2, alpha=0.5)
-    ax.plot(
-        [depth for depth, _ in points],
-        [at["value"] or 0.0 for _, at in points],
-        color=colour,
-        marker=look.marker(row["draft"]),
-        ms=4.5,
-        label=shortened(row["draft"], NAME),
-    )

@@ -1,118 +1,171 @@
-"""The figures that explain: calibration, candidates, and speed against the cost of drafting."""
+"""The figures that explain, one panel per prompt set or kind of sets and a line per draft: acceptance by depth, speed
+against the cost of a step, calibration, and more candidates. None when there is nothing to show.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from eval.report.formats import shortened
+from eval.report.formats import number, shortened
 from eval.report.theme import WIDTH, Look, drawing
 from eval.results import KINDS, Results
-from eval.schema import CalibrationRow, CandidatesRow
 
 # Typical drafts as a share of their target's parameters, which is their cost where memory bandwidth decides.
-TYPICAL_COSTS = {"68M for 7B": 0.068 / 6.7, "EAGLE head for 7B": 0.24 / 6.7, "160M for 7B": 0.162 / 6.7}
+# And on which side of its line the name stands.
+TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
+    "68M for 7B": (0.068 / 6.7, "right"),
+    "160M for 13B": (0.162 / 13.0, "left"),
+    "EAGLE head for 7B": (0.24 / 6.7, "left"),
+}
+# What verifying may cost, in steps of the target alone: as much as one token at small batches, more at large ones.
+VERIFYING = (1.0, 2.0)
+COSTS = [10 ** (power / 20) for power in range(-50, 1)]
+KIND_NAMES = {"id": "in distribution", "ood": "out of distribution"}
 
 
-def _by_kind(results: Results, look: Look, draw: Callable[[Axes, str], None], label: str) -> Figure:
-    """One panel for each kind of sets that was measured, with one legend of drafts."""
-    kinds = [kind for kind in KINDS if results.has(kind)]
-    figure = Figure(figsize=(WIDTH, 3.0))
-    axes = list(figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0])
-    for ax, kind in zip(axes, kinds, strict=True):
-        draw(ax, kind)
-        ax.set_title("in distribution" if kind == "id" else "out of distribution")
-    axes[0].set_ylim(0, 1.03)
-    figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
-    entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=3)
+def _panels(
+    look: Look, titles: dict[str, str], draw: Callable[[Axes, str], object], label: str, height: float = 2.1
+) -> Figure:
+    """Panels two abreast, drawn by their key, with one legend and one label of the horizontal axis."""
+    columns = min(2, len(titles))
+    lines = -(-len(titles) // columns)
+    with drawing(look.colours):
+        figure = Figure(figsize=(WIDTH if columns > 1 else WIDTH * 0.75, 0.6 + height * lines))
+        axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
+        for ax, (key, title) in zip(axes, titles.items(), strict=False):
+            draw(ax, key)
+            ax.set_title(shortened(title, 22))
+        for index, ax in enumerate(axes):
+            ax.set_visible(index < len(titles))
+            # The last panel of its column, where the one below is empty.
+            ax.tick_params(labelbottom=index + columns >= len(titles))
+        figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
+        # A draft may be missing from the first panel and not from others.
+        entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=3)
     return figure
+
+
+def _line(ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+    """The line of one draft, named in the legend unless `label` says otherwise."""
+    named: dict[str, Any] = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
+    ax.plot(x, y, color=look.colour(draft), **(named | style))
+
+
+def _sets(results: Results) -> dict[str, str]:
+    return {name: name + " (OOD)" * (results.kind(name) == "ood") for name in results.domains()}
+
+
+def accept_figure(results: Results, look: Look) -> Figure | None:
+    """accept@d against depth, one panel per set, for the first method."""
+    method = results.document["methods"][0]
+    panels: dict[str, list[Any]] = {}
+    for domain in results.domains():
+        rows = [results.decoding(draft, domain, None, method["tree"], method["verifier"]) for draft in results.drafts]
+        panels[domain] = [row for row in rows if any(at["value"] is not None for at in row["accept_at"])]
+
+    def draw(ax: Axes, domain: str) -> None:
+        for row in panels[domain]:
+            points = [(depth, at) for depth, at in enumerate(row["accept_at"], 1) if at["value"] is not None]
+            for depth, at in points:
+                if at["low"] is not None and at["high"] is not None:
+                    colour = look.colour(row["draft"])
+                    ax.plot([depth] * 2, [at["low"], at["high"]], color=colour, lw=1.2, alpha=0.5)
+            _line(ax, look, row["draft"], [depth for depth, _ in points], [at["value"] for _, at in points])
+        ax.set_ylim(0, 1.03)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+
+    titles = {name: title for name, title in _sets(results).items() if panels[name]}
+    return _panels(look, titles, draw, "depth d") if titles else None
 
 
 def calibration_figure(results: Results, look: Look) -> Figure | None:
     """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a calibrated draft."""
-    diagnosis = results.document["diagnosis"]
-    if diagnosis is None:
-        return None
-    rows: Sequence[CalibrationRow] = diagnosis["calibration"]
 
-    def draw(ax: Axes, kind: str) -> None:
+    def draw(ax: Axes, row: Any) -> None:
+        points = [(b["confidence"] or 0.0, b["acceptance"] or 0.0) for b in row["bins"] if b["mass"]]
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
-        for row in rows:
-            if (row["kind"], row["temperature"]) != (kind, results.top_temperature):
-                continue
-            points = [(b["confidence"] or 0.0, b["acceptance"] or 0.0) for b in row["bins"] if b["mass"]]
-            ax.plot(
-                [x for x, _ in points], [y for _, y in points], color=look.colour(row["draft"]),
-                marker=look.marker(row["draft"]), ms=4.5, label=shortened(row["draft"], 16),
-            )  # fmt: skip
+        _line(ax, look, row["draft"], [x for x, _ in points], [y for _, y in points])
 
-    with drawing(look.colours):
-        return _by_kind(results, look, draw, f"confidence of the draft, T = {results.top_temperature:g}")
+    return _by_kind(results, look, "calibration", draw, "confidence of the draft")
 
 
 def candidates_figure(results: Results, look: Look) -> Figure | None:
     """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
-    diagnosis = results.document["diagnosis"]
-    if diagnosis is None:
-        return None
-    rows: Sequence[CandidatesRow] = diagnosis["candidates"]
 
-    def draw(ax: Axes, kind: str) -> None:
-        for row in rows:
-            if (row["kind"], row["temperature"]) != (kind, results.top_temperature):
-                continue
-            drawn = row["way"] == "drawn"
-            ax.plot(
-                row["k"], [each["value"] or 0.0 for each in row["acceptance"]], color=look.colour(row["draft"]),
-                marker=look.marker(row["draft"]), ms=4, ls="-" if drawn else (0, (3, 2)),
-label=shortened(row["draft"], 16) if drawn or not row["temperature"] else None,
-            )  # fmt: skip
+    def draw(ax: Axes, row: Any) -> None:
+        drawn = row["way"] == "drawn"
+        style: dict[str, Any] = {"ls": "-" if drawn else (0, (3, 2)), "ms": 4}
+        if row["temperature"] and not drawn:
+            style["label"] = None
+        _line(ax, look, row["draft"], row["k"], [each["value"] or 0.0 for each in row["acceptance"]], **style)
         ax.set_xscale("log", base=2)
         ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
 
-    with drawing(look.colours):
-        return _by_kind(results, look, draw, f"candidates k, T = {results.top_temperature:g}")
+    return _by_kind(results, look, "candidates", draw, "candidates k")
+
+
+def _by_kind(
+    results: Results, look: Look, table: str, draw_row: Callable[[Axes, Any], None], label: str
+) -> Figure | None:
+    """A panel for each kind of sets, with the rows of one table of the diagnosis at the highest temperature."""
+    diagnosis: Any = results.document["diagnosis"]
+    if diagnosis is None:
+        return None
+
+    def draw(ax: Axes, kind: str) -> None:
+        for row in diagnosis[table]:
+            if (row["kind"], row["temperature"]) == (kind, results.top_temperature):
+                draw_row(ax, row)
+        ax.set_ylim(0, 1.03)
+
+    titles: dict[str, str] = {kind: KIND_NAMES[kind] for kind in KINDS if results.has(kind)}
+    return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
-    """Expected speedup of every draft, by its measured tau, over the cost of one draft call; this machine's points."""
+    """Expected speedup of every draft on every set, by its measured tau, over what a step costs; and this machine's."""
     method = next((m for m in results.document["methods"] if m["lossless"]), None)
     if method is None:
         return None
-    kinds = [kind for kind in KINDS if results.has(kind)]
-    ratios = [10 ** (power / 20) for power in range(-50, 1)]
-    with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH, 3.4))
-        ax = figure.subplots()
+    wanted = {"temperature": results.top_temperature, "tree": method["tree"], "verifier": method["verifier"]}
+    untyped: list[Any] = list(results.document["speed"]["costs"])
+    measured = {(row["draft"], row["domain"]): row for row in untyped if wanted.items() <= row.items()}
+
+    highest = [1.0]
+
+    def draw(ax: Axes, domain: str) -> None:
         for draft in results.drafts:
-            for kind in kinds:
-                row = results.decoding(draft, kind, None, method["tree"], method["verifier"])
-                tau = row["tau"]["value"]
-                calls = draft_calls(row["counts"]["depth_sum"], row["counts"]["target_calls"])
-                if tau is None or not calls:
-                    continue
-                style = "-" if kind == "id" else (0, (3, 2))
-                name = f"{shortened(draft, 14)}, {kind.upper()}"
-                ax.plot(ratios, [tau / (1 + calls * c) for c in ratios], color=look.colour(draft), ls=style, label=name)
-                timed = results.speed(draft, kind, None, method["tree"], method["verifier"])
-                measured = timed["speedup"]["value"] if timed is not None and timed["speedup"] is not None else None
-                if measured:
-                    cost = (tau / measured - 1) / calls
-                    if cost > 0:
-                        ax.plot([cost], [measured], look.marker(draft), ms=6, color=look.colour(draft))
-        for name, cost in TYPICAL_COSTS.items():
+            row = results.decoding(draft, domain, None, method["tree"], method["verifier"])
+            calls = draft_calls(row["counts"]["depth_sum"], row["counts"]["target_calls"])
+            if row["tau"]["value"] is None or not calls:
+                continue
+            upper, lower = ([row["tau"]["value"] / (calls * c + verify) for c in COSTS] for verify in VERIFYING)
+            ax.fill_between(COSTS, upper, lower, color=look.colour(draft), alpha=0.13, lw=0)
+            _line(ax, look, draft, COSTS, upper, marker="")
+            highest.append(upper[0])
+            timed = results.speed(draft, domain, None, method["tree"], method["verifier"])
+            at = measured.get((draft, domain))
+            if at is not None and timed is not None and timed["speedup"] is not None:
+                # A draft too cheap to be told from none stands at the left edge.
+                place = max(at["draft_call"], COSTS[0]), timed["speedup"]["value"] or 0.0
+                _line(ax, look, draft, [place[0]], [place[1]], ms=6.5, label=None)
+                ax.annotate(number(at["verify"], 1), place, (5, 3), textcoords="offset points",
+                            fontsize=8, color=look.colours["ink"])  # fmt: skip
+                highest.append(place[1])
+        for name, (cost, side) in TYPICAL_COSTS.items():
             ax.axvline(cost, color=look.colours["line"], lw=1, zorder=0)
-            ax.annotate(
-                name, (cost, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha="right", fontsize=8,
-                color=look.colours["soft"],
-            )  # fmt: skip
+            ax.annotate(name, (cost, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
+                        fontsize=7.5, color=look.colours["soft"])  # fmt: skip
         ax.axhline(1, color=look.colours["soft"], lw=1)
         ax.set_xscale("log")
-        ax.set_xlabel("cost of one draft call / one target call")
-        ax.set_ylabel("expected speedup")
-        figure.legend(loc="outside upper left", ncols=2)
-    return figure
+        ax.set_ylim(0, 1.06 * max(highest))
+
+    label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
+    return _panels(look, _sets(results), draw, label, 2.7)
 
 
 def draft_calls(depth_sum: int, target_calls: int) -> float:

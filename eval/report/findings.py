@@ -6,10 +6,11 @@ they are about: 1 and -1 where the interval lies on one side of zero, 0 where it
 
 from dataclasses import dataclass
 
+from eval.bootstrap import bounds
 from eval.decision import Cell, Decision, Setting, Verdict, decide
 from eval.report.formats import KIND_TITLES, interval, number, percent, points, tree_name
 from eval.results import KINDS, Results
-from eval.schema import DecodingRow, Difference, Estimate, SuiteKind
+from eval.schema import DecodingRow, Difference, Estimate, Interval, SuiteKind
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ CHANGE = {
     None: "Acceptance went from {before} to {after} ({detail}).",
 }
 TRAINED = (
-    "{objective} on {tokens:,} tokens of the target's answers, {epochs:.1f} passes; best on held-out prompts at step "
-    "{best} of {steps}."
+    "{objective} on {response_tokens:,} tokens of the target's answers, {epochs:.1f} passes; best on held-out prompts "
+    "at step {best_step} of {steps}."
 )
 TRAINED_ON_SAMPLES = (
     " A sampled token says less than the distribution it was drawn from: this objective usually needs more fresh "
@@ -104,9 +105,8 @@ DIVERGENCES = {
 
 def sign(gain: Difference | None) -> int | None:
     """1 or -1 when the interval leaves out zero, 0 when it does not, None when there is no interval."""
-    if gain is None or gain["value"] is None or gain["low"] is None or gain["high"] is None:
-        return None
-    return 1 if gain["low"] > 0 else -1 if gain["high"] < 0 else 0
+    found = bounds(gain)
+    return None if found is None else (found[1] > 0) - (found[2] < 0)
 
 
 def lead(results: Results) -> Lead:
@@ -220,8 +220,9 @@ def _plain_headline(results: Results, temperature: float) -> str:
     return f"{text} and {shares['ood']} out of distribution." if "ood" in shares else f"{text}."
 
 
-def _bounds(low: float | None, high: float | None, text: str) -> str:
-    return "no interval: too few prompts" if low is None or high is None else f"95 % interval {text}"
+def _percent_interval(value: Interval, digits: int = 1, *, sign: bool = False) -> str:
+    text = interval(value, digits, scale=100, sign=sign)
+    return f"95 % interval {text}" if text else "no interval: too few prompts"
 
 
 def _finding(results: Results, draft: str) -> Finding:
@@ -242,13 +243,12 @@ def _acceptance(results: Results, draft: str, kind: SuiteKind, temperature: floa
     """What alignment changed on all sets of a kind, by set and as a share of the gain in distribution."""
     if draft == results.base:
         alpha = results.alpha(draft, kind, temperature)
-        bounds = _bounds(alpha["low"], alpha["high"], interval(alpha, 1, scale=100))
-        return f"{percent(alpha['value'])} of draft tokens are accepted ({bounds})."
+        return f"{percent(alpha['value'])} of draft tokens are accepted ({_percent_interval(alpha)})."
     gain = results.gain(draft, kind, temperature)
     assert gain is not None
     before, after = (percent(results.alpha(each, kind, temperature)["value"]) for each in (results.base, draft))
-    spread = _bounds(gain["low"], gain["high"], interval(gain, 1, scale=100, sign=True))
-    text = CHANGE[sign(gain)].format(before=before, after=after, detail=f"{points(gain)}, {spread}")
+    detail = f"{points(gain)}, {_percent_interval(gain, sign=True)}"
+    text = CHANGE[sign(gain)].format(before=before, after=after, detail=detail)
     names = results.domains(kind)
     # What the pooled change is made of, where there are few enough sets to name.
     if 2 <= len(names) <= 4:
@@ -262,14 +262,14 @@ def _transfer(results: Results, draft: str, temperature: float) -> str:
     row = results.transfer(draft, "ood", temperature)
     if row is None:
         return ""
-    share, bounds = percent(row["value"]), _bounds(row["low"], row["high"], interval(row, 0, scale=100))
+    share, spread = percent(row["value"]), _percent_interval(row, 0)
     if row["value"] is None:
         return f" Transfer is undefined: {row['undefined']}."
     if row["high"] is not None and row["high"] < 0:
-        return f" Transfer: none, {share} of the ID gain ({bounds})."
+        return f" Transfer: none, {share} of the ID gain ({spread})."
     if row["low"] is not None and row["low"] <= 0:
-        return f" Transfer cannot be told from none: {share} of the ID gain ({bounds})."
-    return f" Transfer: {share} of the ID gain holds ({bounds})."
+        return f" Transfer cannot be told from none: {share} of the ID gain ({spread})."
+    return f" Transfer: {share} of the ID gain holds ({spread})."
 
 
 def _training(results: Results, draft: str) -> list[tuple[str, str]]:
@@ -277,13 +277,7 @@ def _training(results: Results, draft: str) -> list[tuple[str, str]]:
     training = results.document["models"][draft]["training"]
     if training is None:
         return []
-    text = TRAINED.format(
-        objective=_objective(training["objective"]),
-        tokens=training["response_tokens"],
-        epochs=training["epochs"],
-        best=training["best_step"],
-        steps=training["steps"],
-    )
+    text = TRAINED.format(**{**training, "objective": _objective(training["objective"])})
     return [("Training", text + TRAINED_ON_SAMPLES * (training["objective"] == "ce"))]
 
 
@@ -341,36 +335,38 @@ def _figure(value: Estimate) -> str:
     return f"{text} ({number(value['low'], 2)} to {number(value['high'], 2)})"
 
 
+LOSSY = "Outputs are not the target's own with {names}, lossy by design (lossless: false)."
+NOT_COMPARED = (
+    "The verifiers keep the target's output distribution; temperature 0 was not measured, so outputs were not compared "
+    "token for token."
+)
+ALL_SAME = "{who}: at temperature 0, {same} of {total} outputs equal the target's own, token for token."
+SOME_SAME = (
+    "At temperature 0, {same} of {total} outputs equal the target's own, token for token. Where the others part, the "
+    "target's two logits differ by at most {gap:.2g} in {dtype}, which is {cause}."
+)
+# The largest logit gap that rounding may turn over, by dtype: some units in the last place of a logit of 32.
+TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
+
+
 def _lossless(results: Results) -> str:
     document = results.document
     lossy = sorted({method["verifier"] for method in document["methods"] if not method["lossless"]})
-    parts = []
-    if lossy:
-        parts.append(f"Outputs are not the target's own with {', '.join(lossy)}, lossy by design (lossless: false).")
+    parts = [LOSSY.format(names=", ".join(lossy))] if lossy else []
     found = [row["identical_outputs"] for row in document["decoding"] if row["lossless"] and row["identical_outputs"]]
     same, total = sum(check["same"] for check in found), sum(check["of"] for check in found)
-    if not found:
-        if any(method["lossless"] for method in document["methods"]):
-            parts.append(
-                "The verifiers keep the target's output distribution; temperature 0 was not measured, so outputs were "
-                "not compared token for token."
-            )
-    elif same == total:
+    if found and same == total:
         who = "The others are lossless" if lossy else "Lossless"
-        parts.append(f"{who}: at temperature 0, {same} of {total} outputs equal the target's own, token for token.")
-    else:
+        parts.append(ALL_SAME.format(who=who, same=same, total=total))
+    elif found:
         gap, dtype = max(check["largest_gap"] or 0.0 for check in found), document["models"]["target"]["dtype"]
+        tie = gap <= TIES.get(dtype, TIES["float32"])
         cause = (
-            "which is within the rounding of that type, a tie"
-            if gap <= TIES.get(dtype, TIES["float32"])
-            else "which is more than rounding explains: read the speeds with care"
+            "within the rounding of that type, a tie"
+            if tie
+            else "more than rounding explains: read the speeds with care"
         )
-        parts.append(
-            f"At temperature 0, {same} of {total} outputs equal the target's own, token for token. Where the others "
-            f"part, the target's two logits differ by at most {gap:.2g} in {dtype}, {cause}."
-        )
+        parts.append(SOME_SAME.format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
+    elif any(method["lossless"] for method in document["methods"]):
+        parts.append(NOT_COMPARED)
     return " ".join(parts)
-
-
-# The largest logit gap that rounding may turn over, by dtype: some units in the last place of a logit of 32.
-TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}

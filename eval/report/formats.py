@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eval.schema import Difference, Estimate, SuiteKind, TransferRow
+from eval.schema import Difference, Interval, SuiteKind, TransferRow
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
@@ -34,7 +34,7 @@ def points(gain: Difference | None, *, bare: bool = False) -> str:
     return f"{number(abs(gain['value']) * 100, 1) if bare else signed(gain['value'] * 100, 1)} points"
 
 
-def interval(value: Estimate | Difference | TransferRow, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
+def interval(value: Interval, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
     """The interval alone, [0.120, 0.190]; empty where there is none."""
     if value["low"] is None or value["high"] is None:
         return ""
@@ -42,7 +42,7 @@ def interval(value: Estimate | Difference | TransferRow, digits: int, *, scale: 
     return f"[{write(value['low'] * scale, digits)}, {write(value['high'] * scale, digits)}]"
 
 
-def with_interval(value: Estimate | Difference | None, digits: int = 3, *, sign: bool = False) -> str:
+def with_interval(value: Interval | None, digits: int = 3, *, sign: bool = False) -> str:
     """A figure and its interval."""
     if value is None:
         return NONE

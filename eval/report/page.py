@@ -48,7 +48,7 @@ FIGURES = [
         "accept",
         "Acceptance by depth, measured while decoding",
         "Of the steps that got as far as depth d, the share in which depth d was accepted too, with 95 % intervals.",
-        figures.accept_figure,
+        figures_why.accept_figure,
     ),
     (
         "tau",
@@ -58,11 +58,12 @@ FIGURES = [
     ),
     (
         "cost",
-        "Speed against the cost of drafting",
-        "What the measured tokens per call would be worth where a draft call costs so much of a target call, and "
-        "verifying costs as much as decoding one token: τ / (1 + draft calls × cost), with the first lossless "
-        "method. Solid lines ID, dashed OOD. The marks are this machine: its measured speedup, at the cost that "
-        "explains it. Upright lines are typical pairs by their parameters.",
+        "Speed against the cost of a step",
+        "What the measured tokens per call would be worth where a draft call costs so much of a target call: "
+        "τ / (draft calls × cost + verifying), with the first lossless method. The line, a band's upper edge: "
+        "verifying costs as much as decoding one token, as on a GPU at small batches; its lower edge: twice as much. "
+        "The marks are this machine: measured speedup at the measured cost of a draft call, and beside it what "
+        "verifying costs, in steps of the target alone. Upright lines are typical pairs by their parameters.",
         figures_why.cost_figure,
     ),
     (

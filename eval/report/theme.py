@@ -19,39 +19,27 @@ from matplotlib.figure import Figure
 from draftsmith_core.io import atomic_file
 
 # After Okabe and Ito (2008), told apart with any kind of colour vision; the base draft is always grey.
-LIGHT = {
-    "ink": "#1c2024",
-    "soft": "#60666d",
-    "line": "#d9dce0",
-    "paper": "#ffffff",
-    "base": "#868c94",
-    "d1": "#0072b2",
-    "d2": "#d55e00",
-    "d3": "#008a66",
-    "d4": "#b5508c",
-    "d5": "#9a7500",
-    "d6": "#2f93c4",
+_ROLES = {
+    "ink": ("#1c2024", "#e8eaed"),
+    "soft": ("#60666d", "#a2a9b2"),
+    "line": ("#d9dce0", "#363b42"),
+    "paper": ("#ffffff", "#14171a"),
+    "base": ("#868c94", "#8f969f"),
+    "d1": ("#0072b2", "#56b4e9"),
+    "d2": ("#d55e00", "#ff9347"),
+    "d3": ("#008a66", "#35cfa0"),
+    "d4": ("#b5508c", "#e89ac7"),
+    "d5": ("#9a7500", "#e6c229"),
+    "d6": ("#2f93c4", "#9fd3f0"),
 }
-DARK = {
-    "ink": "#e8eaed",
-    "soft": "#a2a9b2",
-    "line": "#363b42",
-    "paper": "#14171a",
-    "base": "#8f969f",
-    "d1": "#56b4e9",
-    "d2": "#ff9347",
-    "d3": "#35cfa0",
-    "d4": "#e89ac7",
-    "d5": "#e6c229",
-    "d6": "#9fd3f0",
-}
+LIGHT, DARK = ({role: pair[index] for role, pair in _ROLES.items()} for index in (0, 1))
 # Colours that occur nowhere else: drawn into an SVG and replaced by CSS variables there.
 MARKS = {role: f"#fe01{index:02x}" for index, role in enumerate(LIGHT)}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 # Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still read.
 WIDTH = 5.2
-TEXT = 11.0
+STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
 
 
 @dataclass(frozen=True)
@@ -80,35 +68,14 @@ def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:
 @contextmanager
 def drawing(colours: dict[str, str]) -> Iterator[None]:
     """Matplotlib set up for a palette."""
-    ink, soft, line = (colours[role] for role in ("ink", "soft", "line"))
-    settings: Any = {
+    coloured: Any = {
         "figure.facecolor": colours["paper"],
-        "figure.constrained_layout.use": True,
-        "font.family": "DejaVu Sans",
-        "font.size": TEXT,
-        # Names are drawn as they are, not as mathematics between dollar signs.
-        "text.parse_math": False,
-        "text.color": ink,
-        "axes.labelcolor": soft,
-        "axes.labelsize": TEXT,
-        "axes.edgecolor": line,
-        "axes.facecolor": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.titlesize": TEXT,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": line,
-        "xtick.labelcolor": soft,
-        "ytick.labelcolor": soft,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "legend.frameon": False,
+        "text.color": colours["ink"],
+        "axes.edgecolor": colours["line"],
+        "grid.color": colours["line"],
+        **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colours["soft"]),
     }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(coloured, STYLE):
         yield
 
 
