@@ -11,11 +11,8 @@ from benchmarks import frontier, objectives_data
 from benchmarks.frontier import EnoughError, Options, Sets, run
 from benchmarks.frontier_tables import area, document_of, met, tables, write_pictures
 from benchmarks.frontier_tables import frontier as hull_of
-from benchmarks.objectives_data import Pair
-from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums
-from tests.test_benchmarks_objectives import texts
-from train import training_run as train_run
+from tests.test_benchmarks_objectives import noted, tiny_pair
 from train.config import TrainConfig
 from train.data import load_examples
 
@@ -30,18 +27,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """A pair `nano` that is made of the tests' tiny models, few settings, and the least of everything."""
-
-    def tiny(options: objectives_data.Options) -> Pair:
-        out = Path(options.out) / "prompts"
-        if not out.is_dir():
-            with atomic_dir(out) as made:
-                objectives_data.write_train_rows(made, options, texts(20, 0))
-                for start, domain in enumerate(("prose", "code", "lists", "other")):
-                    write_rows(made / f"{domain}.jsonl", texts(8, start + 1))
-        return Pair(target_dir, draft_dir, 6, ("prose", "code", "lists"), ("code",), True)
-
-    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
+    """The tiny pair, few settings, and the least of everything."""
+    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny_pair(target_dir, draft_dir))
     monkeypatch.setitem(frontier.SETS, "nano", Sets("prose", ("other",), ("code",), ("lists",)))
     monkeypatch.setattr(frontier, "METHODS", SETTINGS)
     small = {"seeds": 2, "steps": 4, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
@@ -50,15 +37,7 @@ def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    asked: list[TrainConfig] = []
-    real = train_run.train
-
-    def train(config: TrainConfig, command: str) -> dict[str, Any]:
-        asked.append(config)
-        return real(config, command)
-
-    monkeypatch.setattr(frontier, "train", train)
-    return asked
+    return noted(monkeypatch, frontier)
 
 
 def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, trained: list[TrainConfig]) -> None:

@@ -28,9 +28,8 @@ def texts(count: int, start: int) -> list[dict[str, str]]:
     return [{"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))} for i in range(count)]
 
 
-@pytest.fixture
-def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """A pair `nano` that is made of the tests' tiny models, and the least of everything."""
+def tiny_pair(target: str, draft: str) -> Callable[[Options], Pair]:
+    """A pair `nano` that is made of the tests' tiny models."""
 
     def tiny(options: Options) -> Pair:
         out = Path(options.out) / "prompts"
@@ -38,18 +37,15 @@ def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest
             with atomic_dir(out) as made:
                 objectives_data.write_train_rows(made, options, texts(20, 0))
                 write_rows(made / "general.train.jsonl", texts(6, 5))
-                for start, domain in enumerate(("prose", "code", "lists")):
+                for start, domain in enumerate(("prose", "code", "lists", "other")):
                     write_rows(made / f"{domain}.jsonl", texts(8, start + 1))
-        return Pair(target_dir, draft_dir, 6, ("prose", "code", "lists"), ("code",), True)
+        return Pair(target, draft, 6, ("prose", "code", "lists"), ("code",), True)
 
-    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
-    small = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
-    return Options(out=str(tmp_path / "out"), rates=[1e-2, 3e-3], new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
+    return tiny
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    """The configurations that are really trained, in order."""
+def noted(monkeypatch: pytest.MonkeyPatch, benchmark: Any) -> list[TrainConfig]:
+    """The configurations that a benchmark really trains, in order."""
     asked: list[TrainConfig] = []
     real = train_run.train
 
@@ -57,8 +53,21 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         asked.append(config)
         return real(config, command)
 
-    monkeypatch.setattr(objectives, "train", train)
+    monkeypatch.setattr(benchmark, "train", train)
     return asked
+
+
+@pytest.fixture
+def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """The tiny pair, and the least of everything."""
+    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny_pair(target_dir, draft_dir))
+    small = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
+    return Options(out=str(tmp_path / "out"), rates=[1e-2, 3e-3], new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    return noted(monkeypatch, objectives)
 
 
 def without_times(document: dict[str, Any]) -> Any:

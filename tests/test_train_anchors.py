@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith_core.models import load_model
+from tests import train_laws
+from tests.train_laws import SGD, Words, weights, words_of
 from train.batch import IGNORE
 from train.data import collate, load_examples
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
 Door = Callable[..., tuple[int, str, str]]
-CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
-SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--optim.final_lr_fraction", "1"]
 BOTH = ["--anchor_kl", "0.5", "--anchor_l2", "0.3"]
 
 
@@ -28,25 +28,12 @@ def distilled(answers: Callable[..., str]) -> str:
 
 
 @pytest.fixture
-def words(distilled: str, draft_dir: str) -> Callable[..., list[str]]:
-    """The words of a run: where it writes, its steps, and how eight rows per step are divided."""
-
-    def run(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
-        return (
-            f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --max_length 40 "
-            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu --batch_size {size} "
-            f"--accumulation {accumulation}"
-        ).split()
-
-    return run
-
-
-def weights(out: Path, step: int) -> dict[str, Tensor]:
-    return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+def words(distilled: str, draft_dir: str) -> Words:
+    return words_of([distilled], draft_dir)
 
 
 def test_the_pull_of_the_weights_is_the_gradient_of_half_the_squared_distance(
-    words: Callable[..., list[str]], draft_dir: str, tmp_path: Path, door: Door
+    words: Words, draft_dir: str, tmp_path: Path, door: Door
 ) -> None:
     """The first step begins at the anchor and feels nothing; the second is longer by rate x strength x distance."""
     for name, more in (("plain", []), ("near", ["--anchor_l2", "0.3"])):
@@ -95,43 +82,21 @@ def test_the_pull_of_the_distributions_is_their_divergence_per_token(
         torch.testing.assert_close(slope, other + extra, atol=1e-4, rtol=1e-3)
 
 
-def test_a_step_is_its_rows_however_they_are_divided(
-    words: Callable[..., list[str]], tmp_path: Path, door: Door
-) -> None:
-    """Law 6, with SGD."""
-    for size, accumulation in ((8, 1), (1, 8)):
-        assert door(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *BOTH)[0] == 0
-    for name, value in weights(tmp_path / "8", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
+def test_a_step_is_its_rows_however_they_are_divided(words: Words, tmp_path: Path, door: Door) -> None:
+    train_laws.a_step_is_its_rows_however_they_are_divided(words, BOTH, tmp_path, door)
 
 
-def test_a_killed_run_goes_on_from_the_same_anchor(
-    words: Callable[..., list[str]], tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
-    """Law 7: the weights before training are the anchor, and not those of the checkpoint."""
-    die = (
-        "import os, signal, train.loop\nreal = train.loop.learning_rate\n"
-        "def dying(optim, step, steps):\n    step == 2 and os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(optim, step, steps)\ntrain.loop.learning_rate = dying\n"
-    )
-    for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
-        code, _, err = spawn(*words("out" + name, 4), *BOTH, cwd=tmp_path, patch=patch).wait()
-        assert code == expected, err
-    whole, killed = weights(tmp_path / "outwhole", 4), weights(tmp_path / "outkilled", 4)
-    assert all(torch.equal(killed[name], value) for name, value in whole.items())
+def test_a_killed_run_goes_on_from_the_same_anchor(words: Words, tmp_path: Path, spawn: Callable[..., Any]) -> None:
+    """The weights before training are the anchor, and not those of the checkpoint."""
+    train_laws.a_killed_run_ends_as_one_that_was_not(words, BOTH, tmp_path, spawn)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu2", "cpu2_fsdp2"])
 def test_two_processes_are_one(
-    config: str, words: Callable[..., list[str]], tmp_path: Path, door: Door, launch: Callable[..., Any]
+    config: str, words: Words, tmp_path: Path, door: Door, launch: Callable[..., Any]
 ) -> None:
-    assert door(*words(tmp_path / "one", 3), *SGD, *BOTH)[0] == 0
-    options = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
-    done = launch(options, *words(tmp_path / "two", 3, 4), *SGD, *BOTH)
-    assert done.returncode == 0, done.stderr
-    for name, value in weights(tmp_path / "one", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "two", 3)[name], value, atol=2e-5, rtol=1e-4)
+    train_laws.two_processes_are_one(config, words, BOTH, tmp_path, door, launch)
 
 
 @pytest.mark.parametrize(

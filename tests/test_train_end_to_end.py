@@ -11,7 +11,8 @@ from torch import Tensor
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
-from tests.test_train_anchors import SGD, distilled, weights, words
+from tests.test_train_anchors import distilled, words
+from tests.train_laws import SGD, weights
 from train.batch import IGNORE, Batch
 from train.data import collate, load_examples
 from train.end_to_end import draft_losses

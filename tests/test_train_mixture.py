@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.models import load_model
-from tests.test_train_anchors import SGD, weights
+from tests import train_laws
+from tests.train_laws import SGD, Words, weights, words_of
 from train.data import collate, load_examples, units
 from train.mixture import domain_scales, drawn, raised, shares
 
@@ -34,15 +34,8 @@ def domains(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 
 @pytest.fixture
-def words(domains: list[str], draft_dir: str) -> Callable[..., list[str]]:
-    def run(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
-        return (
-            f"train --out {out} --data {' '.join(domains)} --heldout {domains[0]} --draft {draft_dir} --max_length 40 "
-            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu --batch_size {size} "
-            f"--accumulation {accumulation} --objective ce"
-        ).split()
-
-    return run
+def words(domains: list[str], draft_dir: str) -> Words:
+    return words_of(domains, draft_dir, "--objective", "ce")
 
 
 def test_shares_go_from_sizes_to_alike() -> None:
@@ -92,7 +85,7 @@ def test_weights_rise_with_the_loss_and_scale_the_mean() -> None:
 
 
 def test_a_step_is_what_is_written_out(
-    words: Callable[..., list[str]], domains: list[str], draft_dir: str, tmp_path: Path, door: Door
+    words: Words, domains: list[str], draft_dir: str, tmp_path: Path, door: Door
 ) -> None:
     """Two steps of SGD on weighted means of the domains' cross-entropies, by hand."""
     code, _, err = door(*words(tmp_path / "out", 2), *SGD, "--group_dro", 0.5)
@@ -128,45 +121,19 @@ def test_a_step_is_what_is_written_out(
         torch.testing.assert_close(trained[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_is_its_rows_however_they_are_divided(
-    words: Callable[..., list[str]], tmp_path: Path, door: Door
-) -> None:
-    """Law 6, with SGD."""
-    for size, accumulation in ((8, 1), (1, 8)):
-        code, _, err = door(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *BOTH)
-        assert code == 0, err
-    for name, value in weights(tmp_path / "8", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
+def test_a_step_is_its_rows_however_they_are_divided(words: Words, tmp_path: Path, door: Door) -> None:
+    train_laws.a_step_is_its_rows_however_they_are_divided(words, BOTH, tmp_path, door)
 
 
-def test_a_killed_run_ends_as_one_that_was_not(
-    words: Callable[..., list[str]], tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
-    """Law 7: what the domains count goes on too."""
-    die = (
-        "import os, signal, train.loop\nreal = train.loop.learning_rate\n"
-        "def dying(optim, step, steps):\n    step == 2 and os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(optim, step, steps)\ntrain.loop.learning_rate = dying\n"
-    )
-    for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
-        code, _, err = spawn(*words(name, 4), *BOTH, cwd=tmp_path, patch=patch).wait()
-        assert code == expected, err
-    whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
-    assert all(torch.equal(killed[name], value) for name, value in whole.items())
-    lines = [(tmp_path / name / "run" / "metrics.jsonl").read_bytes() for name in ("whole", "killed")]
-    assert lines[0] == lines[1] and b"domain_weight_1" in lines[0]
+def test_a_killed_run_ends_as_one_that_was_not(words: Words, tmp_path: Path, spawn: Callable[..., Any]) -> None:
+    """What the domains count goes on too."""
+    train_laws.a_killed_run_ends_as_one_that_was_not(words, BOTH, tmp_path, spawn)
+    assert b"domain_weight_1" in (tmp_path / "killed" / "run" / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(
-    words: Callable[..., list[str]], tmp_path: Path, door: Door, launch: Callable[..., Any]
-) -> None:
-    assert door(*words(tmp_path / "one", 3), *SGD, *BOTH)[0] == 0
-    cpu2 = Path(__file__).parents[1] / "configs" / "accelerate" / "cpu2.yaml"
-    done = launch(["--config_file", cpu2, "-m", "draftsmith"], *words(tmp_path / "two", 3, 4), *SGD, *BOTH)
-    assert done.returncode == 0, done.stderr
-    for name, value in weights(tmp_path / "one", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "two", 3)[name], value, atol=2e-5, rtol=1e-4)
+def test_two_processes_are_one(words: Words, tmp_path: Path, door: Door, launch: Callable[..., Any]) -> None:
+    train_laws.two_processes_are_one("cpu2", words, BOTH, tmp_path, door, launch)
 
 
 @pytest.mark.parametrize(
