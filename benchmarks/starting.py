@@ -44,6 +44,8 @@ class Options:
 
     out: str
     """Directory for everything."""
+    target: str = ""
+    """Another target than the shipped one; it has no base to compare with."""
     seeds: int = 3
     """Seeds of training, and of fresh weights."""
     budgets: list[int] = field(default_factory=lambda: [60, 240])
@@ -60,7 +62,7 @@ def main() -> None:
     out = Path(options.out)
     if not (out / "texts").is_dir():
         write_corpus(out / "texts")
-    target = str(_PAIR / "target")
+    target = options.target or str(_PAIR / "target")
     if not (out / "data").is_dir():
         prose = str(out / "texts" / "prose.train.jsonl")
         answers = {"max_prompts": options.rows, "max_new_tokens": 64, "temperature": 1.0, "batch_size": 64}
@@ -107,7 +109,7 @@ def _starts(out: Path, target: str, seed: int) -> dict[str, str]:
         "transplant": {"method": "transplant", "donor": donor},
         "fresh": {"method": "fresh", "cost": 0.15, "cost_by": "parameters", "seed": seed},
     }
-    found = {"base": str(_PAIR / "base")}
+    found = {"base": str(_PAIR / "base")} if target == str(_PAIR / "target") else {}
     for name, options in words.items():
         place = out / "starts" / (f"{name}-{seed}" if name == "fresh" else name)
         if not place.is_dir():
