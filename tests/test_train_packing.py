@@ -31,7 +31,8 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError
 from train.batch import IGNORE
 from train.config import TrainConfig
-from train.data import Examples, collate, load_examples, order, packed, units, with_replay
+from train.data import Examples, collate, load_examples, packed, units, with_replay
+from train.mixture import order
 from train.objective import parse_objective
 from train.packing import block_mask, document_layout, pack, packing_method
 from train.trainees.lm import LMTrainee

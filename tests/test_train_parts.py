@@ -26,9 +26,10 @@ from draftsmith_core.sampling import Sampling, generator, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.batch import IGNORE, Batch
 from train.config import Optim
-from train.data import Examples, collate, divide, load_examples, order
+from train.data import Examples, collate, divide, load_examples
 from train.loop import _curves, learning_rate, make_optimizer
 from train.losses import LOSSES, cross_entropy, forward_kl
+from train.mixture import order
 from train.objective import parse_objective
 from train.packing import last_states
 from train.teacher import find_projection

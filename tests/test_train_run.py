@@ -23,7 +23,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
 from train.config import TrainConfig
-from train.data import collate, load_examples, order
+from train.data import collate, load_examples
+from train.mixture import order
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 from train.training_run import train

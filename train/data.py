@@ -26,7 +26,7 @@ from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch
 from train.check_rows import check_part
-from train.mixture import drawn, shares
+from train.mixture import drawn, order, shares
 from train.packing import document_layout, pack
 from train.retokenize import retokenized
 from train.teacher import StoredTeacher
@@ -251,19 +251,6 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
         domains=None if examples.domains is None else examples.domains[index],
         digest=hash_json([examples.digest, side, len(index)]),
     )
-
-
-def order(count: int, start: int, stop: int, seed: int) -> npt.NDArray[np.int64]:
-    """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs.
-
-    A pure function of its arguments, so a resumed run needs to know its step and nothing else.
-    """
-    pieces = []
-    for epoch in range(start // count, math.ceil(stop / count)):
-        shuffled = np.random.default_rng([seed, epoch]).permutation(count)
-        low, high = max(start - epoch * count, 0), min(stop - epoch * count, count)
-        pieces.append(shuffled[low:high])
-    return np.concatenate(pieces)
 
 
 def packed(examples: Examples, seed: int) -> Examples:

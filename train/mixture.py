@@ -12,6 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 
+def order(count: int, start: int, stop: int, seed: int) -> npt.NDArray[np.int64]:
+    """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs.
+
+    A pure function of its arguments, so a resumed run needs to know its step and nothing else.
+    """
+    pieces = []
+    for epoch in range(start // count, math.ceil(stop / count)):
+        shuffled = np.random.default_rng([seed, epoch]).permutation(count)
+        low, high = max(start - epoch * count, 0), min(stop - epoch * count, count)
+        pieces.append(shuffled[low:high])
+    return np.concatenate(pieces)
+
+
 def shares(counts_K: Sequence[int], temperature: float) -> list[float]:
     """How often each domain is drawn: in proportion to size^(1 / temperature) (arXiv 1907.05019, section 4.1)."""
     # Divided by the largest first: a small temperature would overflow.
