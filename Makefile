@@ -79,15 +79,15 @@ $(ENGINES)/llama/llama-server:
 	@cp $(@D)/build/out/bin/llama-server $@ && rm -rf $(@D)/build
 
 # One thread per test process: tiny models gain nothing from more, and the processes do not compete for the cores.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q --durations=20
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 
 # Everything but what is marked slow: minutes.
 test: install-test browser
-	@$(PYTEST) -m "not slow" tests
+	@$(PYTEST) -q -m "not slow" tests
 
 # Launches of several processes, runs killed at many points, exhaustive combinations, the installed wheel.
 test-slow: install-test browser
-	@$(PYTEST) -m slow tests
+	@$(PYTEST) -v -m slow tests
 
 test-all: test test-slow
 

@@ -395,8 +395,12 @@ def test_a_step_is_one_graph(variant: str, tree: str, verifier: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_is_one_graph(variant: str) -> None:
     pairs = valid(variant)
-    # Every verifier and every tree once; tracing takes a second a step.
-    for tree, verifier in {*{rule: (tree, rule) for tree, rule in pairs}.values(), *dict(pairs).items()}:
+    chosen = set(dict(pairs).items())
+    # Every tree once, and with one draft every verifier too: tracing takes a second a step, a verifier is the same
+    # code whatever proposed, and every pair of all variants runs as it is in the tests above.
+    if variant == "draft":
+        chosen |= {(tree, rule) for rule, tree in {rule: tree for tree, rule in pairs}.items()}
+    for tree, verifier in sorted(chosen):
         check_one_graph(variant, tree, verifier, "aot_eager", SAMPLED)
 
 
