@@ -11,6 +11,8 @@ stream: a JSONL of `rows` short prompts through an engine that answers at once. 
     them, like Ctrl-C, and then only what holds until there is said.
 client: `answers` answers of one short server in another process; processor-seconds of the client per 1,000 answers,
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
+servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop (benchmarks/distill_servers.py).
+    `overhead`: 1 - ours / bare in tokens per second, median of `rounds` pairs; by the clock, for a quiet machine only.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
     that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
     the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
@@ -116,6 +118,9 @@ class AtOnce:
     def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
         """Nothing."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def stream(options: Options, directory: Path) -> dict[str, Any]:
@@ -376,7 +381,14 @@ def draft(options: Options, directory: Path) -> dict[str, Any]:
     return found
 
 
-SECTIONS = {"stream": stream, "client": client, "hf": hf, "hf_wide": hf_wide, "draft": draft}
+def servers(options: Options, directory: Path) -> dict[str, Any]:
+    """Two llama-servers, and what the client takes from them."""
+    from benchmarks.distill_servers import servers as measured
+
+    return measured(TARGET, TEXT, options.prompts, options.new_tokens, options.rounds, directory)
+
+
+SECTIONS = {"servers": servers, "stream": stream, "client": client, "hf": hf, "hf_wide": hf_wide, "draft": draft}
 
 
 def main() -> None:

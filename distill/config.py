@@ -223,9 +223,14 @@ class DistillConfig:
         if self.teacher_top_k:
             raise InputError("teacher_top_k: servers give no whole distributions; leave it out with --engine openai")
         for url in self.endpoint:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise InputError(f"endpoint: {url!r} is no URL; write it as http://localhost:8000/v1")
+            try:
+                parts = urlsplit(url)
+                usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            except ValueError:  # no port, no IPv6 address
+                usable = False
+            if not usable or not url.isprintable() or " " in url:
+                known = url.rpartition("@")[2]  # before that a password can stand
+                raise InputError(f"endpoint: {known!r} is no URL; write it as http://localhost:8000/v1")
             if parts.username or parts.password or parts.query:
                 raise InputError(
                     f"endpoint: a URL on {parts.hostname} holds a password or a query; put the key into the "

@@ -9,8 +9,9 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import accumulate, islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
@@ -45,6 +46,9 @@ from draftsmith_core.sampling import row_seed
 from draftsmith_core.stores import Workplace, check_store, copied
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_sample
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 # Options that change where the work is done and written, or when it stops, not the rows.
 _NOT_IDENTITY = (
@@ -92,7 +96,19 @@ def _distill(config: DistillConfig, command: str, place: Workplace) -> dict[str,
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     if config.thinking == "drop":
         switch_thinking_off(tokenizer)
-    engine = ENGINES[config.engine](config, tokenizer)
+    with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+        return _answered(config, engine, tokenizer, command, place, processes)
+
+
+def _answered(
+    config: DistillConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    command: str,
+    place: Workplace,
+    processes: "PartialState",
+) -> dict[str, Any]:
+    out = place.directory
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     reader = PromptReader(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json, writing
 from draftsmith_core.prompts import content_id
 
@@ -42,9 +43,14 @@ class _Part:
         text = path.read_bytes() if path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]
         self.found: dict[tuple[int, int, int], tuple[str, Answer]] = {}
-        for line in whole.splitlines():
-            key, prompt, ids, *rest = json.loads(line)
-            self.found[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                key, prompt, ids, *rest = json.loads(line)
+                self.found[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
+            except (ValueError, TypeError):
+                raise InputError(
+                    f"{path}:{number}: was damaged; delete the file, and its rows are asked again"
+                ) from None
         with writing(path):
             self.file = path.open("ab")
             self.file.truncate(len(whole))

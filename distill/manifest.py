@@ -7,7 +7,7 @@ from typing import Any
 from distill.config import DistillConfig
 from distill.drafting import DECISION
 from distill.own_prompts import RECORD
-from distill.parts import Totals, add_up
+from distill.parts import KINDS, Totals, add_up, names_of
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import (
@@ -23,6 +23,7 @@ from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.provenance import provenance
 from draftsmith_core.run_directory import claim
 
+SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
 _RECORDS = ("manifest.json", "run.json")
 
@@ -30,7 +31,7 @@ _RECORDS = ("manifest.json", "run.json")
 def claim_set(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` the set of this identity, or make sure it is; InputError names what differs."""
     if not any((out / name).exists() for name in _RECORDS):
-        for other in ("part-*.parquet", "README.md", "config.json"):  # a set's, written over; a model's, mixed up
+        for other in (KINDS[0], "README.md", "config.json"):  # a set's, written over; a model's, mixed up
             if found := next(out.glob(other), None):
                 raise InputError(f"--out {out}: holds {found.name} of something else; choose another --out")
     claim(out, identity, what="distilled set", records=_RECORDS)
@@ -48,6 +49,12 @@ def finish(
 
     extra: of the manifest. config: of a run that may have held prompts out. RunError for a set without rows.
     """
+    made = {name for index in range(parts) for name in names_of(index)}
+    if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in made):
+        source = identity["config"].get("prompts") or "what is scored"
+        raise InputError(
+            f"{out / beyond[0]}: is beyond the rows that {source} has now; choose another --out or delete the directory"
+        )
     with writing(out / "manifest.json"):
         totals = add_up(out, parts)
         if not totals.rows:
@@ -80,7 +87,7 @@ def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
 def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:
     skipped, failed = totals.skipped.total(), totals.failed.total()
     return {
-        "format": "draftsmith distilled set",
+        "format": SET_FORMAT,
         "version": 2,
         "complete": True,
         "parts": totals.files,

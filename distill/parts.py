@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
 TEACHER = [pa.field(COLUMN, pa.large_binary())]
 ERRORS = "errors.jsonl"
 _METADATA = b"draftsmith"
+KINDS = ("part-*.parquet", "empty-*.json")
 
 
 def part_name(index: int) -> str:
@@ -50,6 +51,11 @@ def part_name(index: int) -> str:
 def _empty_name(index: int) -> str:
     # A Parquet file without rows is one that `datasets` refuses to read.
     return f"empty-{index:05d}.json"
+
+
+def names_of(index: int) -> tuple[str, str]:
+    """File names of a part with rows, and of one without; a part has one of them."""
+    return part_name(index), _empty_name(index)
 
 
 @dataclass

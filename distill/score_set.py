@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distill.manifest import claim_set, finish
+from distill.manifest import SET_FORMAT, claim_set, finish
 from distill.parts import SCHEMA, TEACHER, read_record, write_part
 from distill.score import score
 from distill.score_config import ScoreConfig
@@ -33,7 +33,7 @@ from draftsmith_core.models import (
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, string
-from draftsmith_core.prompts import answered, content_id
+from draftsmith_core.prompts import answered, check_tools, content_id
 from draftsmith_core.provenance import command_line
 from draftsmith_core.run_directory import keeping
 from draftsmith_core.stores import Workplace
@@ -159,7 +159,9 @@ def _check_room(out: Path, tokens: int | None, each: int) -> None:
 
 def _of_set(directory: Path, tokenizer: Tokenizer) -> _Source:
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
-    if not manifest.get("complete") or not isinstance(manifest.get("parts"), list):
+    if manifest.get("format") != SET_FORMAT:
+        raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
+    if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
 
@@ -199,7 +201,8 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -
             found = parse_record(record, config.score)
             domain, own = string(found, "domain", where) or config.domain, string(found, "id", where)
             if found.get("messages") is not None:
-                (prompt, response), tokens_from = answered(found["messages"], where, tokenizer), "text"
+                tools = check_tools(found, where)
+                (prompt, response), tokens_from = answered(found["messages"], where, tokenizer, tools), "text"
             else:
                 prompt, response, tokens_from = *(_ids(found, key, where) for key in _IDS), "target"
         except InputError as error:
@@ -232,6 +235,6 @@ def _ids(row: dict[str, Any], key: str, where: str) -> list[int]:
     value = row.get(key)
     if value is None:
         raise InputError(f"{where}: needs `messages` that end with the assistant's answer, or {' and '.join(_IDS)}")
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
         raise InputError(f"{where}: key {key!r}: expected a list of token ids")
     return value

@@ -288,13 +288,20 @@ def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def answered(value: Any, where: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt and of the answer, with EOS, of messages that end with an answer; else InputError."""
-    messages = check_messages(value, where)
-    if len(messages) == len(value):
+def answered(
+    value: Any, where: str, tokenizer: Tokenizer, tools: list[Any] | None = None
+) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt and of the answer, with EOS, of messages that end with an answer; else InputError.
+
+    tools: what the chat template shows of tools to call.
+    """
+    messages, turns = check_messages(value, where), check_turns(value, where)
+    if len(messages) == len(turns):
         raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
-    response: list[int] = tokenizer(value[-1]["content"], add_special_tokens=False)["input_ids"]
-    return encode_messages(tokenizer, messages, where), closed(response, tokenizer)
+    if turns[-1].get("tool_calls"):
+        raise InputError(f"{where}: key 'messages': ends with calls of tools, whose tokens are not known")
+    response: list[int] = tokenizer(turns[-1]["content"], add_special_tokens=False)["input_ids"]
+    return encode_messages(tokenizer, messages, where, tools), closed(response, tokenizer)
 
 
 def closed(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -1,5 +1,6 @@
 """A server of completions as other engines have it, whose behaviour a test chooses; its answers follow from seeds."""
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -12,8 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 # What a server does with its n-th request (from 0, trial requests of the start included) instead of answering:
-# a status, or "garbage", "half", "reset", "never"; None to answer.
-Misbehave = Callable[[int], int | str | None]
+# a status, the bytes of an answer, or "garbage", "half", "reset", "never", "drops" (a byte now and then, without end);
+# None to answer.
+Misbehave = Callable[[int], int | str | bytes | None]
 EOS = 1
 
 
@@ -37,6 +39,7 @@ class Server(ThreadingHTTPServer):
         self.samples: bool = options.get("samples", True)
         self.key: str = options.get("key", "")
         self.misbehave: Misbehave = options.get("misbehave", lambda number: None)
+        self.moved_to: str = options.get("moved_to", "")
         self.strict_keys: bool = options.get("strict_keys", False)
         self.bodies: list[dict[str, Any]] = []
         self.answered: list[str] = []
@@ -60,6 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
+        if self.server.moved_to:
+            self._send(307, {}, location=f"{self.server.moved_to}{self.path}")
+            return
         owner = {"llama.cpp": "llamacpp", "vllm": "vllm"}.get(self.server.kind, "someone")
         listed: dict[str, Any] = {"id": self.server.model, "owned_by": owner}
         if self.server.kind == "vllm":
@@ -80,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
             with server.lock:
                 server.active -= 1
 
-    def _answer(self, body: dict[str, Any], wrong: int | str | None) -> None:
+    def _answer(self, body: dict[str, Any], wrong: int | str | bytes | None) -> None:
         server = self.server
         if server.key and self.headers.get("authorization") != f"Bearer {server.key}":
             self._send(401, {"error": "who are you?"})
@@ -94,6 +100,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b'{"choices": [')
             self.close_connection = True
+        elif isinstance(wrong, bytes):
+            self._send_bytes(200, wrong)
+        elif wrong == "drops":
+            self.send_response(200)
+            self.send_header("content-length", "100000")
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                while not server.stopping.wait(0.02):
+                    self.wfile.write(b" ")
         elif wrong == "reset":
             self.close_connection = True
             self.connection.close()
@@ -127,10 +143,13 @@ class _Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = ids
         return {"choices": [choice], "usage": usage}
 
-    def _send(self, status: int, value: Any) -> None:
-        data = json.dumps(value).encode()
+    def _send(self, status: int, value: Any, **headers: str) -> None:
+        self._send_bytes(status, json.dumps(value).encode(), **headers)
+
+    def _send_bytes(self, status: int, data: bytes, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        for name, header in ({"content-type": "application/json"} | headers).items():
+            self.send_header(name, header)
         self.send_header("content-length", str(len(data)))
         if status == 429:
             self.send_header("retry-after", "0.05")

@@ -215,7 +215,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(
 ) -> None:
     monkeypatch.setattr(openai_module, "PATIENCE_S", 0.3)
     server = serve(misbehave=lambda number: "reset" if number >= 30 else None)
-    code, _, err = door(*words, server.url, "--timeout_s", 0.2, "--part_rows", 1000)
+    code, _, err = door(*words, server.url, "--timeout_s", 2, "--part_rows", 1000)
     assert code == 1
     assert "no server has answered for" in err and err.strip().endswith("the same command continues")
     asked = [each for each in server.answered if json.loads(each)[1] > 4]
@@ -277,6 +277,116 @@ def test_the_key_is_from_the_environment_and_nowhere_else(
     assert "sk-secret" not in out + err
 
 
+def test_kept_answers_that_were_damaged_are_named(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
+    server = serve()
+    assert door(*words, server.url, "--max_requests", 9)[0] == 1
+    kept = Path("set/.part-00000.answers.jsonl")
+    whole = kept.read_bytes()
+    for damage in (b"[[0", b"7", b"[1, 2, 3]"):
+        kept.write_bytes(damage + b"\n" + whole)
+        code, _, err = door(*words, server.url)
+        assert code == 2
+        said = f"{kept}:1: was damaged; delete the file, and its rows are asked again"
+        assert err.strip().splitlines()[-1] == f"draftsmith distill: {said}"
+    kept.unlink()
+    assert door(*words, server.url)[0] == 0
+    check_rows(rows_of())
+
+
+@pytest.mark.parametrize("value", ["sk-sëcret", "sk-sec\nret"])
+def test_what_can_be_no_key_is_not_shown(
+    words: list[str], door: Door, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """Law 9. A line break behind a key, which files of keys end with, is not part of it."""
+    server = serve(key="sk-secret")
+    monkeypatch.setenv("OPENAI_API_KEY", value)
+    code, out, err = door(*words, server.url)
+    assert (code, out) == (2, "")
+    assert err.strip() == "draftsmith distill: api_key_env: OPENAI_API_KEY holds what no key can; set it again"
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    assert door(*words, server.url)[0] == 0
+
+
+# What no answer can be, to the rows p0, p1, ... each time that they are asked.
+_NONE: list[Any] = [
+    b"<html>Sign in</html>",
+    b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n',
+    b"[" * 100_000,
+    [],
+    {"choices": [], "usage": []},
+    {"choices": [{"text": ["a"], "token_ids": "ab", "finish_reason": "stop"}]},
+    {"choices": [{"text": None, "token_ids": None, "finish_reason": "stop"}]},
+    {"choices": [{"text": "a", "token_ids": [40], "finish_reason": "abort"}]},
+    {"choices": [{"text": "a", "token_ids": [40], "finish_reason": "stop"}], "usage": [1]},
+    {"choices": [{"text": "a", "token_ids": [40], "finish_reason": "stop"}], "usage": {"total_tokens": "many"}},
+]
+# These only where a server gives ids.
+_NO_TOKENS = [{"choices": [{"token_ids": ids, "finish_reason": "stop"}]} for ids in ([40, 2**40], [-1], [40] * 12)]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "text"])
+def test_what_is_no_answer_costs_its_row_alone(
+    words: list[str], door: Door, serve: Callable[..., Server], kind: str
+) -> None:
+    server = serve(kind)
+    wrong = [*_NONE, *(_NO_TOKENS if kind == "vllm" else [])]
+    texts = [f"A draft model {number}" for number in range(len(wrong))]
+    prompts = texts if kind == "text" else [list(server.tokenizer(text)["input_ids"]) for text in texts]
+
+    def misbehave(number: int) -> bytes | None:
+        prompt = server.bodies[number]["prompt"]
+        if prompt not in prompts:
+            return None
+        body = wrong[prompts.index(prompt)]
+        return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    server.misbehave = misbehave
+    code, out, err = door(*words, server.url)
+    assert code == 0, err
+    assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
+    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in errors] == list(range(1, len(wrong) + 1))
+    for line in errors[len(_NONE) :]:
+        assert line["reason"].startswith("gave ") and "tried" not in line["reason"]
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up_on(
+    words: list[str], door: Door, serve: Callable[..., Server]
+) -> None:
+    server = serve(misbehave=lambda number: "drops" if number == 12 else None)
+    code, _, err = door(*words, server.url, "--timeout_s", 0.5)
+    assert code == 0, err
+    check_rows(rows_of())
+
+
+@pytest.mark.parametrize("status", [302, 402, 404])
+def test_a_server_that_serves_the_target_no_more_costs_no_row(
+    words: list[str], door: Door, serve: Callable[..., Server], status: int
+) -> None:
+    server = serve(misbehave=lambda number: status if 30 <= number < 40 else None)
+    code, _, err = door(*words, server.url)
+    assert code == 0, err
+    check_rows(rows_of())
+
+
+def test_an_address_that_leads_elsewhere_is_named(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
+    server = serve(moved_to="https://elsewhere")
+    code, _, err = door(*words, server.url)
+    assert code == 2 and "Traceback" not in err
+    assert "leads to https://elsewhere/v1/models; name that address" in err.splitlines()[-1]
+    assert not Path("set").exists()
+
+
+def test_a_server_that_refuses_the_temperature_of_the_trial(
+    words: list[str], door: Door, serve: Callable[..., Server]
+) -> None:
+    server = serve()
+    server.misbehave = lambda number: 400 if server.bodies[number]["temperature"] > 1 else None
+    code, _, err = door(*words, server.url)
+    assert code == 2 and len(err.strip().splitlines()) == 1
+    assert "status 400" in err and "refuses to draw as is asked for" in err
+
+
 def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
     server = serve()
     code, _, err = door(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
@@ -307,6 +417,10 @@ def test_concurrency_is_bounded_and_grows(words: list[str], door: Door, serve: C
     [
         ([], "endpoint: --engine openai needs at least one"),
         (["--endpoint", "localhost:8000"], "is no URL"),
+        (["--endpoint", "http://h:99999/v1"], "is no URL"),
+        (["--endpoint", "http://[::1/v1"], "is no URL"),
+        (["--endpoint", "http://h h/v1"], "is no URL"),
+        (["--endpoint", "http://me:pass@h h/v1"], "'h h/v1' is no URL"),
         (["--endpoint", "http://me:pass@host/v1"], "holds a password"),
         (["--endpoint", "http://h/v1", "http://h/v1"], "names a server twice"),
         (["--endpoint", "http://h/v1", "--teacher_top_k", "4"], "teacher_top_k: servers give no whole distributions"),
@@ -318,7 +432,7 @@ def test_options_that_cannot_be(target_dir: str, door: Door, options: list[str],
     command = ["distill", "--engine", "openai", "--target", target_dir, "--prompts", "p.jsonl", "--out", "o"]
     code, out, err = door(*command, *options)
     assert (code, out) == (2, "")
-    assert said in err and "pass@" not in err
+    assert said in err and "pass@" not in err and len(err.strip().splitlines()) == 1
     code, _, err = door("distill", "--target", target_dir, "--prompts", "p", "--out", "o", "--endpoint", "http://h/v1")
     assert code == 2 and "endpoint: is for servers; add --engine openai" in err
 

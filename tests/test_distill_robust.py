@@ -201,3 +201,19 @@ def test_an_out_that_can_be_no_directory(words: list[str], door: Door, out: str,
     code, _, err = door(*words, "--out", out)
     assert code == 2
     assert why in last_line(err)
+
+
+def test_prompts_that_have_become_fewer_are_another_set(words: list[str], door: Door, prompts_file: str) -> None:
+    """What was made of the rows that are gone would stay in the directory, and be read with the rest."""
+    rows = Path(prompts_file).read_text().splitlines(keepends=True)
+    words[4] = "rows.jsonl"
+    for kept in (3, 6, 9):  # as many parts as before, and one that has no rows
+        Path("rows.jsonl").write_text("".join(rows[:6] + ["{}\n"] * 3))
+        assert door(*words)[0] == 0
+        Path("rows.jsonl").write_text("".join(rows[:kept]))
+        before = Path("set/manifest.json").read_bytes()
+        code, _, err = door(*words)
+        assert code == 2 and "choose another --out or delete the directory" in last_line(err)
+        assert ("is beyond the rows that rows.jsonl has now" in err) == (kept < 9)
+        assert Path("set/manifest.json").read_bytes() == before
+        shutil.rmtree("set")

@@ -90,12 +90,14 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
         {"prompt_ids": "five", "response_ids": [7]},
         {"text": "no answer"},
         {"prompt_ids": [], "response_ids": [7, 8, 9]},
+        {"prompt_ids": [2**31], "response_ids": [7]},
+        {"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
     ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
     words[4] = "rows.jsonl"
     code, out, err = door(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
     assert code == 0, err
-    assert "3 of 10 rows scored" in out and "7 skipped" in out
+    assert "3 of 12 rows scored" in out and "9 skipped" in out
     said = {
         line["row"]: line["reason"] for line in map(json.loads, Path("scored/errors.jsonl").read_text().splitlines())
     }
@@ -106,7 +108,9 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
         (6, "97 tokens, more than the 96 that fit"),
         (7, "key 'prompt_ids': expected a list of token ids"),
         (8, "needs `messages` that end with the assistant's answer, or prompt_ids and response_ids"),
-        (10, "not valid JSON"),
+        (10, "key 'prompt_ids': expected a list of token ids"),
+        (11, "ends with calls of tools, whose tokens are not known"),
+        (12, "not valid JSON"),
     ):
         assert reason in said[number]
     tokenizer, target = load_tokenizer(target_dir), load_model(target_dir, device="cpu", dtype="float32")
@@ -144,6 +148,9 @@ def test_a_source_that_cannot_be_used(words: list[str], door: Door, target_dir: 
     part.write_bytes(part.read_bytes()[:-9])
     code, _, err = door(*words)
     assert code == 2 and f"{part}: is not the file that the manifest describes" in err
+    Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
+    code, _, err = door(*words, "--out", "o")
+    assert code == 2 and "plain: its manifest.json is not that of a distilled set" in err
     Path("plain/manifest.json").unlink()
     code, _, err = door(*words, "--out", "o")
     assert code == 2 and "plain/manifest.json: no such file" in err

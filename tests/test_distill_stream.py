@@ -168,6 +168,9 @@ class _Echo:
     def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
         raise NotImplementedError
 
+    def close(self) -> None:
+        return
+
 
 def test_memory_does_not_grow_with_the_rows(
     words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

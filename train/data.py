@@ -21,7 +21,7 @@ from drafts.vocabulary import VocabularyMap
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows, whole
-from draftsmith_core.prompts import answered, closed, prompt_hash
+from draftsmith_core.prompts import answered, check_tools, closed, prompt_hash
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch
@@ -195,7 +195,7 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
     for number, row in iterate_rows(source):
         where = f"{source}:{number}"
         if row.get("messages") is not None:
-            prompt, response = answered(row["messages"], where, tokenizer)
+            prompt, response = answered(row["messages"], where, tokenizer, check_tools(row, where))
             prompts.append(prompt)
             responses.append(response)
         elif isinstance(row.get("text"), str):

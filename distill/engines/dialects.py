@@ -37,6 +37,7 @@ class Asked:
     max_new_tokens: int
     eos_ids: tuple[int, ...]
     ignore_eos: bool
+    vocabulary: int  # of the tokenizer, which counts it anew each time that it is asked
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,15 @@ class Dialect:
                 ids = [int(token) for token in choice["token_ids"]]
                 return self._ended(asked, ids, reason, "target"), int(used.get("total_tokens") or len(ids))
             text = choice["text"]
+            if not isinstance(text, str):
+                raise TypeError("its text is none")
             ids = asked.tokenizer(text, add_special_tokens=False)["input_ids"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            drawn, total = used.get("completion_tokens"), int(used.get("total_tokens") or len(ids))
+            # The server may count the end token, which is not in the text.
+            right = asked.tokenizer.decode(ids) == text and (drawn is None or int(drawn) - len(ids) in (0, 1))
+            return self._ended(asked, ids, reason, "text" if right else "text_differs"), total
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise Garbage(f"answered what is no completion ({type(error).__name__}: {error})"[:200]) from None
-        drawn = used.get("completion_tokens")
-        # The server may count the end token, which is not in the text.
-        right = asked.tokenizer.decode(ids) == text and (drawn is None or drawn - len(ids) in (0, 1))
-        answer = self._ended(asked, ids, reason, "text" if right else "text_differs")
-        return answer, int(used.get("total_tokens") or len(ids))
 
     def _ended(self, asked: Asked, ids: list[int], reason: Any, tokens_from: str) -> Answer:
         if reason not in ("stop", "length"):

@@ -5,6 +5,7 @@ many (429, 503) halves them. A server that fails several times in a row rests, l
 a single request.
 """
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
@@ -107,16 +108,23 @@ class Endpoint:
         assert self.dialect is not None
         asked = replace(asked, sampling=at_temperature(asked.sampling, request.temperature))
         body = self.dialect.body(asked, request.prompt_ids, request.seed)
-        return await self.post(self.dialect, asked, body)
+        answer, tokens = await self.post(self.dialect, asked, body)
+        ids = answer.response_ids
+        if min(ids) < 0 or max(ids) >= asked.vocabulary:
+            raise Refusal(f"{self.url}: gave a token beyond the {asked.vocabulary} of --target's tokenizer")
+        if answer.tokens_from == "target" and len(ids) > asked.max_new_tokens + 1:  # and the end token
+            raise Refusal(f"{self.url}: gave {len(ids)} tokens where {asked.max_new_tokens} were asked for")
+        return answer, tokens
 
     async def post(self, dialect: Dialect, asked: Asked, body: dict[str, object]) -> tuple[Answer, int]:
         """Post one request, and keep count of how the server does."""
         try:
-            async with self.client() as client:
+            # httpx bounds the wait for the next bytes, and a server can send some without end.
+            async with asyncio.timeout(self.options["timeout"].read), self.client() as client:
                 reply = await client.post(dialect.url(self.base), json=body)
             self._check(reply)
             found = dialect.answer(asked, reply.content)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             self.failed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise Trouble(f"{self.url}: {self.last_reason}", delivered=not refused) from None
@@ -130,9 +138,11 @@ class Endpoint:
 
     def _check(self, reply: httpx.Response) -> None:
         status = reply.status_code
-        if status < 400:
+        if status < 300:
             return
-        said = f"{self.url}: status {status} ({' '.join(reply.text.split())[:200] or 'no reason'})"
+        where = reply.headers.get("location")
+        reason = f"leads to {where}" if where else " ".join(reply.text.split())[:200] or "no reason"
+        said = f"{self.url}: status {status} ({reason})"
         if status in _TOO_MANY:
             self.limit = max(1.0, self.limit / 2)
         if status in _TRY_AGAIN:

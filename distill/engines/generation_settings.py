@@ -9,10 +9,11 @@ from draftsmith_core.tokenization import Tokenizer
 
 def sampling_of(config: DistillConfig, target: Configured) -> ResolvedSampling:
     """What the options give, and for those that are left open the target's generation config, else temperature 1."""
+    mixture = [temperature for temperature, _ in config.mixture()]
     return resolve_sampling(
         config.target,
         target,
-        temperature=config.temperature,
+        temperature=max(mixture) if mixture else config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,

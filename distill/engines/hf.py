@@ -111,6 +111,9 @@ class HFEngine:
         """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
         return score(self._model, request.prompt_ids, response.response_ids, k)
 
+    def close(self) -> None:
+        """Everything is in this process."""
+
 
 def _length(request: AnswerRequest) -> int:
     return len(request.prompt_ids)

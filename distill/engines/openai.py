@@ -26,6 +26,8 @@ from draftsmith_core.tokenization import Tokenizer
 # How often one request is tried on servers that are there, and how long none of them may answer at all.
 ATTEMPTS = 8
 PATIENCE_S = 600.0
+# What a server says that no longer serves the target: this is no reason to give rows up.
+_ELSEWHERE = (*range(300, 400), 402, 404, 405, 410)
 # Parts that may wait for their last answers while others are asked: what bounds the memory.
 _OPEN_GROUPS = 8
 
@@ -66,6 +68,9 @@ class OpenAIEngine:
         """Servers give no whole distributions; the options have been refused before."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """The servers are others'; connections end with each run."""
+
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`, as many requests at a time as the servers take.
 
@@ -88,7 +93,9 @@ class OpenAIEngine:
 @asynccontextmanager
 async def _open(config: DistillConfig) -> AsyncIterator[list[Endpoint]]:
     """The endpoints, whose connections are closed at the end of the block."""
-    key = os.environ.get(config.api_key_env, "")
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not (key.isascii() and key.isprintable()):  # what is wrong with a header is said with its value
+        raise InputError(f"api_key_env: {config.api_key_env} holds what no key can; set it again")
     options = {
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
         "timeout": httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s)),
@@ -222,6 +229,10 @@ class _Pool:
         except Refusal as refusal:
             if refusal.status in (401, 403):
                 _no_key(refusal, self.config.api_key_env)
+            if refusal.status in _ELSEWHERE:
+                endpoint.failed(refusal.reason.removeprefix(f"{endpoint.url}: "))
+                self.later.append(job)
+                return
             self._outcome(job, _failed(endpoint, refusal.reason))
             return
         finally:

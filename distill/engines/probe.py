@@ -20,6 +20,8 @@ from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
 # hardly ever gives all these seeds one answer.
 _TOKENS, _SEEDS, _TEMPERATURE = 16, (1, 2, 3, 4), 1.5
 _TEXT = "The"
+# Seconds that a server has to list its models.
+_LIST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ async def look(
     if not listed:
         raise InputError(f"endpoint: none answers ({lists[0]}); start a server, or check the address")
     model = config.served_model or _only_model(listed)
-    asked = Asked(model, tokenizer, sampling, config.max_new_tokens, eos_ids, config.ignore_eos)
+    asked = Asked(model, tokenizer, sampling, config.max_new_tokens, eos_ids, config.ignore_eos, len(tokenizer))
     dialects = {}
     for endpoint in endpoints:
         if endpoint.url in listed:
@@ -86,18 +88,20 @@ async def wake(endpoint: Endpoint, config: DistillConfig, asked: Asked) -> Diale
 async def _models(endpoint: Endpoint) -> dict[str, dict[str, Any]]:
     """What a server lists, by name; empty where it lists nothing."""
     try:
-        async with endpoint.client() as client:
-            reply = await client.get(f"{endpoint.base}models", timeout=30.0)
+        async with asyncio.timeout(_LIST_S), endpoint.client() as client:
+            reply = await client.get(f"{endpoint.base}models", timeout=_LIST_S)
         if reply.status_code in (401, 403):
             raise Refusal(f"{endpoint.url}: status {reply.status_code}", reply.status_code)
         if reply.status_code in (404, 405):
             return {}
+        if where := reply.headers.get("location"):
+            raise _not_there(endpoint, f"leads to {where}; name that address")
         if reply.status_code >= 400:
             raise _not_there(endpoint, f"status {reply.status_code}")
         return {str(each["id"]): each for each in reply.json()["data"]}
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, TimeoutError) as error:
         raise _not_there(endpoint, f"does not answer ({str(error) or type(error).__name__})") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _not_there(endpoint, "/models is not a list of models, as OpenAI's API has it") from None
 
 
@@ -123,14 +127,15 @@ def _only_model(listed: dict[str, dict[str, Any]]) -> str:
 def _context(models: dict[str, dict[str, Any]], model: str) -> int | None:
     """The context of a model as vLLM (`max_model_len`) or llama-server (`meta.n_ctx`) list it."""
     entry = models.get(model, {})
-    meta = entry.get("meta") or {}
+    meta = entry.get("meta")
+    meta = meta if isinstance(meta, dict) else {}
     length = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
     return length if isinstance(length, int) else None
 
 
 async def _dialect(endpoint: Endpoint, asked: Asked, models: dict[str, dict[str, Any]]) -> Dialect:
     """The richest way to ask that the server understands, tried; InputError for a server that must not be used."""
-    owners = {each.get("owned_by") for each in models.values()}
+    owners = {str(each.get("owned_by")) for each in models.values()}
     ways = [Dialect("llama.cpp")] if "llamacpp" in owners else [Dialect("ids"), Dialect("text"), Dialect("text", True)]
     trial = replace(asked, max_new_tokens=_TOKENS, ignore_eos=False)
     refused: list[str] = []
@@ -152,7 +157,10 @@ async def _dialect(endpoint: Endpoint, asked: Asked, models: dict[str, dict[str,
         if way.plain and (sampling.top_k or sampling.min_p or asked.ignore_eos):
             option = "top_k" if sampling.top_k else "min_p" if sampling.min_p else "ignore_eos"
             raise InputError(f"{endpoint.url}: does not take {option}; set it to its neutral value")
-        await _check_answers(endpoint, way, trial)
+        try:
+            await _check_answers(endpoint, way, trial)
+        except Refusal as refusal:
+            raise InputError(f"{refusal.reason}: refuses to draw as is asked for") from None
         return way
     raise InputError(f"{refused[-1]}: no way of asking is understood; is it a server of completions?")
 
@@ -170,8 +178,8 @@ async def _check_answers(endpoint: Endpoint, way: Dialect, asked: Asked) -> None
     else:
         asked = replace(asked, sampling=Sampling(temperature=max(_TEMPERATURE, asked.sampling.temperature)))
     answers = [await _draw(endpoint, way, asked, seed) for seed in _SEEDS]
-    size = len(asked.tokenizer)
-    if any(token >= size for answer in answers for token in answer.response_ids):
+    size = asked.vocabulary
+    if any(not 0 <= token < size for answer in answers for token in answer.response_ids):
         raise InputError(f"{endpoint.url}: gives tokens beyond the {size} of --target's tokenizer; serve that target")
     if not asked.sampling.greedy and len({answer.response_ids for answer in answers}) == 1:
         text = decode_text(asked.tokenizer, list(answers[0].response_ids))

@@ -83,6 +83,9 @@ class Engine(Protocol):
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
         """The target's distribution at every token of an answer, as `draftsmith_core.teacher_rows` stores it."""
 
+    def close(self) -> None:
+        """End what runs outside this process for the engine."""
+
 
 class DraftingEngine(Engine, Protocol):
     """An engine that can generate speculatively. tree: what the draft of the options drafts, "" while it does not."""

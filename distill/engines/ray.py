@@ -25,9 +25,14 @@ from draftsmith_core.tokenization import Tokenizer
 
 # A worker that works on one group and holds the next need not wait for this process.
 _GROUPS_A_WORKER = 2
-# How often a group may end its worker before it is taken for the reason.
-_RETRIES = 3
-_PATIENCE_S, _CONNECT_S = 60.0, 10.0
+# How often a group may end its worker before it is taken for the reason, and how often a worker is started again: one
+# that dies whenever it starts would otherwise be waited for without end.
+_RETRIES, _RESTARTS = 3, 20
+# Seconds without a worker after which that is said; without one on a cluster of our own, where nobody else can be in
+# the way; and for a connection.
+_PATIENCE_S, _OWN_PATIENCE_S, _CONNECT_S = 60.0, 900.0, 10.0
+LOCAL = "local"  # as Ray calls a cluster that it starts for this process
+_NAMES = ("GPU", "CPU")
 Scored = tuple[Answer, bytes | None]
 log = logging.getLogger(__name__)
 
@@ -81,22 +86,48 @@ class RayEngine:
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine ray")
-        _connect(config.address)
-        workers, resources = _workers(config)
-        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": _RETRIES, **resources}
-        worker = ray.remote(Worker).options(**options)
-        own = replace(config, engine="hf", address=None, workers=None)
-        self._workers: list[Any] = [worker.remote(own, tokenizer) for _ in range(workers)]
+        self._connected = _connect(config.address)
+        self._workers: list[Any] = []
         self.tree = ""
         self._scores: dict[tuple[int, int, int], bytes] = {}
-        # The worker that starts first speaks for all.
-        facts = [each.facts.remote() for each in self._workers]
-        first: list[Any] = []
-        while not first:
-            first, _ = ray.wait(facts, num_returns=1, timeout=_PATIENCE_S)
-            if not first:
-                log.warning("no worker has started yet; each needs %s of the cluster, see `ray status`", resources)
-        self.identity, self.sampling, self.max_prompt_tokens = _result(first[0])
+        try:
+            workers, resources = _workers(config)
+            options: dict[str, Any] = {"max_restarts": _RESTARTS, "max_task_retries": _RETRIES, **resources}
+            worker = ray.remote(Worker).options(**options)
+            own = replace(config, engine="hf", address=None, workers=None)
+            self._workers += [worker.remote(own, tokenizer) for _ in range(workers)]
+            # It speaks for all. To load the target may take it long; a worker that has started ends that some day.
+            self._speaker = self._first_started(resources)
+            self.identity, self.sampling, self.max_prompt_tokens = _result(self._speaker.facts.remote())
+        except BaseException:
+            self.close()
+            raise
+
+    def _first_started(self, resources: dict[str, float]) -> Any:
+        """The worker that starts first. What workers wait for is said once."""
+        starting = {each.process.remote(): each for each in self._workers}
+        ready, _ = ray.wait(list(starting), num_returns=1, timeout=_PATIENCE_S)
+        if not ready:
+            free = {name: ray.available_resources().get(name, 0) for name in _NAMES}
+            said = "no worker has started for %.0f s: each needs %s of the cluster, where %s are free"
+            log.warning(said, _PATIENCE_S, resources, free)
+            most = _OWN_PATIENCE_S if self._connected == LOCAL else None
+            ready, _ = ray.wait(list(starting), num_returns=1, timeout=most)
+        if not ready:
+            raise RunError(f"ray: no worker has started for {_OWN_PATIENCE_S:.0f} s; see /tmp/ray/session_latest/logs")
+        _result(ready[0])
+        return starting[ready[0]]
+
+    def close(self) -> None:
+        """End the workers at once, whoever still refers to them, and leave the cluster if this engine joined it."""
+        try:
+            for worker in self._workers:
+                ray.kill(worker)
+        except (RayError, ConnectionError) as error:  # the cluster is gone, and they with it
+            log.warning("ray: %s", _first_line(error))
+        self._workers.clear()
+        if self._connected:
+            ray.shutdown()
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`, a group by one worker. The turns that follow in it are asked together, when all
@@ -130,7 +161,7 @@ class RayEngine:
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """As measured by one worker."""
-        times: dict[str, float] = _result(self._workers[0].seconds_per_token.remote(requests))
+        times: dict[str, float] = _result(self._speaker.seconds_per_token.remote(requests))
         return times
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
@@ -138,11 +169,15 @@ class RayEngine:
         return self._scores[request.key]
 
 
-def _connect(address: str | None) -> None:
-    """Join the cluster at `address` (without one: that of RAY_ADDRESS, else a local one is started)."""
+def _connect(address: str | None) -> str:
+    """Join the cluster at `address` (without one: that of RAY_ADDRESS, else a local one is started); the address, ""
+    where this process had joined one before.
+    """
     if ray.is_initialized():
-        return
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+        return ""
+    # Without an address Ray would join any cluster that `ray start` has begun on this machine.
+    address = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         # Ray itself tries for minutes.
         try:
@@ -152,23 +187,44 @@ def _connect(address: str | None) -> None:
     # Ray handles SIGTERM by itself from then on, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, logging_level=logging.WARNING, include_dashboard=False if address is None else None)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(f"address: no Ray cluster at {address or 'RAY_ADDRESS'}: {_first_line(error)}") from None
+        ray.init(address=address, logging_level=logging.WARNING, include_dashboard=False if address == LOCAL else None)
+    except Exception as error:  # of a start or a connection that fails Ray has no class of its own
+        if address == LOCAL:
+            raise RunError(f"ray: no local cluster could be started ({_first_line(error)})") from None
+        # Unless it is told to, Ray shows a token to no cluster that is named by its address.
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
+        raise InputError(f"address: no Ray cluster at {address}: {_first_line(error)}{token}") from None
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
+    return address
 
 
 def _workers(config: DistillConfig) -> tuple[int, dict[str, float]]:
-    """How many workers, and what each is given: a GPU, or an equal share of the processors."""
-    there = ray.cluster_resources()
-    gpus, cpus = int(there.get("GPU", 0)), there.get("CPU", 1)
-    if gpus and config.device != "cpu":
-        return config.workers or gpus, {"num_gpus": 1}
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    workers = config.workers or nodes
-    return workers, {"num_cpus": max(1, int(cpus // max(workers, nodes)))}
+    """How many workers, and what each is given: a GPU, or as many processors as leave room for all. Says so when the
+    cluster has not the room.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus, cpus = ([int(node.get(name, 0)) for node in nodes] for name in _NAMES)
+    resources: dict[str, float]
+    if sum(gpus) and config.device != "cpu":
+        workers, room, resources = config.workers or sum(gpus), sum(gpus), {"num_gpus": 1}
+    else:
+        workers = config.workers or max(1, sum(count > 0 for count in cpus))
+        share = processors_each(cpus, workers)
+        room, resources = sum(count // share for count in cpus), {"num_cpus": share}
+    if room < workers:
+        log.warning(
+            "the cluster has room for %d of %d workers, each of which needs %s; the others start when it has grown",
+            *(room, workers, resources),
+        )
+    return workers, resources
+
+
+def processors_each(nodes: Sequence[int], workers: int) -> int:
+    """The most processors that each of so many workers can have at a time on nodes with so many; 1 where none can."""
+    most = max(nodes, default=1)
+    return next((n for n in range(most, 1, -1) if sum(count // n for count in nodes) >= workers), 1)
 
 
 def _result(reference: Any) -> Any:
@@ -180,8 +236,8 @@ def _result(reference: Any) -> Any:
             raise error.cause from None
         raise
     except RayActorError as error:
-        tries = f"its worker died {_RETRIES + 1} times over it"
-        raise RunError(f"ray: a group of rows could not be answered, {tries} ({_first_line(error)})") from None
+        often = f"{_RETRIES + 1} times over one group of rows or {_RESTARTS + 1} times in all"
+        raise RunError(f"ray: a worker died {often} ({_first_line(error)}); the same command continues") from None
     except RayError as error:
         raise RunError(f"ray: {_first_line(error)}; the same command continues") from None
 

@@ -109,6 +109,9 @@ class VLLMEngine:
         """What was computed when the answer came."""
         return self._scores[request.key]
 
+    def close(self) -> None:
+        """vLLM ends its own processes with this one."""
+
 
 def _teacher_rows(rows: Sequence[Any], k: int, vocabulary: int) -> bytes:
     """Of one dict a token, from token id to what has `logprob` and `rank`; it holds the text's own token as well."""
