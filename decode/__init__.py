@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from decode.propose.prompt_lookup import PromptLookupProposer
     from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
     from decode.propose.retrieval import RetrievalProposer
+    from decode.propose.router import RouterProposer
     from decode.stats import DecodeStats
     from decode.stop_strings import StopCondition, StopStrings
     from decode.verify.tree_walk import Verdict
@@ -39,6 +40,7 @@ _LAZY = {
     "Proposal": "decode.propose.protocol",
     "Proposer": "decode.propose.protocol",
     "RetrievalProposer": "decode.propose.retrieval",
+    "RouterProposer": "decode.propose.router",
     "Session": "decode.propose.protocol",
     "SessionSetup": "decode.propose.protocol",
     "SpeculativeDecoder": "decode.engine",
@@ -73,6 +75,7 @@ __all__ = [
     "Proposer",
     "ProposerKind",
     "RetrievalProposer",
+    "RouterProposer",
     "Session",
     "SessionSetup",
     "TreeShape",

@@ -95,6 +95,11 @@ class SpeculativeDecoder:
                 raise ValueError(
                     "tree: auto:online has steps of many shapes, which compile records one by one; name a tree"
                 )
+            if compile and not proposer.compiles:
+                raise ValueError(
+                    "compile: a router's drafts read rows of many lengths, which would be recorded one by one; "
+                    "leave compile out"
+                )
             self.verifier = _verifier(proposer, self.tree, verifier)
             if remark := size_remark(self.tree, draws=proposer.drawings(self.tree) != {"deterministic"}):
                 _say_once(remark)

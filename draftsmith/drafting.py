@@ -66,12 +66,13 @@ def choose_method(
             return None
         if shape is None:
             shape, tree = (own := default_tree(name, heads)), tree_name(own, name)
-        rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=len(kinds))
+        together = 1 if name == "router" else len(kinds)  # drafts of one tree
+        rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=together)
         if isinstance(rule, str):
             if rule not in VERIFIERS:
                 raise InputError(f"verifier: {rule!r} is unknown; use one of {', '.join(VERIFIERS)}")
             rule = VERIFIERS[rule]
-        _check_together(name, len(kinds), shape, rule)
+        _check_together(name, together, shape, rule)
     except ValueError as error:
         raise InputError(str(error)) from None
     return DraftingMethod(name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule)
@@ -96,10 +97,14 @@ def _check_needs(proposer: str, kinds: Mapping[str, str], datastore: bool) -> No
 
 
 def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
-    wanted = PROPOSERS[proposer].usual or proposer
+    wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
     what = "a language model" if needs == "models" else f"a head of kind {wanted}"
     if not kinds:
         raise InputError(f"proposer: `{proposer}` needs --draft, {what}")
+    if proposer == "router" and len(kinds) < 2:
+        raise InputError(
+            "proposer: router chooses among several drafts; name two or more with --draft, or leave it out"
+        )
     for name, kind in kinds.items():
         if kind != wanted:
             found = "a language model" if kind == "draft" else f"a head of kind {kind}"
@@ -115,12 +120,16 @@ def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
 def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
     """What can be known without the models; the decoder checks the rest once they are there."""
     copies = not PROPOSERS[proposer].draws
+    if proposer == "router" and isinstance(shape, OnlineTrees):
+        raise InputError("tree: auto:online chooses a tree for one draft, and router a draft for one tree; use chain:4")
     if copies and isinstance(shape, OnlineTrees):
         raise InputError(f"tree: auto:online is for draft models and heads, and {proposer} copies; use chain:8")
     if copies:
         check_static(proposer, shape)
     if shape.grows and drafts > 1:
-        raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
+        raise InputError(
+            f"tree: {drafts} drafts cannot grow one tree; use --proposer router, or a tree such as kary:4,2,2"
+        )
     usual = PROPOSERS[proposer].usual
     if usual is not None and not shape.is_chain:
         raise InputError(f"tree: {proposer} drafts chains only; use chain:4, or --proposer {usual}")

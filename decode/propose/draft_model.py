@@ -48,7 +48,10 @@ class DraftModelProposer(Proposer):
 
     adapts = True
 
-    def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
+    def __init__(
+        self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True, plans: Plans | None = None
+    ) -> None:
+        """plans: arrays of trees, to be shared with other proposers."""
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)
         if not self.models:
             raise ValueError("no draft model was given; pass at least one")
@@ -59,7 +62,7 @@ class DraftModelProposer(Proposer):
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
-        self._plans: Plans = {}
+        self._plans: Plans = {} if plans is None else plans
         self._fast = fast
         self.steps: list[StaticSteps] = []
 
@@ -215,12 +218,19 @@ class DraftModelNetwork:
                 self._pending[row] = self._pending[row][-1:]
 
     def catch_up(self) -> None:
-        """Forward all but the last of what is pending, the same number in every row, so that steps keep few shapes."""
-        while (count := min(CATCH_UP, min(map(len, self._pending)) - 1)) > 0:
-            tokens_BW, _ = self.runner.open_pending([tokens[:count] for tokens in self._pending])
+        """Forward all but the last of what is pending: the same number in every row, so that steps keep few shapes,
+        unless some have far more of it than others.
+        """
+        while True:
+            lengths = [len(tokens) for tokens in self._pending]
+            count = min(CATCH_UP, (min if max(lengths) - min(lengths) < 2 else max)(lengths) - 1)
+            if count < 1:
+                return
+            read = [tokens[:-1][:count] for tokens in self._pending]
+            tokens_BW, lead = self.runner.open_pending(read)
             self._forward(tokens_BW, pending_block(count, self.runner.device), 1)
-            self.runner.keep([range(count)] * len(self._pending))
-            self._pending = [tokens[count:] for tokens in self._pending]
+            self.runner.keep([range(ahead, count) for ahead in lead])
+            self._pending = [tokens[len(known) :] for tokens, known in zip(self._pending, read, strict=True)]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -161,6 +161,9 @@ class Proposer(Protocol):
     steps: "Sequence[StaticSteps]" = ()
     """Its recorded forwards, where the decoder compiles."""
 
+    compiles: bool = True
+    """Whether its forwards keep few enough shapes to be recorded."""
+
     adapts: bool = False
     """Whether its sessions can draft another tree at every step, or none (`OnlineTrees`)."""
 

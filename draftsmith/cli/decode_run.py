@@ -80,6 +80,12 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
             f"with this seed draws other outputs from the same distribution",
             file=sys.stderr,
         )
+    if decoding.method is not None and decoding.method.proposer == "router" and not sampling.sampling.greedy:
+        print(
+            "draftsmith decode: router learns from request to request: above temperature 0 an output depends on those "
+            "before it, and a run that was interrupted goes on with other draws of the same distribution",
+            file=sys.stderr,
+        )
     requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
     work = DecodeRun(config, pair, decoding, settings, requests)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
@@ -114,7 +120,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         raise InputError(
             f"proposer: {method.proposer} uses no draft, and --draft {drafts[0]} was given; leave out one of them"
         )
-    if config.quantize_draft is not None and (method is None or method.proposer != "draft"):
+    if config.quantize_draft is not None and (method is None or PROPOSERS[method.proposer].needs != "models"):
         raise InputError("quantize_draft: applies to draft models, and none drafts here; leave it out")
     if config.index is not None and config.datastore is None:
         raise InputError("index: keeps what was made of --datastore; name that too, or leave out --index")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from decode import DecodeStats, OnlineTrees
+from decode import DecodeStats, OnlineTrees, RouterProposer
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.outputs import Output
 from draftsmith.pair import Decoding
@@ -54,6 +54,9 @@ def summarise(
     }
     if isinstance(decoding.decoder.tree, OnlineTrees):
         summary["arms"] = decoding.decoder.tree.record()
+    if isinstance(decoding.decoder.proposer, RouterProposer):
+        record = zip(decoding.drafts, decoding.decoder.proposer.record(), strict=True)
+        summary["drafts"] = [{"draft": name, **counts} for name, counts in record]
     if config.out is not None:
         summary["out"] = config.out
     else:
@@ -87,6 +90,12 @@ def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
     if "arms" in summary:
         arms = ", ".join(f"{arm['tree']} {arm['steps']}" for arm in summary["arms"])
         lines.append(f"steps by arm (the last step of every batch is not counted): {arms}")
+    if "drafts" in summary:
+        drafts = ", ".join(
+            f"{each['draft']} {each['steps']} ({_number(each['tokens_per_step'], 2)} tokens each)"
+            for each in summary["drafts"]
+        )
+        lines.append(f"steps by draft (the last step of every output is not counted): {drafts}")
     if summary["recorded_steps"]:
         lines.append(
             f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "
