@@ -36,13 +36,11 @@ class MergeConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
-        weights = self.weights()
+        self.weights()  # refuses what they cannot be
         if (self.greedy is None) != (self.target is None):
             raise InputError("target: --greedy needs it to measure by, and nothing else reads it")
-        if self.greedy is not None and (self.base is not None or len(set(weights)) < len(weights) or self._weighted()):
-            raise InputError(
-                "greedy: chooses among several drafts by itself; leave out --base, weights and repetitions"
-            )
+        if self.greedy is not None and (self.base is not None or self._weighted()):
+            raise InputError("greedy: chooses among several drafts by itself; leave out --base and weights")
         for key in ("max_prompts", "max_new_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
@@ -70,6 +68,9 @@ class MergeConfig:
                 raise InputError(
                     f"--draft: the weights add up to {sum(given):g}; without a base they must add up to 1 (name --base)"
                 )
+        named = [source for source, _ in found] + ([] if self.base is None else [self.base])
+        if twice := next((source for source in named if named.count(source) > 1), None):
+            raise InputError(f"--draft {twice}: is named twice (as a draft, or as draft and base); name it once")
         return [(source, 1 / len(found) if weight is None else weight) for source, weight in found]
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from drafts.load import Draft, draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import context_length, vocabulary_size
+from draftsmith_core.prompt_rows import whole
 from draftsmith_core.prompts import check_messages
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
@@ -218,9 +219,9 @@ def logged_tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tupl
     if isinstance(row.get("prompt_ids"), list) and isinstance(row.get("output_ids"), list):
         return list(row["prompt_ids"]), list(row["output_ids"])
     if "messages" in row:
-        prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where)
+        prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where, row.get("tools"))
     elif isinstance(row.get("prompt"), str):
-        prompt = encode_text(tokenizer, row["prompt"])
+        prompt = encode_text(tokenizer, whole(row["prompt"], "prompt", where))
     else:
         raise InputError(f"{where}: needs prompt_ids and output_ids, or messages or prompt with a response")
     response = row.get("response")
@@ -231,4 +232,4 @@ def logged_tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tupl
         response = message.get("content") if isinstance(message, dict) else first.get("text")
     if not isinstance(response, str):
         raise InputError(f"{where}: has no response with a text")
-    return prompt, list(tokenizer.encode(response, add_special_tokens=False))
+    return prompt, list(tokenizer.encode(whole(response, "response", where), add_special_tokens=False))

@@ -293,6 +293,8 @@ def test_choices_follow_what_is_given() -> None:
     few = chosen(prompts=20)
     assert (few.heldout_prompts, few.distill.num_samples) == (4, 4)
     assert chosen(prompts=20_000, on_gpu=True).distill.num_samples == 1
+    with pytest.raises(ds.InputError, match="prompts: 2 can be used, and too few are left"):
+        chosen(prompts=2)
     # The rows of a step are shared by the processes.
     assert 32 % (4 * (chosen(processes=4).train.batch_size or 0)) == 0
     # What the base knew is kept where there is a language model to go back to, and general text to replay.

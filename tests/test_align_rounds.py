@@ -207,6 +207,56 @@ def test_what_a_row_of_a_log_says(tmp_path: Path, target_dir: str) -> None:
     assert found[0].time == 1_700_000_001.0 and "in the order of the file" in said[-1]
 
 
+def test_no_row_of_a_log_ends_a_round_and_none_is_told_of(tmp_path: Path, target_dir: str) -> None:
+    """Rows that are broken in a way of their own are left out, with a reason that quotes nothing of them."""
+    tokenizer = load_tokenizer(target_dir)
+    ids = list(tokenizer.encode(f"call {SECRET} now"))
+    rows: list[dict[str, Any]] = [
+        row(1),
+        row(2, request={"prompt": "half a character: \ud83d"}),
+        {"prompt": "an answer of half a character", "response": "\udc00"},
+        {"prompt_ids": ids, "output_ids": [5]},
+        {"prompt_ids": [5], "output_ids": ids},
+        row(3, created=True),
+        row(4, created=float("nan")),
+        {"prompt": "x", "response": {"choices": ["not an object"]}},
+        {"messages": [{"role": "user", "content": 7}], "response": "x"},
+    ]
+    log = log_of(tmp_path / "log.jsonl", *rows)
+    with open(log, "a") as file:
+        file.write(json.dumps({"prompt": "deep"})[:-1] + ', "more": ' + "[" * 3_000 + "]" * 3_000 + "}\n")
+    found, said = read_log(log, tokenizer, [SECRET])
+    # `true` is no time; the one beside it is taken.
+    assert [each.prompt["prompt"] for each in found] == [f"The quick brown fox jumps {i} times" for i in (1, 3)]
+    text = "\n".join(said)
+    assert "2 rows left out: matches a pattern of --redact" in text and "half of a surrogate pair" in text
+    assert "key 'created' is no time" in text and "nested too deeply" in text and len(said) == 7
+    assert SECRET not in text and "half a character:" not in text
+    # What a template says of a turn may quote it.
+    chat = load_tokenizer(target_dir)
+    chat.chat_template = "{{ raise_exception('no role ' + messages[0].content) }}"
+    said = read_log(log_of(tmp_path / "chat.jsonl", {"messages": [{"role": "user", "content": SECRET}]}), chat, [])[1]
+    assert "chat template refuses it" in said[0] and SECRET not in said[0]
+
+
+def test_a_log_of_several_models_is_said_to_be_one(tmp_path: Path, target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    named = [row(number, model=f"m{number % 2}") for number in range(4)]
+    named[2]["response"]["model"] = "m0"
+    named[2]["model"] = "as it was asked for"
+    assert "names 2 models" in read_log(log_of(tmp_path / "two.jsonl", *named), tokenizer, [])[1][0]
+    assert read_log(log_of(tmp_path / "one.jsonl", *named[::2]), tokenizer, [])[1] == []
+
+
+def test_tools_of_a_request_are_in_its_prompt(tmp_path: Path, target_dir: str) -> None:
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.chat_template = "{{ tools | length if tools else 0 }}{{ messages[0].content }}"
+    asked = {"messages": [{"role": "user", "content": "a"}], "response": "b"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    found, _ = read_log(log_of(tmp_path / "log.jsonl", asked, asked | {"tools": tools}), tokenizer, [])
+    assert found[0].prompt_ids != found[1].prompt_ids and found[1].prompt["tools"] == tools
+
+
 def test_the_latest_prompts_are_measured_on_and_none_of_them_is_trained_on() -> None:
     rows = [Logged({"prompt": str(i)}, (i,), (1,), float(time)) for time, i in enumerate([1, 2, 3, 1, 4, 5, 5, 2])]
     earlier, recent = divided_by_time(rows, 0.5)
@@ -237,7 +287,10 @@ def test_what_cannot_be_used_leaves_the_served_draft_alone(here: Path, door: Doo
         (["--baseline", "none.json"], "none.json: no such file"),
         (["--draft", "none"], "--draft none: holds no draft"),
         (["--redact", "quick"], "leaves 1 answers to train on and 0 fresh prompts to measure on, too few"),
+        (["--require", "gain[recnt] > 0"], "'recnt' is not measured; did you mean recent?"),
     ):
         code, _, err = door(*WORDS, *changed)
         assert code == 2 and told in err.splitlines()[-1] and "Traceback" not in err, err
     assert served(here) == before
+    # A log that is too short leaves nothing, so that asking again every hour fills no disk.
+    assert len(list(here.glob("served.rounds/*/start"))) <= 1 and not list(here.glob("served.rounds/*/jsd"))

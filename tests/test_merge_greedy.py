@@ -82,7 +82,9 @@ def test_the_soup_is_the_mean_of_what_was_chosen(
         ({"target": "t"}, "target: --greedy needs it"),
         ({"greedy": "p.jsonl", "target": "t", "base": "c"}, "greedy: chooses among several"),
         ({"greedy": "p.jsonl", "target": "t", "draft": ["a=0.5", "b=0.5"]}, "greedy: chooses among several"),
-        ({"greedy": "p.jsonl", "target": "t", "draft": ["a", "a"]}, "greedy: chooses among several"),
+        ({"greedy": "p.jsonl", "target": "t", "draft": ["a", "a"]}, "--draft a: is named twice"),
+        ({"draft": ["a=0.3", "a=0.7"]}, "--draft a: is named twice"),
+        ({"draft": ["a=0.5"], "base": "a"}, "--draft a: is named twice"),
         ({"greedy": "p.jsonl", "target": "t", "max_prompts": 0}, "max_prompts: 0 must be at least 1"),
     ],
 )

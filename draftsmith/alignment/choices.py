@@ -67,6 +67,10 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         # Never more than a fifth: the draft is to be trained on what is left.
         heldout = choose("", "heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id")
     prompts = choose("distill", "max_prompts", max(1, facts.prompts - (heldout or 0)), f"{count}, {place}")
+    if min(prompts, facts.prompts - (heldout or 0)) < 2:
+        raise InputError(
+            f"prompts: {facts.prompts} can be used, and too few are left to train on and to choose weights by; add some"
+        )
     samples = choose("distill", "num_samples", 4 if prompts < 500 else 2 if prompts < 5000 else 1, f"{prompts} prompts")
     few = max(1, round(config.train.heldout_fraction * prompts)) * samples < 2
     id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")

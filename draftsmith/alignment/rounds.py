@@ -58,10 +58,6 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
     measured = baseline.document["config"]
     target = config.target or measured["target"]
     with hold(directory, "--out"):
-        begin = directory / "start"
-        if not begin.exists():
-            with writing(begin), atomic_dir(begin) as made:
-                shutil.copytree(current, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
         rows, said = read_log(
             config.from_log, load_tokenizer(target, config.trust_remote_code, config.chat_template), config.redact
         )
@@ -73,10 +69,14 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
                 f"{config.from_log}: leaves {len(earlier)} answers to train on and {len(recent)} fresh prompts to "
                 f"measure on, too few; wait for more"
             )
+        begin = directory / "start"
+        if not begin.exists():
+            with writing(begin), atomic_dir(begin) as made:
+                shutil.copytree(current, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
         say(f"round {name}: {len(earlier)} answers to train on, {len(recent)} later prompts to measure on")
         write_traffic(earlier, recent, directory)
     asked = _alignment(config, target, measured, directory, len(earlier))
-    results = align(asked, answered=True)
+    results = align(asked, answered=True, require=config.require)
     asked = settled(asked)
     best = best_draft(asked, results)
     unmet = _unmet(results, config.require)

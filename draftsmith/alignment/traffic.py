@@ -1,7 +1,7 @@
 """What a server has logged, as training data and as prompts to measure on. Text of rows never gets into messages."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,8 @@ from draftsmith_core.prompts import Reasons, content_id
 from draftsmith_core.tokenization import Tokenizer, decode_text
 from eval.watch import logged_tokens
 
+REDACTED = "matches a pattern of --redact"
+
 
 @dataclass(frozen=True)
 class Logged:
@@ -28,6 +30,11 @@ class Logged:
     time: float | None
 
     @property
+    def ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Prompt and answer."""
+        return self.prompt_ids, self.response_ids
+
+    @property
     def key(self) -> str:
         """What tells one prompt from another."""
         return content_id(self.prompt_ids)
@@ -36,30 +43,57 @@ class Logged:
 def read_log(source: str, tokenizer: Tokenizer, redact: Sequence[str]) -> tuple[list[Logged], list[str]]:
     """(rows in the order of time, what to say of the others): every row is taken, or counted with its reason.
 
-    A row that one of the patterns of `redact` matches anywhere is left out. Without a time in every row, the order is
-    the file's.
+    A row that one of the patterns of `redact` matches anywhere, also in the text of logged token ids, is left out.
+    Without a time in every row, the order is the file's.
     """
     patterns = [re.compile(pattern) for pattern in redact]
+    models: set[str] = set()
     rows: list[Logged] = []
     left_out = Reasons()
     for record in iterate_records(source):
         where = f"{source}:{record.number}"
         try:
             row = parse_record(record, source)
-            if any(pattern.search(text) for text in _strings(row) for pattern in patterns):
-                left_out.add(record.number, "matches a pattern of --redact")
+            if _matches(patterns, _strings(row)):
+                left_out.add(record.number, REDACTED)
                 continue
-            rows.append(_logged(row, where, tokenizer))
+            logged = _logged(row, where, tokenizer)
+            # Logged as ids, a text is not yet seen; and what is trained on is what the tokens say.
+            if patterns and _matches(patterns, (decode_text(tokenizer, list(ids)) for ids in logged.ids)):
+                left_out.add(record.number, REDACTED)
+                continue
+            rows.append(logged)
+            models |= _model(row)
         except InputError as error:
-            left_out.add(record.number, str(error).removeprefix(f"{where}: "))
+            left_out.add(record.number, _untold(str(error).removeprefix(f"{where}: ")))
+        except RecursionError:
+            left_out.add(record.number, "nested too deeply to be a row")
     said = [f"{source}: {line}" for line in left_out.lines("rows left out")]
+    if len(models) > 1:
+        said.append(f"{source}: names {len(models)} models; answers of another than the target teach the draft wrongly")
     if any(row.time is None for row in rows):
         return rows, [*said, f"{source}: not every row has a time; taken in the order of the file"]
     return sorted(rows, key=lambda row: row.time or 0.0), said
 
 
+def _matches(patterns: Sequence[re.Pattern[str]], texts: Iterable[str]) -> bool:
+    return any(pattern.search(text) for text in texts for pattern in patterns)
+
+
+def _model(row: dict[str, Any]) -> set[str]:
+    """The name of the model that answered, where a row has it; the request may name it otherwise."""
+    response = row.get("response")
+    name = (response.get("model") if isinstance(response, dict) else None) or row.get("model")
+    return {name} if isinstance(name, str) else set()
+
+
+def _untold(reason: str) -> str:
+    """A reason without what a chat template says of a turn, which may quote it."""
+    return reason.partition(" (")[0] if "chat template refuses" in reason else reason
+
+
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a row, keys included."""
+    """Every text in a row, keys included. Numbers are times and counts, and none is written anywhere."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -97,7 +131,9 @@ def _time(row: dict[str, Any], where: str) -> float | None:
     for part in (row, response if isinstance(response, dict) else {}):
         for key in ("created", "timestamp", "time"):
             value = part.get(key)
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if not abs(value) < 1e300:
+                    raise InputError(f"{where}: key {key!r} is no time; write seconds, or as in ISO 8601")
                 return float(value)
             if isinstance(value, str):
                 try:
