@@ -110,7 +110,7 @@ def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], dir
         _check_same_shape(first, model.config.to_dict(), source, other.config.to_dict())
         _check_same_tokens(first, tokenizer, source, find_tokenizer(source, config.trust_remote_code))
         states[source] = other.state_dict()
-    ids_D = _shared_draft_vocabulary(list(states), vocabulary_size(model))
+    ids_D = _shared_draft_vocabulary([source for source, _ in weights], config.base, vocabulary_size(model))
     model.load_state_dict(_merged(config, weights, states))
     model.save_pretrained(directory)
     if ids_D is not None:
@@ -120,14 +120,20 @@ def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], dir
     return fingerprint(model)
 
 
-def _shared_draft_vocabulary(sources: Sequence[str], size: int) -> Tensor | None:
-    """The tokens that all of these drafts draft; InputError where one drafts others. None: the whole vocabulary."""
-    first, *others = (read_draft_vocabulary(source, size) for source in sources)
-    for source, other in zip(sources[1:], others, strict=True):
+def _shared_draft_vocabulary(drafts: Sequence[str], base: str | None, size: int) -> Tensor | None:
+    """The tokens that all of these drafts draft; InputError where one drafts others. None: the whole vocabulary.
+
+    A base may draft all tokens: where it does, what is merged keeps the rows that its drafts were trained in.
+    """
+    first = read_draft_vocabulary(drafts[0], size)
+    for source in [*drafts[1:], *([] if base is None else [base])]:
+        other = read_draft_vocabulary(source, size)
+        if source == base and other is None:
+            continue
         same = first is other if first is None or other is None else torch.equal(first, other)
         if not same:
             raise InputError(
-                f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge drafts of one draft vocabulary"
+                f"{source}: drafts other tokens than {drafts[0]} ({FILE}); merge drafts of one draft vocabulary"
             )
     return first
 

@@ -7,11 +7,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import draftsmith as ds
-from draftsmith.alignment.config import Policy
-from draftsmith.alignment.policy import RULES, TOLERANCE, Point, choose
+from drafts.draft_vocabulary import FILE, draft_vocabulary, trim
+from drafts.load import load_pair
+from draftsmith.alignment.config import Policy, TrainChoices
+from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
 from eval.schema import Difference, Estimate
 from tests.test_align import SMALL
 
@@ -88,6 +92,45 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     }
     assert door("align", *words, "--policy", "balanced")[0] == 0
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_takes(
+    door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words: list[Any] = ["--target", target_dir, "--prompts", prompts, *SMALL, "--policy", "balanced"]
+    part = ["--train.draft_vocab_size", 120]
+    code, _, err = door("align", *words, "--draft", draft_dir, "--out", out, *part)
+    assert code == 0, err
+    assert "train: drafts 120 of 290 tokens; of the responses " in err
+    assert yaml.safe_load((out / "align.yaml").read_text())["train"]["draft_vocab_size"] == 120
+    assert (out / "jsd" / FILE).read_bytes() == (out / "jsd-balanced" / FILE).read_bytes()
+    # The line begins at the base with these tokens only.
+    pair = load_pair(target_dir, {"base": draft_dir, "jsd": str(out / "jsd")}, device="cpu")
+    base, aligned = (pair.drafts[name] for name in ("base", "jsd"))
+    assert isinstance(base, PreTrainedModel) and isinstance(aligned, PreTrainedModel)
+    ids_D = draft_vocabulary(aligned)
+    assert ids_D is not None
+    whole = base(torch.tensor([[3, 4, 5]])).logits
+    trim(base, ids_D)
+    half = between(base, aligned, 0.5)
+    assert torch.equal(draft_vocabulary(half), ids_D)  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        between(base, aligned, 0.0)(torch.tensor([[3, 4, 5]])).logits[..., ids_D], whole[..., ids_D]
+    )
+    torch.testing.assert_close(half.lm_head.weight, (base.lm_head.weight + aligned.lm_head.weight) / 2)
+    # Where it cannot be had, that is said before anything is made.
+    for draft, size, message in (
+        (out / "jsd", 120, f"{out / 'jsd'} has its own, in {FILE}; leave it out"),
+        (draft_dir, 300, "300 is more than the vocabulary of 290; lower it"),
+    ):
+        more = ["--draft", draft, "--out", tmp_path / "none", "--train.draft_vocab_size", size]
+        code, _, err = door("align", *words, *more)
+        assert code == 2 and err.splitlines()[-1] == f"draftsmith align: train.draft_vocab_size: {message}"
+        assert not (tmp_path / "none" / "align.yaml").exists()
+    with pytest.raises(ds.InputError, match="a fresh EAGLE head drafts all tokens; name --draft or --init"):
+        ds.AlignConfig(target="t", prompts="p", out="o", train=TrainChoices(draft_vocab_size=9))
 
 
 def test_a_policy_needs_a_language_model_to_go_back_to(

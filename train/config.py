@@ -51,7 +51,8 @@ class HeadOptions:
     num_layers: int | None = None
     """Medusa, Hydra: residual layers of each head; 1."""
     draft_vocab_size: int | None = None
-    """lm, EAGLE-3: how many of the target's tokens it drafts, the commonest in the responses of `data`; null is all."""
+    """lm, EAGLE-3: how many of the target's tokens it drafts, the commonest in the responses of `data` and `replay`;
+    null is all."""
     test_steps: int | None = None
     """EAGLE-3: how many steps it is trained on its own features; 7."""
     step_decay: float | None = None

@@ -70,6 +70,9 @@ class TrainChoices:
     """As `train --anchor_kl`: weight of the divergence from the draft that was started from."""
     anchor_l2: float = 0.0
     """As `train --anchor_l2`: weight of half the squared distance from its weights."""
+    draft_vocab_size: int = 0
+    """As `train --head.draft_vocab_size`: how many tokens a draft language model drafts, the commonest in what it is
+    trained on; 0 is all."""
     lora: Lora = field(default_factory=Lora)
 
 
@@ -188,6 +191,8 @@ class AlignConfig:
             raise InputError("distill.general_texts: is 0, and train.replay_fraction replays them; leave one out")
         if self.policy in ("balanced", "no_loss") and self.draft is None and self.init is None:
             raise InputError(f"policy: {self.policy} goes back towards the draft that was started from; name --draft")
+        if self.train.draft_vocab_size and self.draft is None and self.init is None:
+            raise InputError("train.draft_vocab_size: a fresh EAGLE head drafts all tokens; name --draft or --init")
         if self.policy == "id" and self.plain:
             raise InputError("plain: with policy id every draft is plain; leave one of the two out")
 
@@ -240,6 +245,7 @@ def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
         ("train.save_every", train.save_every, 1),
         ("train.anchor_kl", train.anchor_kl, 0),
         ("train.anchor_l2", train.anchor_l2, 0),
+        ("train.draft_vocab_size", train.draft_vocab_size, 0),
         ("eval.max_prompts", measure.max_prompts, 1),
         ("eval.max_new_tokens", measure.max_new_tokens, 1),
         ("eval.speed_prompts", measure.speed_prompts, 0),

@@ -7,6 +7,7 @@ kind of text than what is replayed, which begins with any token of the vocabular
 better than it is elsewhere (docs/robust.md). None of it is in the evaluation's prompts.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from drafts.draft_vocabulary import draft_vocabulary, trim
 from drafts.load import LoadedPair, load_draft, load_pair
 from drafts.merge import merge, merge_states
 from drafts.merge_config import MergeConfig
@@ -84,11 +86,8 @@ def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> P
     """The draft at `weight` of the way; the ends are the drafts themselves."""
     if weight in (0.0, 1.0):
         return aligned if weight else base
-    made = AutoModelForCausalLM.from_config(base.config, dtype=base.dtype)
-    assert isinstance(made, PreTrainedModel)
+    made = copy.deepcopy(base)
     made.load_state_dict(merge_states([(aligned.state_dict(), weight)], base.state_dict()))
-    made.to(base.device)  # type: ignore[arg-type]
-    made.eval()
     return made
 
 
@@ -192,6 +191,10 @@ def _measure(
     base = pair.drafts["base"]
     draft = load_draft(str(aligned), pair.target, device=config.device, dtype=dtype_name(pair.target))
     assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
+    if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
+        # The whole line drafts these tokens only, and so does what is merged on it.
+        base = copy.deepcopy(base)
+        trim(base, ids_D)
     drawn, chosen = config.distill, config.eval
     assert drawn.temperature is not None and chosen.batch_size is not None and config.policy is not None
     given = {key: getattr(drawn, key) for key in ("temperature", "top_k", "top_p", "min_p")}

@@ -11,7 +11,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.processes import launched
 from eval.config import EvalConfig
 from eval.request import NAME
-from train.config import DraftKind, Optim, TrainConfig
+from train.config import DraftKind, HeadOptions, Optim, TrainConfig
 
 
 def _common(config: AlignConfig) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     chosen: dict[str, Any] = dataclasses.asdict(config.train)
     chosen["lora"] = config.train.lora
     rates, rows = chosen.pop("lr"), chosen.pop("rows_per_step")
+    head = HeadOptions(draft_vocab_size=chosen.pop("draft_vocab_size") or None)
     objective = config.trained()[name]
     index = config.objective.index(objective)
     if name in config.plain_drafts():
@@ -85,6 +86,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
         objective=objective,
         accumulation=rows // batch,
         optim=optim,
+        head=head,
         seed=config.seed + 1 + index,
         **chosen,
         **_common(config),

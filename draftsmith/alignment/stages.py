@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from distill.generate import distill
+from drafts.draft_vocabulary import FILE, draft_vocabulary
 from drafts.load import LoadedPair, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
@@ -32,7 +33,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.models import parameter_count, resolve_device
+from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
 from draftsmith_core.processes import (
     Terminated,
     is_main,
@@ -243,6 +244,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         trust_remote_code=config.trust_remote_code,
         tokenizer=load_tokenizer(config.target, config.trust_remote_code, config.chat_template),
     )
+    _check_draft_vocabulary(config, pair)
     id_only = _id_only(config, pair)
     if id_only and config.policy in ("balanced", "no_loss"):
         raise InputError(f"policy: {config.policy} cannot be followed ({id_only}); use --policy id")
@@ -275,6 +277,21 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     del pair, draft
     _free()
     return facts, read
+
+
+def _check_draft_vocabulary(config: AlignConfig, pair: LoadedPair) -> None:
+    """InputError where the draft cannot get the draft vocabulary that is asked for, before hours have passed."""
+    size, draft = config.train.draft_vocab_size, next(iter(pair.drafts.values()), None)
+    if not size or draft is None:
+        return
+    key = "train.draft_vocab_size"
+    if not isinstance(draft, PreTrainedModel):
+        raise InputError(f"{key}: {config.draft} is a head, and only a language model can get one; leave it out")
+    if draft_vocabulary(draft) is not None:
+        raise InputError(f"{key}: {config.draft} has its own, in {FILE}; leave it out")
+    whole = min(vocabulary_size(draft), vocabulary_size(pair.target))
+    if size > whole:
+        raise InputError(f"{key}: {size} is more than the vocabulary of {whole}; lower it")
 
 
 def _id_only(config: AlignConfig, pair: LoadedPair) -> str:
