@@ -58,7 +58,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
     inner: Any = model.model
     if type(inner.rotary_emb).__name__ not in vars(family) or inner.rotary_emb.rope_type not in _ROPES:
         return None
-    if 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
+    if not inner.layers or 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
         return None
     for module in model.modules():
         kind = type(module)

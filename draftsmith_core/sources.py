@@ -23,6 +23,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, sha256_file
 
 _CONFIGS = ("config.json", "tokenizer_config.json")
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def quiet() -> None:
@@ -113,6 +114,8 @@ def hub_has_address() -> bool:
 def why_not(name: str, error: Exception, what: str) -> str:
     """One line for what transformers or the hub's client raised: they use a dozen classes for a missing checkpoint."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if (pointer := lfs_pointer(*sorted(Path(name).glob("*")))) is not None:
+        return pointer
     if "trust_remote_code" in text or "custom code" in text:
         files = ", ".join(remote_files(name)) or "Python files in it"
         return f"its {what} needs code that comes with it ({files}); read that, and add --trust_remote_code to run it"
@@ -132,7 +135,19 @@ def why_not(name: str, error: Exception, what: str) -> str:
     return _first_line(error)
 
 
+def lfs_pointer(*files: Path) -> str | None:
+    """In words: which of these files is a pointer of git-lfs, as a clone without it has; None where none is."""
+    for file in files:
+        if file.is_file():
+            with file.open("rb") as opened:
+                if opened.read(len(_LFS)) == _LFS:
+                    return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
+    return None
+
+
 def _first_line(error: Exception) -> str:
+    if type(error) is KeyError:
+        return f"it names {error}, which is not known"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(". ")
 

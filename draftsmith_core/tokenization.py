@@ -1,5 +1,6 @@
 """Text to tokens and back: chat templates for chats, and the special tokens that the tokenizer adds by itself."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftsmith_core.errors import InputError
 from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
 
+log = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase
 # One of these is in every tokenizer's directory.
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -27,7 +29,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if Path(name).is_dir() and not any(any(Path(name).glob(file)) for file in _FILES):
+        if Path(name).is_dir() and not _has_files(name):
             raise InputError(
                 f"{name}: holds no tokenizer (tokenizer.json, tokenizer_config.json); "
                 f"copy the files of the tokenizer that the model was trained with into it"
@@ -42,11 +44,20 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
 
 
 def find_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer | None:
-    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's."""
+    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's.
+
+    A tokenizer that is there and cannot be loaded is taken for none, which is said.
+    """
     try:
         return load_tokenizer(name, trust_remote_code)
-    except InputError:
+    except InputError as error:
+        if _has_files(name):
+            log.warning("%s; what goes with it is taken to have no tokenizer of its own", error)
         return None
+
+
+def _has_files(name: str) -> bool:
+    return any(any(Path(name).glob(file)) for file in _FILES)
 
 
 def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:

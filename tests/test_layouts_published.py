@@ -273,6 +273,12 @@ EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Eagle3Head], d
         },
         "model.safetensors",
     ),
+    "frequencies that follow from the config": (
+        {},
+        AUTHORS,
+        lambda h: h.state_dict() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+        "pytorch_model.bin",
+    ),
     "layers.0": ({}, SPECFORGE, lambda h: renamed(h.state_dict()), "model.safetensors"),
     "a prefix": ({}, SPECFORGE, lambda h: renamed(h.state_dict(), "model."), "model.safetensors"),
     "ModelOpt": ({}, MODELOPT, lambda h: without(h.state_dict(), "t2d"), "model.safetensors"),
@@ -302,6 +308,38 @@ def test_eagle3_without_a_projection_reads_the_targets(
     values = SPECFORGE | {"draft_vocab_size": len(ids or range(V))}
     tensors = without(head.state_dict(), "lm_head.weight", "t2d")
     check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": "x"}, "config.json: 'vocab_size' is 'x'; it must be of type int"),
+        ({"vocab_size": [V]}, r"config.json: 'vocab_size' is \[40\]; it must be of type int"),
+        ({"architectures": 3, "vocab_size": None}, "config.json: lacks the key 'vocab_size'"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 2]}}, "must be a list of layer numbers"),
+        ({"d2t": torch.zeros(1, D, dtype=torch.int64)}, "'d2t' has 2 dimensions; it must have one"),
+        ({"d2t": torch.full((D,), V)}, "'d2t' names tokens outside 0 to 39; export it again"),
+        ({"layers.0.hidden_norm.weight": torch.ones(H)}, "holds 'midlayer.hidden_norm.weight' under two names"),
+        ({"pytorch_model.bin": LFS}, r"pytorch_model.bin is a pointer of git-lfs and not the file itself; run git lfs"),
+        ({"model.safetensors": LFS}, r"model.safetensors is a pointer of git-lfs and not the file itself"),
+        ({"pytorch_model.bin": b"<html>"}, r"pytorch_model.bin: cannot be read \(it is no file of torch.save"),
+    ],
+)
+def test_an_odd_or_damaged_copy_is_refused_in_one_line(
+    changes: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    tensors = eagle3(target).state_dict() | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
+    values = AUTHORS | {k: v for k, v in changes.items() if not isinstance(v, Tensor | bytes)}
+    files = {k: v for k, v in changes.items() if isinstance(v, bytes)}
+    path = write(tmp_path / "head", values, tensors, next(iter(files), "pytorch_model.bin"))
+    for file, content in files.items():
+        (path / file).write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        load_head(path, target)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 SPECULATORS: dict[str, Any] = {

@@ -133,7 +133,7 @@ def _aux_from_json(values: Mapping[str, Any], where: str, layers: int) -> tuple[
         found, shift = values["eagle_config"].get(_AUX), 1
     if found is None or found == []:
         return aux_layers(layers)
-    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+    if not isinstance(found, list) or not all(type(i) is int for i in found):
         raise InputError(f"{where}: '{_AUX}' is {found!r}; it must be a list of layer numbers")
     ids = tuple(i + shift for i in found)
     if min(ids) < 0 or max(ids) > layers:

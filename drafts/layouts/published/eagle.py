@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from drafts.layouts.published.found import Found, Layout, Names
+from drafts.layouts.published.found import Found, Layout, Names, architectures
 
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def known(values: Mapping[str, Any], names: Names) -> bool:
     """One layer of a LLaMA-like family with the key `bias`, or with the map `fc` that no language model has."""
-    if any("Eagle" in str(name) for name in values.get("architectures") or []):
+    if any("Eagle" in name for name in architectures(values)):
         return True
     one_layer = values.get("num_hidden_layers") == 1 and values.get("model_type", "llama") in _FAMILIES
     return one_layer and ("bias" in values or "fc.weight" in names())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafts.layouts.published.eagle import biases
-from drafts.layouts.published.found import Found, Layout, Names
+from drafts.layouts.published.found import Found, Layout, Names, architectures
 from draftsmith_core.errors import InputError
 
 _EMBEDDING = "embed_tokens.weight"
@@ -26,7 +26,7 @@ _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 def known(values: Mapping[str, Any], names: Names) -> bool:
     """The key `draft_vocab_size`, an architecture named after it, or the layer's own name."""
-    if "draft_vocab_size" in values or any("Eagle3" in str(name) for name in values.get("architectures") or []):
+    if "draft_vocab_size" in values or any("Eagle3" in name for name in architectures(values)):
         return True
     if values.get("num_hidden_layers", 1) != 1:
         return False
@@ -37,9 +37,16 @@ def read(found: Found) -> Found:
     """In our own layout. What a file leaves out is filled as its engines do: `t2d` from `d2t`, `lm_head` from the
     target's rows.
     """
-    tensors = {_name(key): tensor for key, tensor in found.tensors.items() if key not in _TARGETS_OWN}
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in found.tensors.items():
+        if _name(key) in tensors:
+            raise InputError(f"{found.tensor_file}: holds '{_name(key)}' under two names, one is '{key}'; delete one")
+        if key not in _TARGETS_OWN:
+            tensors[_name(key)] = tensor
     values = _flat(found)
-    size = int(values.get("vocab_size") or len(found.lm_head_VH))
+    size = values.get("vocab_size") or len(found.lm_head_VH)
+    if not isinstance(size, int):
+        raise InputError(f"{found.config_file}: 'vocab_size' is {size!r}; it must be of type int")
     lm_head = tensors.get("lm_head.weight")
     drafted = len(tensors["d2t"]) if "d2t" in tensors else size if lm_head is None else len(lm_head)
     if values.get("draft_vocab_size") is None:
@@ -83,6 +90,8 @@ def _vocabulary(found: Found, values: dict[str, Any], tensors: dict[str, Tensor]
     for key, dtype in (("d2t", torch.int64), ("t2d", torch.bool)):
         if key in tensors and tensors[key].is_floating_point():
             raise InputError(f"{found.tensor_file}: '{key}' is {tensors[key].dtype}; it must be like {dtype}")
+        if key in tensors and tensors[key].ndim != 1:
+            raise InputError(f"{found.tensor_file}: '{key}' has {tensors[key].ndim} dimensions; it must have one")
         if key in tensors:
             tensors[key] = tensors[key].to(dtype)
     if values["draft_vocab_size"] == size:
@@ -92,10 +101,11 @@ def _vocabulary(found: Found, values: dict[str, Any], tensors: dict[str, Tensor]
     if "d2t" not in tensors and "t2d" in tensors:
         chosen = tensors["t2d"].nonzero().flatten()
         tensors["d2t"] = chosen - torch.arange(len(chosen))
-    if "d2t" in tensors and "t2d" not in tensors:
+    if "d2t" in tensors:
         chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         if bool((chosen < 0).any() or (chosen >= size).any()):
             raise InputError(f"{found.tensor_file}: 'd2t' names tokens outside 0 to {size - 1}; export it again")
+    if "d2t" in tensors and "t2d" not in tensors:
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, chosen, True)
 
 

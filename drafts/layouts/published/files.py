@@ -12,7 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.sources import lfs_pointer
 
+# Of older transformers: follows from the config.
+_COMPUTED = "rotary_emb.inv_freq"
 # What trainers leave beside the weights.
 _NOT_WEIGHTS = ("training_args", "training_state", "optimizer", "scheduler", "scaler", "rng_state")
 
@@ -35,7 +38,7 @@ def tensor_names(directory: Path) -> set[str]:
                 with safe_open(file, framework="pt") as opened:
                     names |= set(opened.keys())
             except (SafetensorError, OSError) as error:
-                raise InputError(f"{file}: cannot be read ({error}); copy it again") from None
+                raise _damaged(file, str(error)) from None
         else:
             names |= _unpickled(file).keys()
     return names
@@ -49,6 +52,8 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in (_loaded(file) if file.suffix == ".safetensors" else _unpickled(file)).items():
+            if name.endswith(_COMPUTED):
+                continue
             if name in tensors:
                 raise InputError(f"{file}: holds the tensor '{name}' as another file there does; delete one")
             tensors[name] = tensor
@@ -60,7 +65,11 @@ def _loaded(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: cannot be read ({error}); copy it again") from None
+        raise _damaged(file, str(error)) from None
+
+
+def _damaged(file: Path, reason: str) -> InputError:
+    return InputError(f"{file}: cannot be read ({lfs_pointer(file) or f'{reason}; copy it again'})")
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
@@ -72,13 +81,17 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         except RuntimeError:  # files of torch before 1.6 cannot be mapped
             found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
+        with file.open("rb") as opened:
+            # What torch.save writes: a zip, or in old files a pickle.
+            if not opened.read(2).startswith((b"PK", b"\x80")):
+                raise _damaged(file, "it is no file of torch.save") from None
         raise InputError(
             f"{file}: holds more than tensors, and reading that would run code; convert it to "
             f"{file.parent / 'model.safetensors'} where you trust it"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{file}: cannot be read ({reason}); copy it again") from None
+        raise _damaged(file, reason) from None
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise InputError(f"{file}: is no dictionary of tensors by name; a draft's weights are expected in it")
     return {str(name): tensor for name, tensor in found.items()}

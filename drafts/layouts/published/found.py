@@ -11,6 +11,12 @@ from torch import Tensor
 Names = Callable[[], Set[str]]
 
 
+def architectures(values: Mapping[str, Any]) -> list[str]:
+    """The names under `architectures` in a config.json, which may lack it or hold anything."""
+    found = values.get("architectures") or []
+    return [str(name) for name in (found if isinstance(found, list) else [found])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Config and tensors of a head. `lm_head_VH` is its target's output projection."""
