@@ -63,9 +63,12 @@ class Model:
         return int(self.config.vocab_size)
 
     @property
-    def head_size(self) -> int:
-        """Of one attention head."""
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+    def head_size(self) -> int | None:
+        """Of one attention head; None for a model without attention."""
+        if (size := getattr(self.config, "head_dim", None)) is not None:
+            return int(size)
+        heads = getattr(self.config, "num_attention_heads", None)
+        return None if heads is None else int(self.config.hidden_size // heads)
 
 
 def examine(config: DoctorConfig) -> dict[str, Any]:
@@ -98,7 +101,10 @@ def _model(name: str, trust_remote_code: bool) -> Model:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{name}: no model could be read from it: {why_not(name, error, 'model')}") from None
-    return Model(name, config.get_text_config(decoder=True), find_tokenizer(name, trust_remote_code))
+    text = config.get_text_config(decoder=True)
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise InputError(f"{name}: its config.json says no 'vocab_size'; name a language model, or a head with it")
+    return Model(name, text, find_tokenizer(name, trust_remote_code))
 
 
 def _of_language_model(config: DoctorConfig, tokens: Mapping[str, int]) -> list[Verdict]:
@@ -176,6 +182,8 @@ def _llama_cpp(target: Model, draft: Model) -> str | None:
 
 def _onnxruntime_genai(target: Model, draft: Model) -> str | None:
     for model in (target, draft):
+        if model.head_size is None:
+            return f"{model.name} has no attention heads, and its builder makes such models only"
         if model.head_size % 16:
             return f"{model.name} has attention heads of size {model.head_size}; its attention wants a multiple of 16"
     return _equal_sizes(target, draft)

@@ -18,6 +18,8 @@ from drafts.draft_vocabulary import to_target
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer
 
+# Bytes of a character in UTF-8 but its first.
+_CONTINUATION = bytes(range(0x80, 0xC0))
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -30,21 +32,27 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The bytes that each token stands for; without added tokens (special and chat markers), which stand for none."""
+    """The bytes that each token stands for; without special tokens, which stand for none.
+
+    In the order in which tokens of the same text are preferred: by id, but the bytes of byte fallback (`<0x41>`) last,
+    since a model only writes those where no other token has the character.
+    """
     letters = _byte_alphabet() if _decoders(tokenizer) & {"ByteLevel"} else None
-    added = set(tokenizer.get_added_vocab().values())
+    added = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
-    for token, token_id in tokenizer.get_vocab().items():
+    fallback: dict[int, bytes] = {}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if token_id in added:
-            continue
-        if letters is not None:
+            # Written as it stands: runs of spaces (GPT-NeoX, Phi), or marks that are shown (<think>).
+            texts[token_id] = b"" if added[token_id].special else token.encode()
+        elif letters is not None:
             if all(letter in letters for letter in token):
                 texts[token_id] = bytes(letters[letter] for letter in token)
         elif match := _BYTE.fullmatch(token):
-            texts[token_id] = bytes([int(match[1], 16)])
+            fallback[token_id] = bytes([int(match[1], 16)])
         else:
             texts[token_id] = token.replace("\u2581", " ").encode()
-    return {token_id: text for token_id, text in texts.items() if text}
+    return {token_id: text for token_id, text in (texts | fallback).items() if text}
 
 
 def _decoders(tokenizer: Tokenizer) -> set[str]:
@@ -120,7 +128,8 @@ class VocabularyMap:
             if each not in self.draft_texts:
                 break
             written += self.draft_texts[each]
-        anchor = self.target_texts.get(before, b"")
+        # Of a character that began before it, which is no text by itself, nothing.
+        anchor = self.target_texts.get(before, b"").lstrip(_CONTINUATION)
         # The last bytes can be a character that has only begun.
         text = (anchor + written).decode("utf-8", errors="ignore")
         spelled = self.encode(text)
@@ -163,7 +172,10 @@ def map_vocabulary(
     Sizes are those of the models, which may be padded. Raises InputError, one line, where nothing is shared.
     """
     theirs = {t: text for t, text in token_texts(target).items() if t < target_size}
-    ours = {text: d for d, text in sorted(token_texts(draft).items(), reverse=True) if d < draft_size}
+    draft_texts = {d: text for d, text in token_texts(draft).items() if d < draft_size}
+    ours: dict[bytes, int] = {}
+    for d, text in draft_texts.items():
+        ours.setdefault(text, d)
     pairs = {t: ours[text] for t, text in theirs.items() if text in ours}
     roles = special_pairs(target, draft)
     if not pairs:
@@ -173,7 +185,7 @@ def map_vocabulary(
         )
     pairs |= {t: d for t, d in roles.items() if t < target_size and d < draft_size}
     longest = max(map(len, ours))
-    end = _ids(draft.eos_token_id)
+    end = tuple(d for d in _ids(draft.eos_token_id) if d < draft_size)
     in_draft: list[tuple[int, ...]] = []
     lost: set[int] = set()
     for token in range(target_size):
@@ -186,7 +198,7 @@ def map_vocabulary(
             in_draft.append(tuple(found or end[:1] or (0,)))
     # One draft token stands for one target token only: of two target tokens of one text the first is drafted.
     first: dict[int, int] = {}
-    for t in sorted(pairs):
+    for t in [*(t for t in theirs if t in pairs), *sorted(pairs.keys() - theirs.keys())]:
         first.setdefault(pairs[t], t)
     kept = sorted((t, d) for d, t in first.items())
     return VocabularyMap(
@@ -196,7 +208,7 @@ def map_vocabulary(
         target_size,
         frozenset(lost),
         partial(target.encode, add_special_tokens=False),
-        {d: text for d, text in token_texts(draft).items() if d < draft_size},
+        draft_texts,
         theirs,
     )
 

@@ -76,9 +76,26 @@ def test_its_logits_are_those_behind_every_token_of_the_text(target_dir: str, do
     torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, 1:], atol=1e-5, rtol=0)
 
 
+# What tokenizers split in ways of their own, and texts that look like special tokens, or are some.
+ODD = (
+    "  two spaces",
+    "\ttab\n\nlines ",
+    "\U0001f642\U0001f469\u200d\U0001f467",
+    "\u6f22\u5b57\u304b\u306a",
+    "e\u0301 \u00e9",
+)
+ODD += ("<s>no mark</s> it", "\u05e9\u05dc\u05d5\u05dd", "\u00a0nbsp", "a", "12,345.67%", "\u2581bar", "<0x41>A")
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
 def test_the_command_decodes_as_the_target_alone(
-    door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
+    byte_level: bool, door: Door, target_dir: str, donor_dir: str, tmp_path: Path
 ) -> None:
+    """Both ways: each tokenizer once the target's."""
+    if not byte_level:
+        target_dir, donor_dir = donor_dir, target_dir
+    prompts_file = tmp_path / "odd.jsonl"
+    prompts_file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ODD))
     found = []
     foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
     for name, words in {"alone": (), "shared": foreign, "text": (*foreign, "--proposer", "string_match")}.items():
@@ -90,6 +107,7 @@ def test_the_command_decodes_as_the_target_alone(
         assert code == 0, err
         found.append([json.loads(line) for line in out.read_text().splitlines()])
     for drafted in found[1:]:
+        assert len(drafted) == len(ODD)
         assert [row["output_ids"] for row in found[0]] == [row["output_ids"] for row in drafted]
         assert sum(row["stats"]["proposed"] for row in drafted) > 0
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu")
@@ -167,6 +185,9 @@ def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir:
     # Half a character is not spelled until it is whole.
     accent = draft.encode("\u00e9", add_special_tokens=False)[-2:]
     assert target.decode(words.spell(before, accent)) == "\u00e9" and words.spell(before, accent[:1]) == []
+    # Behind the last bytes of a character, which are a token of their own and no text, it is spelled from there on.
+    last = target.encode("\U0001f642", add_special_tokens=False)[-1]
+    assert target.decode(words.spell(last, written)) == " dog and"
     # The other way round: a tokenizer that puts a space before any text.
     back = map_vocabulary(draft, target, len(draft), 290)
     ids = back.spell(draft.encode("the", add_special_tokens=False)[-1], target.encode(" dog", add_special_tokens=False))

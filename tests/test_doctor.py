@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, ViTConfig
 
 import draftsmith as ds
 from drafts.heads import save_head
@@ -97,6 +97,15 @@ def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
         # These compare sizes only, and would draft nonsense without a word.
         others = [verdict for engine, verdict in found.items() if engine != "llama.cpp"]
         assert all(not each["serves"] and "token 607 is another one" in each["reason"] for each in others)
+
+
+def test_models_that_are_no_language_models_or_have_no_attention(tmp_path: Path) -> None:
+    for name, config in (("vision", ViTConfig()), ("recurrent", MambaConfig(vocab_size=4096))):
+        config.save_pretrained(tmp_path / name)
+    with pytest.raises(ds.InputError, match="vision: its config.json says no 'vocab_size'"):
+        verdicts(TARGET, str(tmp_path / "vision"))
+    found = verdicts(TARGET, str(tmp_path / "recurrent"))
+    assert "has no attention heads" in found["onnxruntime-genai"]["reason"]
 
 
 def test_the_path_that_vllm_takes_for_a_head(tmp_path: Path) -> None:

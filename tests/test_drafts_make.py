@@ -208,6 +208,34 @@ def test_a_map_of_two_vocabularies(target_dir: str) -> None:
         assert moved[t] == d
 
 
+def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir: str) -> None:
+    """`t` and `<0x74>` are the same byte, and byte fallback is for characters that no other token has; runs of spaces
+    are added tokens of GPT-NeoX and Phi.
+    """
+    byte_level, pieced = load_tokenizer(target_dir), sentencepiece_tokenizer()
+    byte_level.add_tokens(["    "])
+    run, letter = byte_level.get_vocab()["    "], byte_level.get_vocab()["t"]
+    own = pieced.get_vocab()
+    there = map_vocabulary(byte_level, pieced, len(byte_level), len(pieced))
+    assert there.in_draft[letter] == (own["t"],)
+    assert there.in_draft[run] == (own["\u2581"],) * 4 and run not in there.lost
+    assert there.draft_texts[own["<0x74>"]] == b"t"
+    back = map_vocabulary(pieced, byte_level, len(pieced), len(byte_level))
+    pairs = dict(zip(back.target_ids.tolist(), back.draft_ids.tolist(), strict=True))
+    assert pairs[own["t"]] == letter and own["<0x74>"] not in pairs
+    assert back.in_draft[own["<0x74>"]] == (letter,), "it is read all the same"
+
+
+@torch.no_grad()
+def test_a_transplanted_donor_has_no_special_token_beyond_its_new_vocabulary(target_dir: str) -> None:
+    target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
+    size = 400
+    config = LlamaConfig(**GROUPED | {"vocab_size": size, "pad_token_id": size - 1})
+    moved, _ = transplant(LlamaForCausalLM(config), sentencepiece_tokenizer(), target, tokenizer)
+    assert moved.config.vocab_size == 290 and moved.config.pad_token_id is None
+    assert (moved.config.bos_token_id, moved.config.eos_token_id) == (0, 1)
+
+
 @torch.no_grad()
 def test_a_transplanted_donor_has_rows_by_text(target_dir: str) -> None:
     target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
@@ -219,7 +247,7 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir: str) -> None:
     assert found.shared + found.from_pieces + len(found.unmapped) + found.padding == 290
     assert found.unmapped == () and found.padding == 0 and found.from_pieces > 0
     ours, theirs = token_texts(donor_tokenizer), token_texts(tokenizer)
-    by_text = {text: d for d, text in sorted(ours.items(), reverse=True)}
+    by_text = {text: d for d, text in reversed(list(ours.items()))}
     old, new = (cast(Any, model.get_input_embeddings()).weight for model in (donor, moved))
     old_out, new_out = (cast(Any, model.get_output_embeddings()).weight for model in (donor, moved))
     partner = next(t for t, text in theirs.items() if text == b" the") if b" the" in theirs.values() else None
@@ -255,6 +283,12 @@ def test_fresh_costs_no_more_than_asked() -> None:
     def clock(model: PreTrainedModel) -> float:
         return 1.0 + float(model.config.num_hidden_layers)
 
+    # Frequencies of the target that are made for its size of heads are not the draft's.
+    longrope = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32}
+    longrope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaled: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**config.to_dict() | {"rope_parameters": longrope}))
+    small, _ = fresh(scaled, 0.2, by="parameters")
+    assert small.config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
     timed, cost = fresh(target, 0.45, time_of=clock)
     assert timed.config.num_hidden_layers == 1 and cost.measured == 2 / 5
     with pytest.raises(

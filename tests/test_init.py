@@ -124,6 +124,8 @@ def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly
         (["--method", "fresh", "--cost", "2"], "cost: 2.0 must lie between 0 and 1"),
         (["--method", "fresh", "--cost", "0.0001", "--cost_by", "parameters"], "cost: no shape costs as little as"),
         (["--method", "prune", "--num_layers", "3"], "num_layers: 3 is not in 1 to 2"),
+        (["--method", "prune", "--num_layers", "0"], "num_layers: 0 must be at least 1"),
+        (["--method", "transplant", "--donor", "x", "--keep", "first"], "keep: --method transplant keeps all layers"),
         (["--method", "prune", "--keep", "measured"], "keep: chosen by what happens on texts; add --prompts"),
         (["--method", "prune", "--max_new_tokens", "0"], "max_new_tokens: 0 must be at least 1"),
         (["--method", "grow"], "method"),

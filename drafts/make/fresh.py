@@ -82,7 +82,8 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
     """Widths from an eighth of the target's up to its own, in steps of a head, by depths below the target's."""
     text = target.config.get_text_config(decoder=True)
     hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
-    head = min(_HEAD, max(8, hidden // 4))
+    # Even, because rotary embeddings turn pairs.
+    head = min(_HEAD, max(8, hidden // 8 * 2))
     found = []
     for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}):
         for layers in (each for each in _DEPTHS if each <= max(1, depth // 2)):

@@ -25,6 +25,9 @@ def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any
     if "rope_parameters" not in values and "rope_theta" not in values and "rope_scaling" not in values:
         rope = getattr(text, "rope_parameters", None)
         if isinstance(rope, Mapping) and isinstance(rope.get("rope_type"), str) and "rope_theta" in rope:
+            if any(isinstance(value, list) for value in rope.values()):
+                # One factor for each dimension of a head of the target (longrope), and the draft's are of another size.
+                rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
             taken["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     return dict(values) | taken, taken
 

@@ -18,6 +18,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.tokenization import Tokenizer
 
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -69,6 +71,8 @@ def transplant(
         raise InputError(f"{donor.name_or_path}: has no plain embedding and output projection; use another donor")
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
+    # Also where the target has none: the donor's own are ids of its vocabulary.
+    taken |= {key: getattr(target.config.get_text_config(decoder=True), key, None) for key in _SPECIAL}
     for key, value in taken.items():
         setattr(config.get_text_config(decoder=True), key, value)
     # Tied before or not, the two sides of a row now come from different rows.

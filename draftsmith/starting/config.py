@@ -81,7 +81,12 @@ class InitConfig:
             raise InputError("keep: measured is for --method prune; use first, last or even")
         if self.cost is not None and not 0 < self.cost < 1:
             raise InputError(f"cost: {self.cost} must lie between 0 and 1, as a share of the target's")
-        for key in ("max_prompts", "max_new_tokens", "prompt_tokens", "draft_vocab_size"):
+        if self.method == "transplant" and self.keep is not None and self.num_layers is None:
+            raise InputError(
+                "keep: --method transplant keeps all layers of the donor; add --num_layers, or leave it out"
+            )
+        sizes = ("num_layers", "intermediate_size", "num_heads", "draft_vocab_size")
+        for key in ("max_prompts", "max_new_tokens", "prompt_tokens", *sizes):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
         if not 0 <= self.temperature < math.inf:
