@@ -138,11 +138,18 @@ def why_not(name: str, error: Exception, what: str) -> str:
 def lfs_pointer(*files: Path) -> str | None:
     """In words: which of these files is a pointer of git-lfs, as a clone without it has; None where none is."""
     for file in files:
-        if file.is_file():
-            with file.open("rb") as opened:
-                if opened.read(len(_LFS)) == _LFS:
-                    return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
+        if first_bytes(file, len(_LFS)) == _LFS:
+            return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
     return None
+
+
+def first_bytes(file: Path, count: int) -> bytes:
+    """What a file begins with, to explain why it could not be read; empty where it cannot be opened."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(count)
+    except OSError:
+        return b""
 
 
 def _first_line(error: Exception) -> str:

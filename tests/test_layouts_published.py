@@ -320,12 +320,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         ({"vocab_size": [V]}, r"config.json: 'vocab_size' is \[40\]; it must be of type int"),
         ({"architectures": 3, "vocab_size": None}, "config.json: lacks the key 'vocab_size'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True, 2]}}, "must be a list of layer numbers"),
+        ({"hidden_act": "gelu_fancy"}, "activation 'gelu_fancy' .*; correct the config"),
         ({"d2t": torch.zeros(1, D, dtype=torch.int64)}, "'d2t' has 2 dimensions; it must have one"),
         ({"d2t": torch.full((D,), V)}, "'d2t' names tokens outside 0 to 39; export it again"),
         ({"layers.0.hidden_norm.weight": torch.ones(H)}, "holds 'midlayer.hidden_norm.weight' under two names"),
         ({"pytorch_model.bin": LFS}, r"pytorch_model.bin is a pointer of git-lfs and not the file itself; run git lfs"),
         ({"model.safetensors": LFS}, r"model.safetensors is a pointer of git-lfs and not the file itself"),
         ({"pytorch_model.bin": b"<html>"}, r"pytorch_model.bin: cannot be read \(it is no file of torch.save"),
+        ({"pytorch_model.bin": b"hello"}, r"pytorch_model.bin: cannot be read \(it is no file of torch.save"),
     ],
 )
 def test_an_odd_or_damaged_copy_is_refused_in_one_line(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
@@ -151,6 +152,7 @@ def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotar
     try:
         config = LlamaConfig(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
         rotary = Rotary(config)
+        ACT2FN[layer.hidden_act]
     except (ValueError, TypeError, KeyError) as error:
         # Rope types are looked up by name, and each asks for keys of its own.
         reason = (str(error).strip().splitlines() or [""])[-1].strip()

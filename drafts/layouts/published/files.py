@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sources import lfs_pointer
+from draftsmith_core.sources import first_bytes, lfs_pointer
 
+_NO_PICKLE = "it is no file of torch.save"
 # Of older transformers: follows from the config.
 _COMPUTED = "rotary_emb.inv_freq"
 # What trainers leave beside the weights.
@@ -68,6 +69,12 @@ def _loaded(file: Path) -> dict[str, Tensor]:
         raise _damaged(file, str(error)) from None
 
 
+def _torch_saved(file: Path) -> bool:
+    """Whether it begins as what torch.save writes: a zip, or in old files a pickle. A file that is empty may have."""
+    begin = first_bytes(file, 2)
+    return not begin or begin.startswith((b"PK", b"\x80"))
+
+
 def _damaged(file: Path, reason: str) -> InputError:
     return InputError(f"{file}: cannot be read ({lfs_pointer(file) or f'{reason}; copy it again'})")
 
@@ -81,16 +88,15 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         except RuntimeError:  # files of torch before 1.6 cannot be mapped
             found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        with file.open("rb") as opened:
-            # What torch.save writes: a zip, or in old files a pickle.
-            if not opened.read(2).startswith((b"PK", b"\x80")):
-                raise _damaged(file, "it is no file of torch.save") from None
+        if not _torch_saved(file):
+            raise _damaged(file, _NO_PICKLE) from None
         raise InputError(
             f"{file}: holds more than tensors, and reading that would run code; convert it to "
             f"{file.parent / 'model.safetensors'} where you trust it"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = reason if _torch_saved(file) else _NO_PICKLE
         raise _damaged(file, reason) from None
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise InputError(f"{file}: is no dictionary of tensors by name; a draft's weights are expected in it")
