@@ -77,7 +77,7 @@ def test_its_logits_are_those_behind_every_token_of_the_text(target_dir: str, do
 
 
 # What tokenizers split in ways of their own, and texts that look like special tokens, or are some.
-ODD = (
+ODD: tuple[str, ...] = (
     "  two spaces",
     "\ttab\n\nlines ",
     "\U0001f642\U0001f469\u200d\U0001f467",
