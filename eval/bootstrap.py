@@ -1,17 +1,26 @@
 """Ratios of sums over prompts, and the 95 % intervals a bootstrap over prompts gives them.
 
+A bootstrap of few prompts is too sure of itself: its variance is (n - 1) / n of what it should be, and its tails are
+not those of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). Of 8 prompts, plain percentiles miss the truth
+in 11 % of cases instead of 5 %, of 2 in half of them. So an interval reaches further from the median than they do, by
+what this makes up for: 1.29 times at 8 prompts, 1.03 at 64.
+
 Legend: P prompts, R resamples. A prompt is the unit that is resampled, because tokens of one prompt are not
 independent of each other. Counts are kept per prompt and divided last (law 3).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from eval.schema import Difference, Estimate, Transfer
+from eval.student import student_cdf, student_quantile
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,26 +61,43 @@ class PromptSums:
 class Resamples:
     """How often each prompt occurs in each resample, `[R, P]`.
 
-    Two figures computed with one `Resamples` are paired. `usable` is False when a suite has a single prompt:
-    there is nothing to resample, so no interval exists.
+    Two figures computed with one `Resamples` are paired. `sizes`: the prompts of every suite in it, each of which is
+    drawn from on its own.
     """
 
     weights_RP: Floats
-    usable: bool
+    sizes: tuple[int, ...]
+
+    @property
+    def usable(self) -> bool:
+        """False when a suite has a single prompt: there is nothing to resample, so no interval exists."""
+        return all(size > 1 for size in self.sizes)
+
+    @cached_property
+    def widening(self) -> float:
+        """What the distance of a percentile from the median is multiplied by, for so few prompts."""
+        prompts, freedom = sum(self.sizes), sum(self.sizes) - len(self.sizes)
+        return math.sqrt(prompts / freedom) * _half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+def _half_width(freedom: int) -> float:
+    """Of a 95 % interval, in standard errors that were estimated with so many degrees of freedom."""
+    return student_quantile((1 + LEVEL) / 2, freedom)
 
 
 def resamples(prompts: int, count: int, seed: int) -> Resamples:
     """`count` resamples of `prompts` prompts with replacement, from one seed."""
     if prompts == 0:
-        return Resamples(np.zeros((count, 0)), False)
+        return Resamples(np.zeros((count, 0)), (0,))
     rng = np.random.default_rng(seed)
     weights = rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=count)
-    return Resamples(weights.astype(np.float64), prompts > 1)
+    return Resamples(weights.astype(np.float64), (prompts,))
 
 
 def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
     """Several suites side by side: each is resampled on its own (stratified), their prompts pooled."""
-    return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), all(part.usable for part in parts))
+    sizes = tuple(size for part in parts for size in part.sizes)
+    return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), sizes)
 
 
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
@@ -90,19 +116,25 @@ def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
     return ratio_R
 
 
-def interval(values_R: Floats, picks: Resamples) -> tuple[float | None, float | None]:
-    """The percentile interval of a resampled figure, or (None, None) where there is none."""
+def interval(
+    values_R: Floats, picks: Resamples, *, least: float = -math.inf, most: float = math.inf
+) -> tuple[float | None, float | None]:
+    """The interval of a resampled figure that lies in [`least`, `most`], or (None, None) where there is none."""
     defined = values_R[np.isfinite(values_R)]
     if not picks.usable or defined.size < (1 - MAX_UNDEFINED) * values_R.size or not defined.size:
         return None, None
-    low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    low, middle, high = np.quantile(defined, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
+    low, high = (middle + picks.widening * (end - middle) for end in (low, high))
+    return max(least, float(low)), min(most, float(high))
 
 
 def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     """The pooled ratio with its interval."""
     value = sums.pooled
-    bounds = (None, None) if value is None else interval(pooled_ratios(sums, picks), picks)
+    # A share of prompts, positions or mass is at most 1; what comes per target call is at least 1.
+    most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
+    least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
+    bounds = (None, None) if value is None else interval(pooled_ratios(sums, picks), picks, least=least, most=most)
     return Estimate(
         value=value,
         low=bounds[0],
@@ -123,7 +155,7 @@ def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate
     value = a / b if a is not None and b else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    bounds = (None, None) if value is None else interval(values_R, picks)
+    bounds = (None, None) if value is None else interval(values_R, picks, least=0.0)
     return Estimate(
         value=value,
         low=bounds[0],
@@ -176,38 +208,47 @@ def transfer(
     return {**found, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
 
 
-# Half the width of a 95 % interval in standard errors.
-HALF_WIDTH = 1.959964
+# A figure with its interval and the number of its prompts.
+Bounds = tuple[float, float, float, int]
 
 
-def signs(figures: Sequence[tuple[float, float, float] | None]) -> list[int | None]:
-    """Of one family of figures (value, low, high): 1 above zero, -1 below it, 0 where neither can be told at 95 %.
+def signs(figures: Sequence[Bounds | None]) -> list[int | None]:
+    """Of one family of figures: 1 above zero, -1 below it, 0 where neither can be told at 95 %.
 
-    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family;
-    the standard error is read off the interval. None where there is no figure.
+    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family,
+    by Student's t with the standard error that is read off the interval. None where there is no figure.
     """
-    scores = {
-        index: figure[0] * 2 * HALF_WIDTH / max(figure[2] - figure[1], 1e-12)
-        for index, figure in enumerate(figures)
-        if figure is not None
-    }
-    found: list[int | None] = [0 if index in scores else None for index in range(len(figures))]
+    known = {index: figure for index, figure in enumerate(figures) if figure is not None}
+    found: list[int | None] = [0 if index in known else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
-        p_values = [math.erfc(side * score / math.sqrt(2)) / 2 for score in scores.values()]
-        for index, p in zip(scores, holm(p_values), strict=True):
-            figure = figures[index]
-            assert figure is not None
+        p_values = [
+            student_cdf(-side * value * 2 * _half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1)
+            for value, low, high, prompts in known.values()
+        ]
+        for (index, figure), p in zip(known.items(), holm(p_values), strict=True):
             if p <= (1 - LEVEL) / 2 and side * figure[1 if side == 1 else 2] > 0:
                 found[index] = side
     return found
 
 
-def bounds(figure: Difference | None) -> tuple[float, float, float] | None:
-    """(value, low, high) of a difference, as `signs` takes it; None where it has no interval."""
+def ratio_signs(ratios: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """`signs` of estimates of ratios (speedups): 1 above one, -1 below it; on the logarithm, where both are alike."""
+    return signs(
+        [
+            (math.log(ratio["value"]), math.log(ratio["low"]), math.log(ratio["high"]), ratio["prompts"])
+            if ratio["value"] and ratio["low"] and ratio["high"]
+            else None
+            for ratio in ratios
+        ]
+    )
+
+
+def bounds(figure: Difference | None) -> Bounds | None:
+    """A difference as `signs` takes it; None where it has no interval."""
     if figure is None or figure["value"] is None or figure["low"] is None or figure["high"] is None:
         return None
-    return figure["value"], figure["low"], figure["high"]
+    return figure["value"], figure["low"], figure["high"], figure["prompts"]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

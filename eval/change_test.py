@@ -18,12 +18,12 @@ Legend: S streams tested side by side, C stakes.
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith_core.errors import InputError
+from eval.student import student_quantile
 
 Floats = NDArray[np.float64]
 # Shares of the largest stake at which no answer can take all the capital.
@@ -52,17 +52,6 @@ class Band:
         half = student_quantile(1 - rate / 4, count - 1) * float(means_P.std(ddof=1)) / math.sqrt(count)
         mean = float(means_P.mean())
         return Band(max(0.0, mean - half), min(1.0, mean + half), mean)
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5); off by less than 0.5 %
-    from 7 degrees of freedom on for probabilities up to 0.99.
-    """
-    z, n = NormalDist().inv_cdf(probability), freedom
-    first = (z**3 + z) / (4 * n)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + first + second + third
 
 
 class ChangeTest:

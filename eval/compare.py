@@ -185,8 +185,9 @@ def _difference(
             drawn.append(resampled if len(parts) == 1 else resampled / pooled_ratios(parts[1], weights))
     if values[0] is None or values[1] is None:
         return Difference(value=None, low=None, high=None, prompts=len(ours[0].numerator_P))
-    usable = Resamples(picks.weights_RP, picks.usable and other_picks.usable)
-    low, high = interval(drawn[1] - drawn[0], usable)
+    # Of prompts that both have, one set is drawn from; else two.
+    sizes = picks.sizes if picks is other_picks else picks.sizes + other_picks.sizes
+    low, high = interval(drawn[1] - drawn[0], Resamples(picks.weights_RP, sizes))
     return Difference(value=values[1] - values[0], low=low, high=high, prompts=len(ours[0].numerator_P))
 
 

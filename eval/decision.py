@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, resamples, signs
+from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, ratio_signs, resamples
 from eval.results import Results
 from eval.schema import Estimate, SpeedRow
 
@@ -77,7 +77,7 @@ def decide(results: Results) -> Decision:
             by_setting.setdefault(Setting.of(row), []).append(row)
     if not by_setting:
         return Decision("not_timed", None, [], None)
-    found = {setting: _signs(rows) for setting, rows in by_setting.items()}
+    found = {setting: ratio_signs([_speedup(row) for row in rows]) for setting, rows in by_setting.items()}
     means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
     chosen = max(by_setting, key=lambda setting: (found[setting].count(1), means[setting]))
     cells = []
@@ -124,18 +124,6 @@ def _mean_speed(rows: Sequence[SpeedRow]) -> float:
     return math.exp(sum(math.log(max(_speed(row), 1e-9)) for row in rows) / len(rows))
 
 
-def _signs(rows: Sequence[SpeedRow]) -> list[int | None]:
-    """Per cell 1, -1 or 0 as the speedup is above 1, below 1 or neither."""
-    # On the logarithm, on which a ratio is symmetric.
-    ratios = [(speedup["value"], speedup["low"], speedup["high"]) for speedup in map(_speedup, rows)]
-    return signs(
-        [
-            (math.log(value), math.log(low), math.log(high)) if value and low and high else None
-            for value, low, high in ratios
-        ]
-    )
-
-
 def _quotient(results: Results, new: Sequence[SpeedRow], base: Sequence[SpeedRow]) -> Estimate:
     """Tokens per second of one setting over another's, cells pooled; a prompt is drawn alike at all temperatures."""
     config = results.document["config"]
@@ -145,7 +133,8 @@ def _quotient(results: Results, new: Sequence[SpeedRow], base: Sequence[SpeedRow
         count = len(row["per_prompt"]["emitted"])
         picks.setdefault(row["domain"], resamples(count, config["bootstrap"], config["seed"] + len(picks)))
     drawn = [picks[row["domain"]] for row in new]
-    weights = Resamples(np.concatenate([d.weights_RP for d in drawn], axis=1), all(d.usable for d in drawn))
+    sizes = tuple(size for each in picks.values() for size in each.sizes)
+    weights = Resamples(np.concatenate([each.weights_RP for each in drawn], axis=1), sizes)
     return quotient(_rates(new), _rates(base), weights)
 
 

@@ -85,9 +85,10 @@ DEFINITIONS: dict[str, str] = {
         "tried in turn (MCSD), at up to 4 positions per prompt."
     ),
     "interval": (
-        "95 % percentile bootstrap over prompts: prompts are drawn with replacement and every figure is computed "
-        "again from per-prompt sums, divided last. Differences and ratios use the same draw on both sides. Several "
-        "sets are each resampled on their own. None when a set has a single prompt."
+        "95 % bootstrap over prompts: prompts are drawn with replacement and every figure is computed again from "
+        "per-prompt sums, divided last. The percentiles are moved away from the median by what they are too narrow by "
+        "for so few prompts (Student's t; 1.29 times as far with 8, 1.03 with 64). Differences and ratios use the "
+        "same draw on both sides. Several sets are each resampled on their own. None when a set has a single prompt."
     ),
     "identical_outputs": (
         "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."

@@ -180,7 +180,7 @@ def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> Calibrat
     pooled_B3 = sums_PB3.sum(0)
     # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
     ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
-    low, high = interval(ece_R, group.picks)
+    low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
     bins = [
         {
             "mass": float(mass),

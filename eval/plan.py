@@ -8,7 +8,7 @@
    tried, confidence stops and trees that grow while decoding, is timed on a few prompts.
 4. The best are timed beside the target alone, interleaved, and the fastest is the plan: of four candidates the largest
    measured rate is chosen, so that its speedup is optimistic by what the noise of the clock is among them. The interval
-   of its speedup is the bootstrap over prompts, for the one that was chosen.
+   of its speedup is the bootstrap over prompts, for the one that was chosen; whether it pays is judged among all.
 """
 
 import os
@@ -29,7 +29,7 @@ from draftsmith_core.progress import Advance
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval import measure
-from eval.bootstrap import PromptSums, estimate, quotient, resamples
+from eval.bootstrap import PromptSums, estimate, quotient, ratio_signs, resamples
 from eval.estimate import read_traces
 from eval.plan_costs import Costs, measure_costs
 from eval.plan_flags import engine_flags
@@ -166,7 +166,7 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
         "tree": finalists[best].written(),
         "name": finalists[best].name,
         "verifier": default_verifier(finalists[best].shape),
-        "pays": _pays(speedup),
+        "pays": _pays([row["speedup"] for row in confirmed[1:]], best),
         "speedup": speedup,
         "sampling": asdict(sampling),
         "batch_size": planner.batch_size,
@@ -292,18 +292,18 @@ def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: Sequence
         if which:
             found = quotient(sums, alone, picks)
             row |= {"predicted_or_tried": finalists[which - 1].rate, "family": finalists[which - 1].family}
-            row["speedup"] = {key: found[key] for key in ("value", "low", "high")}
+            row["speedup"] = {key: found[key] for key in ("value", "low", "high", "prompts")}
         rows.append(row)
     return rows
 
 
-def _pays(speedup: dict[str, float | None]) -> bool | None:
-    """Whether to draft: yes where the interval lies above 1, no where the best was not faster than the target alone,
-    None where it was and the interval holds 1.
+def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
+    """Whether to draft: yes where the best is faster than the target alone beyond chance, under Holm's correction over
+    all that were timed, because the best of three looks better than it is; no where it was not the faster; else None.
     """
-    if speedup["low"] is not None and speedup["low"] > 1:
+    if ratio_signs(speedups)[best] == 1:
         return True
-    return False if (speedup["value"] or 0.0) <= 1 else None
+    return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
 
 def _expected(candidate: Candidate, sampling: Sampling, traces: Traces, seed: int) -> dict[str, Any]:

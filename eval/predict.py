@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from decode import Tree
 from draftsmith_core.sampling_options import Sampling
 from eval.acceptance import Trace
-from eval.bootstrap import LEVEL, PromptSums, Resamples, pooled_ratios
+from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
 from eval.request import Method
 
 Floats = NDArray[np.float64]
@@ -190,13 +190,13 @@ def run_interval(
     is wider than needed by what prompts differ among themselves: it covers at least 95 %. None where no bootstrap is
     possible.
     """
-    if not picks.usable:
-        return None, None
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
     noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
     ran_R = (again_RP @ sums.numerator_P) / np.maximum(again_RP @ sums.denominator_P + noise_R, 1e-9)
     away_R = ran_R - pooled_ratios(sums, picks)
-    low, high = np.quantile(away_R, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = interval(away_R, picks)
+    if low is None or high is None:
+        return None, None
     value = sums.pooled or 0.0
-    return max(1.0, value + float(low)), value + float(high)
+    return max(1.0, value + low), value + high

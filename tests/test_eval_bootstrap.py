@@ -6,14 +6,17 @@ import pytest
 from eval.bootstrap import (
     PromptSums,
     Resamples,
+    bounds,
     difference,
     estimate,
     pool_resamples,
     pool_sums,
     quotient,
     resamples,
+    signs,
     transfer,
 )
+from eval.student import student_cdf, student_quantile
 
 
 def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40) -> PromptSums:
@@ -38,6 +41,54 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         assert found["low"] is not None and found["high"] is not None
         covered += found["low"] <= 0.6 <= found["high"]
     assert 0.90 <= covered / 300 <= 0.985
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 5, 8])
+def test_few_prompts_are_not_surer_than_they_say(prompts: int) -> None:
+    """Plain percentiles call no difference one in half of the cases with 2 prompts, in 10 % with 8."""
+    rng = np.random.default_rng(prompts + 1)
+    wrong, called = 0, 0
+    for trial in range(400):
+        lengths = rng.integers(20, 64, size=prompts).astype(float)
+        new = PromptSums((0.5 + rng.normal(0, 0.1, size=prompts)) * lengths, lengths)
+        found = difference(new, PromptSums(0.5 * lengths, lengths), resamples(prompts, 400, trial))
+        assert found["low"] is not None and found["high"] is not None
+        wrong += not found["low"] <= 0 <= found["high"]
+        called += signs([bounds(found)]) != [0]
+    assert 0.02 <= wrong / 400 <= 0.085 and called / 400 <= 0.085
+
+
+def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_figure_may() -> None:
+    rng = np.random.default_rng(4)
+    called = 0
+    for _ in range(150):
+        family = []
+        for number in range(6):
+            new = PromptSums.of(list(0.5 + rng.normal(0, 0.1, size=5)), [1.0] * 5)
+            family.append(bounds(difference(new, PromptSums.of([0.5] * 5, [1.0] * 5), resamples(5, 300, number))))
+        called += 1 in signs(family)
+    assert called / 150 <= 0.06
+
+
+def test_an_interval_stays_where_the_figure_can_lie() -> None:
+    picks = resamples(2, 400, 0)
+    share, ratio = PromptSums.of([9, 2], [10, 10]), PromptSums.of([30, 2], [10, 10])
+    assert (estimate(share, picks)["low"], estimate(share, picks)["high"]) == (0.0, 1.0)
+    found = estimate(ratio, picks)
+    assert found["low"] == 0.0 and found["high"] is not None and found["high"] > 3
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    for probability, freedom, expected in (
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.3027),
+        (0.975, 7, 2.3646),
+        (0.9875, 15, 2.4899),
+        (0.99, 9, 2.8214),
+        (0.975, 10_000, 1.9602),
+    ):
+        assert student_quantile(probability, freedom) == pytest.approx(expected, rel=5e-4)
+        assert student_cdf(-expected, freedom) == pytest.approx(1 - probability, rel=5e-3)
 
 
 def test_pairing_narrows_the_interval_of_a_difference() -> None:
