@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json_value
+from eval.json_schema import first_gap
 from eval.migrate import OLDEST, migrate
 from eval.schema import (
     SCHEMA_VERSION,
@@ -62,9 +63,13 @@ class Results:
                 f"run eval again"
             )
         try:
-            return cls(cast(ResultsDocument, migrate(document)), file.parent)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{file}: is not whole ({type(error).__name__}: {error}); run eval again") from None
+            found = migrate(document)
+            gap = first_gap(found)
+        except (KeyError, TypeError, AttributeError) as error:
+            gap = f"{type(error).__name__}: {error}"
+        if gap is not None:
+            raise InputError(f"{file}: is not whole ({gap}); run eval again")
+        return cls(cast(ResultsDocument, found), file.parent)
 
     @property
     def base(self) -> str:

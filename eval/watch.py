@@ -1,12 +1,13 @@
 """`eval --watch FILE`: follows a growing log of prompts and answers, and tells when acceptance has left its band."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -59,7 +60,7 @@ def read_baseline(config: WatchConfig) -> Baseline:
         ]
     measured = results.document["config"]
     sampling = Sampling(
-        temperature=temperature, top_k=measured["top_k"], top_p=measured["top_p"], min_p=measured["min_p"]
+        temperature=temperature, top_k=measured["top_k"], top_p=measured["top_p"], min_p=measured.get("min_p") or 0.0
     )
     return Baseline(results, draft, config.domain, sampling, Band.of(np.array(means), config.rate))
 
@@ -167,27 +168,42 @@ class _Watched:
 
 
 def _lines(log: Path, follow: bool) -> Iterator[str | None]:
-    """Whole lines of a growing file, and None whenever its end is reached. A last line without an end of line counts
+    """Whole lines of a growing file, and None whenever its end is reached. As `tail -F`: where another file takes its
+    name, or it is cut to be written anew, that is read from its beginning. A last line without an end of line counts
     only when nothing more is waited for.
     """
-    with log.open(encoding="utf-8", errors="replace") as file:
-        part = ""
-        while True:
-            line = file.readline()
-            if line.endswith("\n"):
-                yield part + line
-                part = ""
-                continue
-            part += line
-            if not follow:
-                if part.strip():
-                    yield part
-                yield None
-                return
-            yield None
-            if log.exists() and log.stat().st_size < file.tell():
-                raise InputError(f"--watch {log}: became shorter while it was read; watch a log that only grows")
-            time.sleep(POLL_S)
+    while True:
+        with log.open("rb") as file:
+            part, anew = b"", False
+            while True:
+                if line := file.readline():
+                    part += line
+                    if part.endswith(b"\n"):
+                        yield part.decode(errors="replace")
+                        part = b""
+                elif anew:
+                    break
+                elif not follow:
+                    if part.strip():
+                        yield part.decode(errors="replace")
+                    yield None
+                    return
+                else:
+                    yield None
+                    # A file that was renamed may have got lines since; they are read first.
+                    anew = _begun_anew(log, file)
+                    if not anew:
+                        time.sleep(POLL_S)
+        sys.stderr.write(f"watch: {log} was begun anew; reading it from its beginning\n")
+
+
+def _begun_anew(log: Path, file: BinaryIO) -> bool:
+    """Whether a name is another file's by now, or its file shorter than what was read of it."""
+    try:
+        now = log.stat()
+    except FileNotFoundError:
+        return False  # renamed, and the next one is not there yet
+    return not os.path.samestat(now, os.fstat(file.fileno())) or now.st_size < file.tell()
 
 
 def _answer(
@@ -208,7 +224,7 @@ def _answer(
             raise InputError(f"{where}: {len(prompt) + len(output)} tokens are more than the models' context")
         if not all(isinstance(i, int) and 0 <= i < vocabulary_size(target) for i in (*prompt, *output)):
             raise InputError(f"{where}: holds ids that are not tokens of the target")
-    except (InputError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 100,000 deep
         skipped.append(str(error) if isinstance(error, InputError) else f"{where}: is not valid JSON")
         return None
     return Continuation(where, prompt, output)

@@ -188,6 +188,23 @@ def test_what_are_no_results_is_refused_in_one_line(tmp_path: Path, text: str, s
         Results.load(tmp_path)
 
 
+def test_a_results_file_that_lacks_a_key_is_refused_wherever_it_is(tmp_path: Path) -> None:
+    whole: Any = made_up(GAINS, BOTH)
+    cut = {
+        "lacks the key 'methods'": {key: value for key, value in whole.items() if key != "methods"},
+        "alpha[0].alpha lacks the key 'low'": {**whole, "alpha": [{**whole["alpha"][0], "alpha": {"value": 0.5}}]},
+        "methods is no array": {**whole, "methods": 5},
+        "models.mine is no object": {**whole, "models": {**whole["models"], "mine": "a draft"}},
+    }
+    for said, document in cut.items():
+        (tmp_path / "results.json").write_text(json.dumps(document))
+        with pytest.raises(InputError) as refused:
+            Results.load(tmp_path)
+        assert f"results.json: is not whole ({said}); run eval again" in str(refused.value)
+    (tmp_path / "results.json").write_text(json.dumps({**whole, "of a later version": 1}))
+    assert Results.load(tmp_path).drafts == whole["drafts"]
+
+
 def test_lines_for_the_terminal_have_no_method_for_alpha() -> None:
     lines = comparison_lines(both(made_up(GAINS, BOTH), made_up(BETTER, BOTH)))
     assert "method" not in lines[lines.index("Expected acceptance α") + 1]

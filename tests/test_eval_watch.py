@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from draftsmith_core.errors import InputError
 from eval import watch as watching
-from eval.change_test import Band, ChangeTest, student_quantile
+from eval.change_test import Band, ChangeTest
 
 Floats = NDArray[np.float64]
 STREAMS, RATE, MEAN = 1000, 0.05, 0.55
@@ -79,16 +79,6 @@ def test_a_change_is_noticed(
     assert abs(float(np.median(test.since_S[when > before])) - before) < 40
 
 
-def test_quantiles_of_student_are_those_of_the_tables() -> None:
-    for probability, freedom, expected in (
-        (0.975, 7, 2.3646),
-        (0.9875, 15, 2.4899),
-        (0.9875, 63, 2.2962),
-        (0.99, 9, 2.8214),
-    ):
-        assert student_quantile(probability, freedom) == pytest.approx(expected, rel=0.005)
-
-
 def test_too_few_prompts_make_no_band() -> None:
     with pytest.raises(InputError, match="7 prompts are too few for a band; evaluate at least 8"):
         Band.of(np.linspace(0.2, 0.8, 7), RATE)
@@ -144,14 +134,17 @@ def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(home: Path,
         {"prompt_ids": [0, 5], "output_ids": [999]},
         {"prompt_ids": 5, "output_ids": [7]},
         "{torn",
+        "\x00\x00\x7fELF",
+        "[" * 100_000,
+        '{"prompt_ids": [0], "output_ids": [' + "9" * 5000 + "]}",
     ]
     log = _log(tmp_path / "log.jsonl", rows)
     code, out, err = door("eval", "--watch", log, "--baseline", home, "--follow", "false", "--window", 2, "--json")
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
-    assert (found["rows"], found["answers"], found["skipped"], found["changed"]) == (7, 3, 4, None)
+    assert (found["rows"], found["answers"], found["skipped"], found["changed"]) == (10, 3, 7, None)
     assert "watch: answers 1 to 2: alpha" in err and "watch: answers 3 to 3: alpha" in err
-    assert "4 of 7 rows skipped" in err and "log.jsonl:4: has no response with a text (the first)" in err
+    assert "7 of 10 rows skipped" in err and "log.jsonl:4: has no response with a text (the first)" in err
 
 
 def test_a_log_of_a_draft_that_is_never_accepted_ends_with_3(
@@ -180,11 +173,29 @@ def test_what_is_appended_is_read_and_half_a_line_waits(tmp_path: Path, monkeypa
     monkeypatch.setattr("eval.watch.time.sleep", sleep)
     lines = watching._lines(log, follow=True)
     assert [next(lines) for _ in range(6)] == ["one\n", None, "two\n", "three\n", None, None]
-    log.write_text("x\n")
-    monkeypatch.setattr("eval.watch.time.sleep", lambda seconds: None)
-    with pytest.raises(InputError, match="became shorter while it was read"):
-        next(lines)
-    assert list(watching._lines(log, follow=False)) == ["x\n", None]
+    assert list(watching._lines(log, follow=False)) == ["one\n", "two\n", "three\n", None]
+
+
+@pytest.mark.parametrize("way", ["cut", "renamed"])
+def test_a_log_that_is_rotated_is_followed(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("one\ntwo\n")
+    lines = watching._lines(log, follow=True)
+
+    def sleep(seconds: float) -> None:
+        if way == "renamed":
+            log.rename(tmp_path / "log.1")
+            with (tmp_path / "log.1").open("a") as file:
+                file.write("a last one\n")
+        log.write_text("new\n")
+
+    monkeypatch.setattr("eval.watch.time.sleep", sleep)
+    assert [next(lines) for _ in range(3)] == ["one\n", "two\n", None]
+    for line in [*["a last one\n"] * (way == "renamed"), None, "new\n", None]:
+        assert next(lines) == line
+    assert capsys.readouterr().err.count("was begun anew") == 1
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,15 @@ def run(argv: list[str]) -> None:
         from eval.evaluate import render
         from eval.results import Results
 
+        missed: RequirementError | None = None
+        try:
+            Results.load(again.render).require(*again.require)
+        except RequirementError as error:
+            missed = error
         report = str(render(again.render))
         finish({"report": report}, [f"report:  {report}"], as_json)
-        Results.load(again.render).require(*again.require)
+        if missed is not None:
+            raise missed
         return
     if any(word.partition("=")[0] == "--compare" for word in argv):
         _compare(argv)
@@ -34,7 +40,7 @@ def run(argv: list[str]) -> None:
     from eval.results import Results
     from eval.summary import summary
 
-    missed: RequirementError | None = None
+    missed = None
     try:
         results = evaluate(config)
     except RequirementError as error:
