@@ -146,3 +146,6 @@ def test_the_command_ends_with_3_and_one_line_for_each(
     assert json.loads(out.splitlines()[-1])["results"] == str(tmp_path / "results.json")
     assert door("eval", "--render", tmp_path, "--require", "alpha > 0")[0] == 0
     assert door("eval", "--render", tmp_path, "--require", "alpha > 1")[0] == 3
+    (tmp_path / "report.html").unlink()
+    assert door("eval", "--render", tmp_path, "--require", "alpha[nowhere] > 0")[0] == 2
+    assert not (tmp_path / "report.html").exists()  # nothing is drawn for a requirement that cannot be judged
