@@ -6,6 +6,7 @@ Legend: V vocabulary, D tokens of the draft vocabulary.
 import copy
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,8 @@ def test_training_again_keeps_what_it_has(
 
 def test_merging_keeps_it_and_refuses_another(trained: tuple[Path, str], draft_dir: str, tmp_path: Path) -> None:
     out, _ = trained
-    same = {"draft": [str(out), str(out)], "out": str(tmp_path / "soup")}
+    other = shutil.copytree(out, tmp_path / "other", ignore=shutil.ignore_patterns("run"))
+    same = {"draft": [str(out), str(other)], "out": str(tmp_path / "soup")}
     ds.merge(ds.MergeConfig(**same))  # type: ignore[arg-type]
     assert (tmp_path / "soup" / FILE).read_bytes() == (out / FILE).read_bytes()
     with pytest.raises(InputError, match="drafts other tokens than"):
