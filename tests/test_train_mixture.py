@@ -82,6 +82,8 @@ def test_weights_rise_with_the_loss_and_scale_the_mean() -> None:
     # One without a token keeps its share of the whole when the others agree.
     assert raised([0.25, 0.25, 0.5], [2.0, 4.0, 0.0], [2.0, 4.0, 0.0], 5.0) == pytest.approx([0.25, 0.25, 0.5])
     assert raised([0.5, 0.5], [0.0, 5000.0], [1.0, 1.0], 1.0) == pytest.approx([0.0, 1.0])
+    # Whatever the step, a domain that lost nearly all of its weight can come back.
+    assert raised(raised([0.5, 0.5], [0.0, 5.0], [1.0, 1.0], 1e9), [1.0, 0.0], [1.0, 0.0], 1e9)[0] > 0
 
 
 def test_a_step_is_what_is_written_out(

@@ -72,8 +72,9 @@ def raised(
     # A domain that had no token in this step keeps what it has, relative to the mean of the others.
     seen = [(w, m) for w, m in zip(weights_K, means, strict=True) if m is not None]
     usual = sum(w * m for w, m in seen) / max(sum(w for w, _ in seen), 1e-300)
+    # A weight that has become 0 would stay 0, and a step with tokens of such domains only would have none.
     grown = [
-        weight * math.exp(step_size * ((usual if mean is None else mean) - top))
+        max(weight * math.exp(step_size * ((usual if mean is None else mean) - top)), 1e-30)
         for weight, mean in zip(weights_K, means, strict=True)
     ]
     return [each / sum(grown) for each in grown]

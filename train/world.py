@@ -20,6 +20,7 @@ from draftsmith_core.models import resolve_device
 from draftsmith_core.packages import require_package
 from draftsmith_core.processes import LauncherRequest, check_process_count, launcher_request, process_group_options
 from train.config import TrainConfig
+from train.extension_locks import remove_dead_locks
 
 Sharing = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 
@@ -69,6 +70,7 @@ def make_world(config: TrainConfig) -> World:
         require_package(
             "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
         )
+        remove_dead_locks()
     _check_launcher(wanted, bf16)
     options = process_group_options(on_cpu)
     if on_cpu:

@@ -62,7 +62,9 @@ class LMTrainee(nn.Module):
         self.target = None if target is None else last(target, cache=cache)
         self.reference = None if reference is None else last(reference, name="reference")
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
-        self.anchor_objective = None if anchor is None else parse_objective(f"{anchor[1]}*fkl")
+        # A plus sign would begin the next loss of the sum.
+        weight = "" if anchor is None else str(anchor[1]).replace("+", "")
+        self.anchor_objective = None if anchor is None else parse_objective(f"{weight}*fkl")
         # Group DRO: what the loss of a token of each domain is multiplied with in this step; the loop sets it.
         self.domain_scale_K: Tensor | None = None
         self.size = vocabulary_size(draft)
