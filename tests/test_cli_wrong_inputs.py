@@ -105,7 +105,7 @@ WRONG = [
     (ALIGN + " --train.max_length 1000", "leaves no room"),
     (ALIGN + " --heldout_prompts 0", "heldout_prompts: 0"),
     (ALIGN + " --ood a=none.jsonl", "none.jsonl: no such file"),
-    ("align --target {target} --draft {draft} --prompts {one} --out out", "none can be held out"),
+    ("align --target {target} --draft {draft} --prompts {one} --out out", "prompts: 1 can be used, and too few"),
     ("align --target {target} --draft {draft} --prompts {prompts} --out {prompts}", "--out"),
     # demo
     ("demo --shrot", "did you mean --short?"),

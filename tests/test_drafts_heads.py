@@ -538,7 +538,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda d: edit(d, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}),
         r"config\.json: no LLaMA layer.*spiral",
     ),
-    "map": ("eagle3", lambda d: retensor(d, lambda t: t["d2t"].add_(1)), "'d2t' and 't2d' do not describe"),
+    "map": ("eagle3", lambda d: retensor(d, lambda t: t["d2t"][:1].add_(1)), "'d2t' and 't2d' do not describe"),
+    "map beyond": ("eagle3", lambda d: retensor(d, lambda t: t["d2t"].add_(1)), "'d2t' names tokens outside 0 to 39"),
     "foreign": ("eagle", lambda d: retensor(d, lambda t: t["embed_tokens.weight"].neg_()), "is not the target's emb"),
 }
 
