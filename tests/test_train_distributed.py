@@ -159,6 +159,9 @@ def test_two_processes_are_one(
         pytest.param("cpu2_zero3", "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3", marks=NO_DEEPSPEED),
         ("cpu2_fsdp2", "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3"),
         ("cpu2", "--draft {draft} --on_policy.fraction 0.5 --on_policy.max_new_tokens 8"),
+        ("cpu2_fsdp2", "--draft {draft} --head.draft_vocab_size 120"),
+        pytest.param("cpu2_zero2", "--draft {draft} --head.draft_vocab_size 120", marks=NO_DEEPSPEED),
+        pytest.param("cpu2_zero3", "--draft {draft} --head.draft_vocab_size 120", marks=NO_DEEPSPEED),
     ],
 )
 def test_two_processes_are_one_for_heads_and_answers_of_their_own(
