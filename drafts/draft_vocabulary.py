@@ -30,6 +30,16 @@ FILE = "draft_vocabulary.safetensors"
 _BUFFER = "target_ids_D"
 
 
+def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | None = None) -> None:
+    """InputError, which names `option`, where `size` is more than the vocabulary of `whole` tokens, or where the draft
+    that is named by `has_one` has a draft vocabulary already.
+    """
+    if has_one is not None:
+        raise InputError(f"{option}: {has_one} has its own, in {FILE}; leave it out")
+    if size > whole:
+        raise InputError(f"{option}: {size} is more than the vocabulary of {whole}; lower it")
+
+
 def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
     """The `size` commonest tokens of these sequences, as sorted ids; of equally common ones the smaller id.
 

@@ -69,9 +69,8 @@ class MergeConfig:
                     f"--draft: the weights add up to {sum(given):g}; without a base they must add up to 1 (name --base)"
                 )
         named = [source for source, _ in found]
-        if self.base is not None and found != [
-            (self.base, 1.0)
-        ]:  # the whole way from itself: a copy, as of a soup of one
+        # A draft at weight 1 from itself is a copy, which a soup of one draft is.
+        if self.base is not None and found != [(self.base, 1.0)]:
             named.append(self.base)
         if twice := next((source for source in named if named.count(source) > 1), None):
             raise InputError(f"--draft {twice}: is named twice (as a draft, or as draft and base); name it once")

@@ -16,7 +16,7 @@ from drafts.load import Draft, draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.prompt_rows import whole
-from draftsmith_core.prompts import check_messages
+from draftsmith_core.prompts import check_messages, check_tools
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 from eval.change_test import Band, ChangeTest
@@ -235,7 +235,7 @@ def logged_tokens(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tupl
     if isinstance(row.get("prompt_ids"), list) and isinstance(row.get("output_ids"), list):
         return list(row["prompt_ids"]), list(row["output_ids"])
     if "messages" in row:
-        prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where, row.get("tools"))
+        prompt = encode_messages(tokenizer, check_messages(row["messages"], where), where, check_tools(row, where))
     elif isinstance(row.get("prompt"), str):
         prompt = encode_text(tokenizer, whole(row["prompt"], "prompt", where))
     else:

@@ -243,6 +243,22 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant: str) -> None:
             )
 
 
+def check_rows_that_join(made: SpeculativeDecoder) -> None:
+    """Rows join as others end, at different steps because their answers are of different lengths; each is written as
+    the target alone writes it.
+    """
+    waiting = [0, 1, 2, 3] * 2
+
+    def source(free: int) -> list[tuple[int, list[int], torch.Generator]]:
+        taken = [waiting.pop(0) for _ in range(min(free, len(waiting)))]
+        return [(row, PROMPTS[row], generator(row)) for row in taken]
+
+    ended = [(row, each.output_ids) for row, each in made.continuous(source, 3, GREEDY, NEW_TOKENS, {0})]
+    assert len(ended) == 8
+    for row, ids in ended:
+        assert ids == own_greedy(row)[: len(ids)] and (len(ids) == NEW_TOKENS or ids[-1] == 0)
+
+
 @pytest.mark.parametrize("variant", FIXED)
 def test_a_row_that_joins_a_batch_is_what_it_is_alone(variant: str) -> None:
     """Rows join one that has been decoded for a while, as others end; every proposer, with trees of each kind."""

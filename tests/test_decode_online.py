@@ -13,8 +13,18 @@ import torch
 from decode import PROPOSERS, DraftModelProposer, OnlineTrees, PromptLookupProposer, SpeculativeDecoder, parse_tree
 from decode.bandit import ROUND, SHARE, Bandit
 from decode.propose.online import OnlineSession
-from draftsmith_core.sampling import generator
-from tests.test_decode_lossless import GREEDY, NEW_TOKENS, PROMPTS, SAMPLED, VARIANTS, llama, own_greedy, run, statistic
+from tests.test_decode_lossless import (
+    GREEDY,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLED,
+    VARIANTS,
+    check_rows_that_join,
+    llama,
+    own_greedy,
+    run,
+    statistic,
+)
 from tests.test_decode_lossless import proposer as proposer_of
 
 ADAPT = [
@@ -98,18 +108,7 @@ def test_a_draft_that_rested_drafts_as_one_that_did_not(variant: str, monkeypatc
 @pytest.mark.parametrize("variant", ["draft", "eagle3", "medusa"])
 def test_rows_that_join_while_the_draft_rests(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [0, 0, 0, 2, 0, 0, 1, 0])
-    waiting = [0, 1, 2, 3] * 2
-    made = SpeculativeDecoder(llama(2), proposer_of(variant), CHAINS)
-
-    def source(free: int) -> list[tuple[int, list[int], torch.Generator]]:
-        taken = [waiting.pop(0) for _ in range(min(free, len(waiting)))]
-        return [(row, PROMPTS[row], generator(row)) for row in taken]
-
-    # Answers of different lengths, so that rows end and others join at different steps.
-    ended = [(row, each.output_ids) for row, each in made.continuous(source, 3, GREEDY, NEW_TOKENS, {0})]
-    assert len(ended) == 8
-    for row, ids in ended:
-        assert ids == own_greedy(row)[: len(ids)] and (len(ids) == NEW_TOKENS or ids[-1] == 0)
+    check_rows_that_join(SpeculativeDecoder(llama(2), proposer_of(variant), CHAINS))
 
 
 def test_a_perfect_draft_is_accepted_whole_after_resting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,22 @@ from itertools import count
 from typing import Any
 
 import pytest
-import torch
 
 from decode import VERIFIERS, RouterProposer, SpeculativeDecoder
 from decode.bandit import Bandit
 from decode.propose.draft_model import CATCH_UP, DraftModelProposer
 from decode.propose.router import RouterSession
 from decode.propose.static_tree import StaticTreeSession
-from draftsmith_core.sampling import generator
-from tests.test_decode_lossless import GREEDY, NEW_TOKENS, PROMPTS, SAMPLED, llama, own_greedy, run, statistic
+from tests.test_decode_lossless import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    check_rows_that_join,
+    llama,
+    own_greedy,
+    run,
+    statistic,
+)
 from tests.tiny_models import random_llama
 
 TREES = ["chain:3", "chain:3,stop=0.3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5", "opt:nodes=4,gain=0.3"]
@@ -106,17 +113,7 @@ def test_a_draft_that_rested_drafts_as_one_that_did_not(monkeypatch: pytest.Monk
 
 def test_rows_that_join_while_a_draft_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [0, 0, 0, 1, 1, 0, 2, 1])
-    waiting = [0, 1, 2, 3] * 2
-    made = SpeculativeDecoder(llama(2), router(), "chain:3")
-
-    def source(free: int) -> list[tuple[int, list[int], torch.Generator]]:
-        taken = [waiting.pop(0) for _ in range(min(free, len(waiting)))]
-        return [(row, PROMPTS[row], generator(row)) for row in taken]
-
-    ended = [(row, each.output_ids) for row, each in made.continuous(source, 3, GREEDY, NEW_TOKENS, {0})]
-    assert len(ended) == 8
-    for row, ids in ended:
-        assert ids == own_greedy(row)[: len(ids)] and (len(ids) == NEW_TOKENS or ids[-1] == 0)
+    check_rows_that_join(SpeculativeDecoder(llama(2), router(), "chain:3"))
 
 
 def test_rows_far_apart_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

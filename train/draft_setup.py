@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from drafts.draft_vocabulary import (
-    FILE,
     attach_draft_vocabulary,
+    check_draft_vocabulary,
     count_vocabulary,
     coverage,
     draft_vocabulary,
@@ -141,7 +141,7 @@ def _with_draft_vocabulary(
     whole = min(vocabulary_size(each) for each in (model, target) if each is not None)
     known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
     if known is not None and config.head.draft_vocab_size is not None:
-        raise InputError(f"head.draft_vocab_size: {config.draft} has its own, in {FILE}; leave it out")
+        check_draft_vocabulary("head.draft_vocab_size", config.head.draft_vocab_size, whole, config.draft)
     ids = _draft_vocab(config, whole, training) if known is None else known
     if ids is not None:
         attach_draft_vocabulary(model, torch.as_tensor(ids))
@@ -153,8 +153,7 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
     size = config.head.draft_vocab_size
     if size is None or size == whole:
         return None
-    if size > whole:
-        raise InputError(f"head.draft_vocab_size: {size} is more than the vocabulary of {whole}; lower it")
+    check_draft_vocabulary("head.draft_vocab_size", size, whole)
     return count_vocabulary(_responses(training), size)
 
 

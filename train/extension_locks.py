@@ -32,16 +32,24 @@ def remove_dead_locks() -> None:
     # One process at a time: what another has removed may be there again, and held, a moment later.
     with (root / "draftsmith.lock").open("w") as turn:
         fcntl.lockf(turn, fcntl.LOCK_EX)
-        before = {path: path.stat().st_ino for path in _unheld(_locks(root)) if path.exists()}
+        before = {path: _inode(path) for path in _unheld(_locks(root))}
         time.sleep(_INSTANT_S)
         for path in _unheld(before):
-            if path.exists() and path.stat().st_ino == before[path]:
+            if (inode := _inode(path)) is not None and inode == before[path]:
                 path.unlink(missing_ok=True)
                 log.warning("removed %s: the process that was building there is dead", path)
 
 
 def _locks(root: Path) -> list[Path]:
     return [*root.glob("*/lock"), *root.glob("*/*/lock")]
+
+
+def _inode(path: Path) -> int | None:
+    """Which file has this name; None where there is none, as when its process has removed it meanwhile."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _unheld(locks: Iterable[Path]) -> list[Path]:

@@ -39,6 +39,10 @@ class Asked:
     ignore_eos: bool
     vocabulary: int  # of the tokenizer, which counts it anew each time that it is asked
 
+    def knows(self, ids: Sequence[int]) -> bool:
+        """Whether all of them are tokens of the tokenizer."""
+        return all(0 <= token < self.vocabulary for token in ids)
+
 
 @dataclass(frozen=True)
 class Dialect:

@@ -110,7 +110,7 @@ class Endpoint:
         body = self.dialect.body(asked, request.prompt_ids, request.seed)
         answer, tokens = await self.post(self.dialect, asked, body)
         ids = answer.response_ids
-        if min(ids) < 0 or max(ids) >= asked.vocabulary:
+        if not asked.knows(ids):
             raise Refusal(f"{self.url}: gave a token beyond the {asked.vocabulary} of --target's tokenizer")
         if answer.tokens_from == "target" and len(ids) > asked.max_new_tokens + 1:  # and the end token
             raise Refusal(f"{self.url}: gave {len(ids)} tokens where {asked.max_new_tokens} were asked for")

@@ -178,9 +178,10 @@ async def _check_answers(endpoint: Endpoint, way: Dialect, asked: Asked) -> None
     else:
         asked = replace(asked, sampling=Sampling(temperature=max(_TEMPERATURE, asked.sampling.temperature)))
     answers = [await _draw(endpoint, way, asked, seed) for seed in _SEEDS]
-    size = asked.vocabulary
-    if any(not 0 <= token < size for answer in answers for token in answer.response_ids):
-        raise InputError(f"{endpoint.url}: gives tokens beyond the {size} of --target's tokenizer; serve that target")
+    if not all(asked.knows(answer.response_ids) for answer in answers):
+        raise InputError(
+            f"{endpoint.url}: gives tokens beyond the {asked.vocabulary} of --target's tokenizer; serve that target"
+        )
     if not asked.sampling.greedy and len({answer.response_ids for answer in answers}) == 1:
         text = decode_text(asked.tokenizer, list(answers[0].response_ids))
         raise InputError(

@@ -114,7 +114,7 @@ class RayEngine:
             most = _OWN_PATIENCE_S if self._connected == LOCAL else None
             ready, _ = ray.wait(list(starting), num_returns=1, timeout=most)
         if not ready:
-            raise RunError(f"ray: no worker has started for {_OWN_PATIENCE_S:.0f} s; see /tmp/ray/session_latest/logs")
+            raise RunError(f"ray: no worker has started for {_OWN_PATIENCE_S:.0f} s; see the logs of Ray's session")
         _result(ready[0])
         return starting[ready[0]]
 

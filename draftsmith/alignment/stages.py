@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from distill.generate import distill
-from drafts.draft_vocabulary import FILE, draft_vocabulary
+from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import LoadedPair, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
@@ -281,17 +281,14 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
 
 def _check_draft_vocabulary(config: AlignConfig, pair: LoadedPair) -> None:
     """InputError where the draft cannot get the draft vocabulary that is asked for, before hours have passed."""
-    size, draft = config.train.draft_vocab_size, next(iter(pair.drafts.values()), None)
+    size, key = config.train.draft_vocab_size, "train.draft_vocab_size"
+    name, draft = next(iter(pair.drafts.items()), (None, None))
     if not size or draft is None:
         return
-    key = "train.draft_vocab_size"
     if not isinstance(draft, PreTrainedModel):
-        raise InputError(f"{key}: {config.draft} is a head, and only a language model can get one; leave it out")
-    if draft_vocabulary(draft) is not None:
-        raise InputError(f"{key}: {config.draft} has its own, in {FILE}; leave it out")
+        raise InputError(f"{key}: {name} is a head, and only a language model can get one; leave it out")
     whole = min(vocabulary_size(draft), vocabulary_size(pair.target))
-    if size > whole:
-        raise InputError(f"{key}: {size} is more than the vocabulary of {whole}; lower it")
+    check_draft_vocabulary(key, size, whole, None if draft_vocabulary(draft) is None else name)
 
 
 def _id_only(config: AlignConfig, pair: LoadedPair) -> str:

@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
 from decode.propose.network import fit_vocabulary
-from drafts.draft_vocabulary import count_vocabulary, coverage, trim, write_draft_vocabulary
+from drafts.draft_vocabulary import (
+    check_draft_vocabulary,
+    count_vocabulary,
+    coverage,
+    trim,
+    write_draft_vocabulary,
+)
 from drafts.load import load_pair
 from drafts.make.fresh import fresh
 from drafts.make.prune import prune
@@ -129,10 +135,7 @@ def _draft_vocabulary(
     whole = min(vocabulary_size(draft), vocabulary_size(target))
     if config.draft_vocab_size is None or config.draft_vocab_size == whole:
         return None, ()
-    if config.draft_vocab_size > whole:
-        raise InputError(
-            f"draft_vocab_size: {config.draft_vocab_size} is more than the vocabulary of {whole}; lower it"
-        )
+    check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
     rows: list[Sequence[int]] = [text.output_ids for text in texts]
     if config.data:
         rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])

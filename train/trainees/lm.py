@@ -20,7 +20,7 @@ from train.end_to_end import draft_losses
 from train.features import FeatureCache, FrozenTarget, StateMemory, freeze
 from train.loss_sums import LossSums
 from train.losses import adaspec_weights
-from train.objective import Objective, parse_objective
+from train.objective import Objective, Term
 from train.packing import last_states, packing_method
 from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, teacher_for_draft
 
@@ -62,9 +62,7 @@ class LMTrainee(nn.Module):
         self.target = None if target is None else last(target, cache=cache)
         self.reference = None if reference is None else last(reference, name="reference")
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
-        # A plus sign would begin the next loss of the sum.
-        weight = "" if anchor is None else str(anchor[1]).replace("+", "")
-        self.anchor_objective = None if anchor is None else parse_objective(f"{weight}*fkl")
+        self.anchor_objective = None if anchor is None else Objective("anchor_kl", (Term(anchor[1], "fkl"),))
         # Group DRO: what the loss of a token of each domain is multiplied with in this step; the loop sets it.
         self.domain_scale_K: Tensor | None = None
         self.size = vocabulary_size(draft)
