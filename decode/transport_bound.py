@@ -19,15 +19,17 @@ from decode.tree import Drawing
 
 # By time SURE / r a clock of rate r has rung, except with probability e^-40, which is lost in the rounding of a double.
 SURE = 40.0
-START = 1e-12  # before this time no clock has rung, except with as small a probability
-STEP = 0.4  # of the trapezoidal rule in log t; its error is about exp(-pi^2 / STEP), 2e-11
+# Integrals over time are sums over equal steps of x, t = exp(x - exp(-x)): late times are as in log t, and early ones,
+# at which no clock has rung, take few steps. At START t is 1e-15. Measured beside steps of 0.1, the error is at most
+# 4e-10 with three candidates and 2e-7 with eight.
+START, STEP = -3.4, 0.35
 
 
 def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, drawing: Drawing) -> Tensor:
     """alpha* `[...]` of k candidates from `q` against `p`, both `[..., V]`; k is at least 1.
 
     "with_replacement": k independent draws. "without_replacement": k successive draws, fewer when q has fewer tokens;
-    Q(H) is then an integral over one variable, taken to about 1e-10. "top_and_one": the k - 1 most probable tokens and
+    Q(H) is then an integral over one variable (see STEP). "top_and_one": the k - 1 most probable tokens and
     one from the others. "deterministic": the k most probable tokens. Tokens without mass in q are never candidates.
     """
     if k < 1:
@@ -57,26 +59,33 @@ def _all_inside(q_V: Tensor, k: int) -> Tensor:
     polynomials e_j of all prefixes are running sums, e_j(n) = e_j(n - 1) + z_n e_(j-1)(n - 1), in which nothing
     cancels. Clocks that are sure to have rung are counted, and left out of the polynomials, which could overflow.
     """
-    support = (q_V > 0).sum(-1, keepdim=True)
-    needed = support.clamp(max=k)
-    # Once `needed` clocks are sure to have rung nothing is left to integrate.
-    slowest = q_V.sort(dim=-1, descending=True).values.gather(-1, needed - 1).min()
-    first, last = math.log(START), math.log(SURE / float(slowest)) + 1
+    shape = q_V.shape
+    q_V = q_V.view(-1, shape[-1])
+    needed = (q_V > 0).sum(-1, keepdim=True).clamp(max=k)
+    # Once `needed` clocks are sure to have rung nothing is left to integrate. Rows that go on for long come first.
+    last = (SURE / q_V.sort(dim=-1, descending=True).values.gather(-1, needed - 1)).log()[:, 0] + 1
+    order = last.argsort(descending=True)
+    q_V, needed, ends = q_V[order], needed[order], last[order].tolist()
     # Shifted and not subtracted, so that small masses outside keep all their digits and none is exactly 0.
     outside_V = torch.nn.functional.pad(q_V.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
     miss_V = torch.zeros_like(q_V)
-    for place in range(math.ceil((last - first) / STEP) + 1):
-        t = math.exp(first + place * STEP)
-        rate_V = q_V * t
+    live = len(ends)
+    for place in range(math.ceil((max(ends, default=START) - START) / STEP) + 1):
+        x = START + place * STEP
+        while live and ends[live - 1] + STEP < x:
+            live -= 1
+        t = math.exp(x - math.exp(-x))
+        rate_V = q_V[:live] * t
         sure_V = rate_V > SURE
         rung_V = sure_V.long().cumsum(-1)
         z_V = torch.where(sure_V, 0.0, rate_V).expm1()
         light_V = torch.where(sure_V, 0.0, rate_V).cumsum(-1)
-        e_V = torch.ones_like(q_V)
-        few_V = torch.zeros_like(q_V)
+        e_V = torch.ones_like(rate_V)
+        few_V = torch.zeros_like(rate_V)
         for j in range(k):
-            few_V += torch.where(j + rung_V < needed, e_V, 0.0)
-            e_V = (z_V * torch.nn.functional.pad(e_V[..., :-1], (1, 0), value=float(j == 0))).cumsum(-1)
-        # dt = t d(log t)
-        miss_V += few_V * torch.exp(-light_V - outside_V * t) * outside_V * (t * STEP)
-    return 1 - miss_V
+            few_V += torch.where(j + rung_V < needed[:live], e_V, 0.0)
+            if j + 1 < k:
+                e_V = (z_V * torch.nn.functional.pad(e_V[:, :-1], (1, 0), value=float(j == 0))).cumsum(-1)
+        dt = t * (1 + math.exp(-x)) * STEP
+        miss_V[:live] += few_V * torch.exp(-light_V - outside_V[:live] * t) * outside_V[:live] * dt
+    return torch.empty_like(q_V).index_copy_(0, order, 1 - miss_V).view(shape)
