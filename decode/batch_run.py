@@ -7,6 +7,7 @@ order, always the same number: a row's output depends on its prompt and its gene
 At temperature 0 none are taken. A row that has ended leaves the batch at once; the last rows move up into its place.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from decode.stop_strings import StopCondition
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.verify import VERIFIERS, Verifier
+from decode.verify.exact import follow
+from decode.verify.tree_walk import Walk
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import Sampling, probs, uniforms
@@ -154,18 +157,20 @@ class BatchRun:
         self.runner.open()
         if self.runner.steps is not None:
             facts, p_BMV, states = self._static_step(self.runner.steps, proposal, last_B, u_BU)
-        else:
-            tokens_BM = proposal.tokens_BM.clamp(min=0)
-            tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
-            block = self.decoder.block(proposal.tree)
-            logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-            # A proposer that rests hands in a tree without nodes, which not every rule takes: exact draws.
-            # Whether others of the batch have drafted must not matter, because rules take their uniforms differently.
-            takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
-            verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
-            facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
-        # Everything that the host has to know goes over in one transfer, so that a step waits for the device once.
-        return self._record(proposal, facts.tolist(), states, p_BMV)
+            return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
+        tokens_BM = proposal.tokens_BM.clamp(min=0)
+        tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
+        block = self.decoder.block(proposal.tree)
+        logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
+        # A proposer that rests hands in a tree without nodes, which not every rule takes: exact draws.
+        # Whether others of the batch have drafted must not matter, because rules take their uniforms differently.
+        takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
+        verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
+        if self.sampling.greedy and logits_BMV.device.type == "cpu" and VERIFIERS.get(verifier.name) is verifier:
+            judged = _judge_greedily(proposal, logits_BMV, hidden)
+            return self._record(*judged, lambda: probs(logits_BMV, self.sampling))
+        facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
+        return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
 
     def _static_step(
         self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
@@ -200,18 +205,16 @@ class BatchRun:
         return facts, p_BMV[:, :nodes], states
 
     def _record(
-        self, proposal: Proposal, facts: list[list[int]], hidden: Sequence[Tensor], p_BMV: Tensor
+        self, finite_B: list[int], walks: list[Walk], hidden: Sequence[Tensor], distributions: Callable[[], Tensor]
     ) -> list[_Row]:
-        depth = proposal.tree.depth
         paths: list[list[int]] = []
         blocks: list[list[int]] = []
-        for row, (finite, accepted, is_open, drafted, offered, *rest) in zip(self.batch, facts, strict=True):
+        for row, finite, walk in zip(self.batch, finite_B, walks, strict=True):
             if finite != _ALL_FINITE:
                 self._refuse(finite, row)
-            tokens = rest[depth : depth + accepted + 1]
-            tokens = self._emit(row, tokens, accepted, bool(is_open), drafted, offered)
+            tokens = self._emit(row, walk)
             ended = bool(row.finish_reason)
-            paths.append([] if ended else rest[:accepted])
+            paths.append([] if ended else walk.path)
             blocks.append([] if ended else tokens)
         places = [place for place, block in enumerate(blocks) if not block]
         ended_rows = [self.batch[place] for place in places]
@@ -222,7 +225,7 @@ class BatchRun:
         states = [
             [layer[place, : len(path) + 1] for layer in hidden] if hidden else [] for place, path in enumerate(paths)
         ]
-        self.session.commit(Outcome(paths, blocks, states, p_BMV))
+        self.session.commit(Outcome(paths, blocks, states, distributions))
         if places:
             left = self.runner.remove(places)
             self.batch = [self.batch[place] for place in left]
@@ -241,10 +244,10 @@ class BatchRun:
             f"check the checkpoint, or use another dtype such as float32"
         )
 
-    def _emit(self, row: _Row, tokens: list[int], accepted: int, is_open: bool, drafted: int, depth: int) -> list[int]:
+    def _emit(self, row: _Row, walk: Walk) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
         room = self.max_new_tokens - len(row.ids)
-        tokens = tokens[:room]
+        accepted, tokens = len(walk.path), walk.emitted[:room]
         for place, token in enumerate(tokens):
             if token in self.eos_ids:
                 tokens = tokens[: place + 1]
@@ -260,9 +263,9 @@ class BatchRun:
         from_draft = [place < kept for place in range(len(tokens))]
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
-        reached = kept + int(is_open and len(tokens) == accepted + 1)
+        reached = kept + int(walk.is_open and len(tokens) == accepted + 1)
         row.stats += DecodeStats.of_step(
-            emitted=len(tokens), accepted=kept, reached=reached, proposed=drafted, depth=depth
+            emitted=len(tokens), accepted=kept, reached=reached, proposed=walk.drafted, depth=walk.offered
         )
         row.last = tokens[-1]
         if self.on_tokens is not None:
@@ -304,6 +307,36 @@ def _judge(
     )
     path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
     return facts, p_BMV, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
+
+
+def _judge_greedily(
+    proposal: Proposal, logits_BMV: Tensor, hidden: Sequence[Tensor]
+) -> tuple[list[int], list[Walk], list[Tensor]]:
+    """`_judge` at temperature 0 on a CPU, for a rule of `VERIFIERS`: all of these then follow the target's own tokens.
+    Lists take less time than so many small tensors.
+    """
+    best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
+    walks = follow(proposal, best.indices.tolist())
+    target_B = [all(map(math.isfinite, values)) for values in best.values.tolist()]
+    draft_B = [True] if proposal.finite is None else proposal.finite.view(-1).tolist()
+    draft_B *= len(target_B) // len(draft_B)
+    finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
+    if not hidden:
+        return finite_B, walks, []
+    depth = proposal.tree.depth
+    path_BD1 = torch.tensor([[0, *walk.path, *[0] * (depth - len(walk.path))] for walk in walks]).unsqueeze(2)
+    return finite_B, walks, [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden]
+
+
+def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
+    """Everything that the host has to know goes over in one transfer, so that a step waits for the device once."""
+    finite_B: list[int] = []
+    walks: list[Walk] = []
+    for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
+        finite_B.append(finite)
+        emitted = rest[depth : depth + accepted + 1]
+        walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
+    return finite_B, walks
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:

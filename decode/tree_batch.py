@@ -6,6 +6,7 @@ rows share the tree, else B. Arrays with an M axis give the root index 0 and dra
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -40,6 +41,11 @@ class TreeBatch:
     def rows(self) -> int:
         """R: 1 when every row has this tree."""
         return self.parents_RN.shape[0]
+
+    @cached_property
+    def on_host(self) -> tuple[list[list[list[int]]], list[list[int]]]:
+        """`children_RMK` and `depths_RN` as lists."""
+        return self.children_RMK.tolist(), self.depths_RN.tolist()
 
     @staticmethod
     def build(tree: Tree, device: torch.device) -> "TreeBatch":

@@ -87,7 +87,7 @@ def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) ->
             walked.append(node)
         accepted.append(walked)
         emitted.append(out)
-    return Outcome(accepted, emitted, [[]] * len(texts), p_BMV)
+    return Outcome(accepted, emitted, [[]] * len(texts), lambda: p_BMV)
 
 
 def drive(
@@ -232,11 +232,11 @@ def test_nothing_found_costs_no_cells() -> None:
     session = start(PromptLookupProposer(), [[1, 2, 3], [4, 5, 6]], tree)
     proposal = session.propose(None)
     assert proposal.tokens_BM.tolist() == [[-1], [-1]] and proposal.tree.depth == 0
-    session.commit(Outcome([[], []], [[7], [4]], [[], []], torch.zeros(2, 1, VOCAB)))
+    session.commit(Outcome([[], []], [[7], [4]], [[], []], lambda: torch.zeros(2, 1, VOCAB)))
     proposal = session.propose(None)
     assert proposal.tokens_BM.tolist() == [[-1, -1, -1, -1], [-1, 5, 6, 4]] and proposal.tree.depth == 3
     # The row that found something leaves, and with it the cells.
-    session.commit(Outcome([[], []], [[8], []], [[], []], torch.zeros(2, 4, VOCAB)))
+    session.commit(Outcome([[], []], [[8], []], [[], []], lambda: torch.zeros(2, 4, VOCAB)))
     session.select_rows([0])
     assert session.propose(None).tokens_BM.tolist() == [[-1]]
 
@@ -406,7 +406,7 @@ def test_rows_leave_and_change_places(name: str) -> None:
             # Row at place 1 ends; the others go on in another order.
             over = [list(tokens) for tokens in outcome.tokens]
             over[1] = []
-            session.commit(Outcome(outcome.paths, over, outcome.hidden, outcome.p_BMV))
+            session.commit(Outcome(outcome.paths, over, outcome.hidden, outcome.distributions))
             order = [2, 0, 3][: len(live) - 1] if step == 3 else [2, 0]
             session.select_rows(order)
             live = [live[place] for place in order]

@@ -8,6 +8,7 @@ invalid is refused in one line, and what is valid is written down here, so that 
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -257,6 +258,32 @@ def check_rows_that_join(made: SpeculativeDecoder) -> None:
     assert len(ended) == 8
     for row, ids in ended:
         assert ids == own_greedy(row)[: len(ids)] and (len(ids) == NEW_TOKENS or ids[-1] == 0)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "none"])
+def test_greedy_steps_on_the_host_are_those_of_tensors(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedily on a CPU, lists stand in for the tensors of verification and of drafting a chain: outputs and counts are
+    those of the functions of tensors, which a rule that is not in the table and a recorded session go through.
+    """
+    rule = replace(VERIFIERS["exact"], name="one of my own")
+    session = decode.propose.static_tree.StaticTreeSession
+    rows = [0, 1, 2, 3]
+    if variant == "none":
+        made = SpeculativeDecoder(llama(2))
+        found = run(made, rows, GREEDY)
+        made.verifier = rule
+        assert run(made, rows, GREEDY) == found
+        return
+    for tree in ("chain:3", "chain:3,stop=0.3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5"):
+        try:
+            found = run(decoder(variant, tree, "exact"), rows, GREEDY)
+        except ValueError:
+            continue  # not every proposer takes every tree
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_most_probable_chain", lambda self: session.of_tensors(self, None))
+            drafting = VARIANTS[variant]() if variant == "router" else proposer(variant)
+            shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
+            assert run(SpeculativeDecoder(llama(2), drafting, shape, rule), rows, GREEDY) == found
 
 
 @pytest.mark.parametrize("variant", FIXED)

@@ -87,7 +87,7 @@ def test_the_first_distribution_of_a_head_is_what_decoding_draws_from(
             assert q_BEV is not None
             torch.testing.assert_close(q_BEV[0, 0], expected_TV[first + step], atol=2e-5, rtol=0)
             at = slice(first + step, first + step + 1)
-            session.commit(Outcome([[]], [[token]], [[state[0, at] for state in states]], torch.empty(0)))
+            session.commit(Outcome([[]], [[token]], [[state[0, at] for state in states]], lambda: torch.empty(0)))
 
 
 @pytest.mark.parametrize("name", HEADS)

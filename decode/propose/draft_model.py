@@ -125,7 +125,7 @@ def make_session(network: Network, setup: SessionSetup, plans: Plans, device: to
     key = (setup.tree, device, setup.device)
     if key not in plans:
         plans[key] = DraftingPlan.build(setup.tree, device, setup.device)
-    return StaticTreeSession(network, plans[key], setup.drawing, setup.sampling)
+    return StaticTreeSession(network, plans[key], setup.drawing, setup.sampling, recorded=bool(setup.compile))
 
 
 def slots_per_step(tree: TreeShape) -> int:

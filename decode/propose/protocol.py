@@ -4,8 +4,9 @@ Legend: B rows, N drafted nodes, M = N + 1 with the root, E groups of siblings (
 vocabulary, T prompt positions, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -72,14 +73,19 @@ class Outcome:
 
     By row: `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the target's own. A row that
     has ended has an empty path and no tokens and is never asked for again. `hidden[b]` holds one `[path + 1, H]` tensor
-    for each of `hidden_layers`: the target's states at the root and at the accepted nodes. `p_BMV` are the target's
-    distributions at all nodes (one-hot when greedy).
+    for each of `hidden_layers`: the target's states at the root and at the accepted nodes. `distributions` makes
+    `p_BMV`, which not every step needs.
     """
 
     paths: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]]
     hidden: Sequence[Sequence[Tensor]]
-    p_BMV: Tensor
+    distributions: Callable[[], Tensor]
+
+    @cached_property
+    def p_BMV(self) -> Tensor:
+        """The target's distributions at all nodes, `[B, M, V]`; one-hot when greedy."""
+        return self.distributions()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -33,6 +33,20 @@ class Verdict:
     open_B: Tensor
 
 
+@dataclass(frozen=True)
+class Walk:
+    """What one row of a step has come to, on the host: the accepted nodes (M indices), their tokens and the target's
+    own, whether the walk ended at a node that had children on offer, how many nodes were drafted, and the depth of the
+    deepest.
+    """
+
+    path: list[int]
+    emitted: list[int]
+    is_open: bool
+    drafted: int
+    offered: int
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """The node that each row of a batch has reached, for a rule that decides one node at a time.
