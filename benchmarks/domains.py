@@ -99,7 +99,7 @@ def config_of(bench: Bench, way: str, seed: int) -> TrainConfig:
     return replace(
         plain,
         out=str(bench.out / "domains" / "drafts" / name),
-        data=[str(data / name) for name in ("home", *(OTHERS if others else ()))],
+        data=[str(data / name) for name in ("id", *(OTHERS if others else ()))],
         replay=[str(data / "token")] if "replay_fraction" in changes else [],
         optim=replace(plain.optim, lr=RATE),
         **changes,

@@ -188,8 +188,8 @@ def prepare(options: Options) -> Bench:
             write_rows(made / "whole.jsonl", [found])
             write_rows(made / "tables.jsonl", shuffled(pieces(made / "whole.jsonl"))[: 2 * options.prompts])
     for name, prompts, count in (
-        ("home", str(out / "prompts" / "home.train.jsonl"), options.sequences),
-        ("heldout", str(out / "prompts" / "home.heldout.jsonl"), options.prompts),
+        ("id", str(out / "prompts" / "id.train.jsonl"), options.sequences),
+        ("heldout", str(out / "prompts" / "id.heldout.jsonl"), options.prompts),
         ("self", f"self:{options.sequences}", options.sequences),
         ("token", f"token:{options.sequences}", options.sequences),
     ):
@@ -209,7 +209,7 @@ def prepare(options: Options) -> Bench:
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     for name in sets.all:
-        files = {"heldout": "prompts/home.heldout.jsonl", "tables": "tables/tables.jsonl"}
+        files = {"heldout": "prompts/id.heldout.jsonl", "tables": "tables/tables.jsonl"}
         source = str(out / files.get(name, f"prompts/{name}.jsonl"))
         if name in ("general", "even"):
             # Not one that is replayed: those of `self` are drawn anew, those of `token` begin with other tokens.
@@ -243,7 +243,7 @@ def config_of(bench: Bench, method: str, setting: str, rate: float, seed: int) -
     name = f"{method}-{setting}-seed{seed}".replace(" ", "_").replace(",", "")
     plain = TrainConfig(
         out=str(out / "drafts" / name),
-        data=[str(out / "data" / "home")],
+        data=[str(out / "data" / "id")],
         draft=bench.pair.draft,
         target=bench.pair.target,
         tokenizer=bench.pair.target,

@@ -81,7 +81,7 @@ def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) 
     run = out / "drafts" / f"{name}-lr{rate:g}-seed{seed}"
     config = TrainConfig(
         out=str(run),
-        data=[str(out / "data" / "home")],
+        data=[str(out / "data" / "id")],
         draft=pair.draft,
         target=pair.target,
         tokenizer=pair.target,
@@ -206,7 +206,7 @@ def run(options: Options) -> dict[str, Any]:
     measured = measure_alphas(options, pair, {"base": pair.draft, **drafts, **tried})
     alphas = {"base": [measured["base"]]}
     alphas |= {name: [measured[f"{name} {seed}"] for seed in range(options.seeds)] for name in variants}
-    names = ("home", "x4", "general", "heldout")
+    names = ("id", "x4", "general", "heldout")
     manifests = {name: read_json(Path(options.out) / "data" / name / "manifest.json", "a manifest") for name in names}
     document = {
         "options": {

@@ -73,8 +73,8 @@ class Pair:
     """A target, the base draft, and where its prompts are: rows of `text`, cut to `prompt_tokens`.
 
     `domains[0]` is the one in distribution; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows
-    home.train.jsonl, home.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts
-    of. `has_text`: whether home.train.jsonl is text that somebody wrote, long enough to train on.
+    id.train.jsonl, id.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts
+    of. `has_text`: whether id.train.jsonl is text that somebody wrote, long enough to train on.
     """
 
     target: str
@@ -175,8 +175,8 @@ PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "pruned": pruned, "
 
 def write_train_rows(made: Path, options: Options, rows: Sequence[dict[str, str]]) -> None:
     """The first go to held-out, as many as are measured on; the others are for training."""
-    write_rows(made / "home.heldout.jsonl", rows[: 2 * options.prompts])
-    write_rows(made / "home.train.jsonl", rows[2 * options.prompts :])
+    write_rows(made / "id.heldout.jsonl", rows[: 2 * options.prompts])
+    write_rows(made / "id.train.jsonl", rows[2 * options.prompts :])
 
 
 def shuffled(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
@@ -210,12 +210,12 @@ def distilled(config: DistillConfig) -> None:
 
 
 def make_data(options: Options, pair: Pair) -> None:
-    """OUT/data: home (one answer a prompt), x4, heldout, general, and text."""
+    """OUT/data: id (one answer a prompt), x4, heldout, general, and text."""
     out = Path(options.out)
     sets = {
-        "home": ("home.train", options.sequences, 1),
-        "x4": ("home.train", max(1, options.sequences // 4), 4),
-        "heldout": ("home.heldout", 2 * options.prompts, 1),
+        "id": ("id.train", options.sequences, 1),
+        "x4": ("id.train", max(1, options.sequences // 4), 4),
+        "heldout": ("id.heldout", 2 * options.prompts, 1),
         "general": ("general.train", options.sequences, 1),
     }
     for name, (prompts, count, samples) in sets.items():
@@ -237,10 +237,10 @@ def make_data(options: Options, pair: Pair) -> None:
 
 
 def write_text_set(options: Options, pair: Pair, directory: Path) -> None:
-    """The prompts of `home` with the text that follows them in place of the target's answers, of the same length."""
+    """The prompts of `id` with the text that follows them in place of the target's answers, of the same length."""
     tokenizer = load_tokenizer(pair.target)
     rows = []
-    source = Path(options.out) / "prompts" / "home.train.jsonl"
+    source = Path(options.out) / "prompts" / "id.train.jsonl"
     for _, row in islice(iterate_rows(str(source)), options.sequences):
         ids = encode_text(tokenizer, row["text"])
         end = pair.prompt_tokens

@@ -54,9 +54,9 @@ class Measured:
     tuned: Results
 
     @property
-    def home(self) -> str:
+    def id_name(self) -> str:
         """The set in distribution."""
-        return next(iter(self.pair.home))
+        return next(iter(self.pair.id))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def measure(pair: Pair, out: Path, options: Options) -> Measured:
     def run(name: str, target: str, drafts: Sequence[str], **changed: Any) -> Results:
         named = {each: getattr(pair, each) for each in drafts}
         asked: dict[str, Any] = {
-            "id": [f"{key}={value}" for key, value in pair.home.items()],
+            "id": [f"{key}={value}" for key, value in pair.id.items()],
             "ood": [f"{key}={value}" for key, value in pair.other.items()],
             "temperature": [0.0, 1.0],
             "tree": [CHAIN],
@@ -203,9 +203,9 @@ def tuned_target(m: Measured) -> Iterator[Row]:
 def multi_over_single(m: Measured) -> Iterator[Row]:
     """A tree over a chain as deep, under argmax decoding and under sampling."""
     for temperature, name in ((1.0, "sampling"), (0.0, "argmax decoding")):
-        chain, tree = (_tau(m.trees, m.home, temperature, each) for each in (CHAIN, TREE))
+        chain, tree = (_tau(m.trees, m.id_name, temperature, each) for each in (CHAIN, TREE))
         found = _difference(tree, chain)
-        alpha = m.trees.alpha("aligned", m.home, temperature)
+        alpha = m.trees.alpha("aligned", m.id_name, temperature)
         text = f"τ {chain.pooled:.2f} on {CHAIN}, {tree.pooled:.2f} on {TREE}: {with_interval(found, 2, sign=True)}"
         text += f"; α {with_interval(alpha)}"
         yield Row(f"several candidates over one, {name}", "MCSD", m.pair.name, text, **_side(found))
@@ -213,8 +213,8 @@ def multi_over_single(m: Measured) -> Iterator[Row]:
 
 def replacement(m: Measured) -> Iterator[Row]:
     """Candidates drawn without replacement over candidates drawn with it."""
-    with_it = _tau(m.replaced, m.home, 1.0, TREE, "mcsd_replacement")
-    without = _tau(m.trees, m.home, 1.0, TREE, "mcsd")
+    with_it = _tau(m.replaced, m.id_name, 1.0, TREE, "mcsd_replacement")
+    without = _tau(m.trees, m.id_name, 1.0, TREE, "mcsd")
     found = _difference(without, with_it)
     text = f"τ {without.pooled:.2f} without, {with_it.pooled:.2f} with, on {TREE}: {with_interval(found, 2, sign=True)}"
     yield Row("drawing without replacement over with", "MCSD", m.pair.name, text, **_side(found))
@@ -222,7 +222,7 @@ def replacement(m: Measured) -> Iterator[Row]:
 
 def larger_draft(m: Measured) -> Iterator[Row]:
     """A larger draft beside the aligned one."""
-    small, large = (m.drafts.alpha_row(draft, m.home, 1.0) for draft in ("aligned", "larger"))
+    small, large = (m.drafts.alpha_row(draft, m.id_name, 1.0) for draft in ("aligned", "larger"))
     found = _difference(_sums(large, "sum", "count"), _sums(small, "sum", "count"))
     models = m.drafts.document["models"]
     times = models["larger"]["parameters"] / models["aligned"]["parameters"]
@@ -233,11 +233,11 @@ def larger_draft(m: Measured) -> Iterator[Row]:
 
 
 def out_of_distribution(m: Measured) -> Iterator[Row]:
-    """What alignment bought elsewhere, as a share of what it bought at home."""
+    """What alignment bought out of distribution, as a share of what it bought in distribution."""
     found = m.drafts.transfer("aligned", "ood", 1.0)
     assert found is not None
-    home, away = (with_interval(found[key], sign=True) for key in ("gain_id", "gain_ood"))
-    text = f"gain in α {home} in distribution, {away} out of it"
+    id_gain, ood_gain = (with_interval(found[key], sign=True) for key in ("gain_id", "gain_ood"))
+    text = f"gain in α {id_gain} in distribution, {ood_gain} out of it"
     judged, note = _trained(_side(found, 1.0, above=False), m.pair.aligned)
     if judged["value"] is None:
         text += f"; the share is undefined: {found['undefined']}"
@@ -247,7 +247,7 @@ def out_of_distribution(m: Measured) -> Iterator[Row]:
 def dynamic(m: Measured) -> Iterator[Row]:
     """A tree that grows over a static one with as many nodes and levels, by temperature."""
     for temperature in (0.0, 0.6, 1.0):
-        grown, static = (_tau(m.trees, m.home, temperature, tree) for tree in (GROWN, TREE))
+        grown, static = (_tau(m.trees, m.id_name, temperature, tree) for tree in (GROWN, TREE))
         found = _difference(grown, static)
         text = f"τ {grown.pooled:.2f} dynamic, {static.pooled:.2f} static, 21 nodes in 4 levels each: "
         text += with_interval(found, 2, sign=True)

@@ -58,7 +58,7 @@ class Pair:
     aligned: str
     larger: str
     sizes: str
-    home: dict[str, str]
+    id: dict[str, str]
     other: dict[str, str]
 
 
@@ -79,7 +79,7 @@ def demo_pair(out: Path, options: Options) -> Pair:
         aligned=_trained(out / "aligned", options, answers, "jsd:beta=0.5", 3e-3, draft=base, target=target),
         larger=str(LARGER_DRAFT),
         sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and on all domains",
-        home={"prose": prompts["prose"]},
+        id={"prose": prompts["prose"]},
         other={"code": prompts["code"], "unicode": prompts["unicode"]},
     )
 
@@ -110,7 +110,7 @@ def stories_pair(out: Path, options: Options) -> Pair:
         aligned=fresh("aligned", 32, 1, 2 * options.steps),
         larger=fresh("larger", 64, 2, 2 * options.steps),
         sizes="target .26 M; drafts .03 M and .1 M, from nothing, trained alike on its answers",
-        home={"stories": _rows(out / "stories.jsonl", openings[1::2])},
+        id={"stories": _rows(out / "stories.jsonl", openings[1::2])},
         other={"wiki": _rows(out / "wiki.jsonl", held)},
     )
 

@@ -33,9 +33,7 @@ def test_ways_differ_in_the_mixture_alone_and_nothing_is_trained_twice(
     found = domains.run(small)
     assert len(asked) == len(domains.WAYS) * small.seeds
     first = asked[: len(domains.WAYS)]
-    assert [[Path(each).name for each in config.data] for config in first] == [["home"]] + [
-        ["home", "code", "lists"]
-    ] * 4
+    assert [[Path(each).name for each in config.data] for config in first] == [["id"]] + [["id", "code", "lists"]] * 4
     assert {(config.optim.lr, config.steps, config.seed) for config in first} == {(domains.RATE, 4, 0)}
     assert [(c.mixing_temperature, c.group_dro, c.replay_fraction) for c in first] == [
         (1.0, 0.0, 0.0),

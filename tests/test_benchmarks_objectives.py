@@ -170,16 +170,16 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
 
 
 def test_ood_pools_all_but_home_and_seeds_are_averaged() -> None:
-    def draft(*home: float) -> dict[str, dict[str, PromptSums]]:
+    def draft(*alphas: float) -> dict[str, dict[str, PromptSums]]:
         away = PromptSums.of([1.0, 3.0], [4.0, 4.0])
-        return {"1": {"home": sums_of(*home), "a": away, "b": PromptSums.of([2.0, 2.0], [2.0, 2.0])}}
+        return {"1": {"id": sums_of(*alphas), "a": away, "b": PromptSums.of([2.0, 2.0], [2.0, 2.0])}}
 
     cells = {"base": [draft(0.1, 0.1)], "fkl": [draft(0.2, 0.4), draft(0.4, 0.6)]}
-    at = figures(("home", "a", "b"), cells, 100)["1"]["fkl"]
+    at = figures(("id", "a", "b"), cells, 100)["1"]["fkl"]
     assert at["ood"]["alpha"]["value"] == pytest.approx(8 / 12)
-    assert at["home"]["alpha"]["value"] == pytest.approx(0.4)
-    assert at["home"]["seeds"] == pytest.approx([0.3, 0.5])
-    assert at["home"]["above_base"]["value"] == pytest.approx(0.3) and "above_fkl" not in at["home"]
+    assert at["id"]["alpha"]["value"] == pytest.approx(0.4)
+    assert at["id"]["seeds"] == pytest.approx([0.3, 0.5])
+    assert at["id"]["above_base"]["value"] == pytest.approx(0.3) and "above_fkl" not in at["id"]
     assert np.isclose(at["ood"]["above_base"]["value"], 0)
 
 

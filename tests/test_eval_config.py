@@ -15,7 +15,7 @@ from eval.config import EvalConfig
 from eval.request import Method, check
 from eval.suites import Suite, fit
 
-GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["home=h.jsonl"], ood=["away=a.jsonl"], out="o")
+GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
 
 
 def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
@@ -65,7 +65,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         ({"draft": ["../a=x"]}, "'../a' is not a name"),
         ({"draft": ["target=x"]}, "the name 'target' is the target's"),
         ({"id": []}, "--id: name at least one prompt set"),
-        ({"ood": ["home=x"]}, "the name is taken by --id home"),
+        ({"ood": ["prose=x"]}, "the name is taken by --id prose"),
         ({"base": "bsae"}, "did you mean base?"),
         ({"tree": ["chain"]}, "--tree: tree 'chain'"),
         ({"tree": []}, "--tree: name at least one"),
@@ -94,7 +94,7 @@ def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) 
 
 def test_the_command_line_repeats_what_was_asked() -> None:
     assert command_line("eval", replace(GOOD, temperature=[1.0])) == (
-        "draftsmith eval --target t --draft base=b mine=m --id home=h.jsonl --ood away=a.jsonl --out o "
+        "draftsmith eval --target t --draft base=b mine=m --id prose=h.jsonl --ood code=a.jsonl --out o "
         "--temperature 1.0"
     )
 

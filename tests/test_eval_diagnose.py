@@ -114,15 +114,15 @@ def suite(name: str, kind: SuiteKind, *ids: tuple[int, ...]) -> Suite:
 
 
 def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_has() -> None:
-    home = suite("prose", "id", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9), (7, 7))
-    away = suite("code", "ood", (2, 3, 4, 5, 6), (8, 8, 8, 8))
-    assert similarities([home, away]) == {"prose": [2 / 3, 2 / 3, 0.0], "code": [2 / 3, 0.0]}
+    prose = suite("prose", "id", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9), (7, 7))
+    code = suite("code", "ood", (2, 3, 4, 5, 6), (8, 8, 8, 8))
+    assert similarities([prose, code]) == {"prose": [2 / 3, 2 / 3, 0.0], "code": [2 / 3, 0.0]}
 
 
 def world(gain: float) -> tuple[Setting, Measured]:
     """Two drafts on one set: the second has `gain` more acceptance where the text's token is a digit, else as much."""
     prompts, length = 12, 10
-    home = suite("prose", "id", *((i, 1, 2) for i in range(prompts)))
+    prose = suite("prose", "id", *((i, 1, 2) for i in range(prompts)))
     tokens = [5 if place % 2 else 6 for place in range(length)]
     measured = Measured({}, {}, {}, {})
     measured.baselines["prose", 1.0] = {"output_ids": [tokens] * prompts, "finish_reason": ["length"] * prompts}
@@ -140,7 +140,7 @@ def world(gain: float) -> tuple[Setting, Measured]:
                 "viewed": [[{"p": 0.5, "q": 0.25, "guesses": [(6, 0.5, 0.1)]}] * length],
             },
         }  # fmt: skip
-    return Setting([home], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0), measured
+    return Setting([prose], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0), measured
 
 
 def text_of(token: int) -> str:

@@ -196,7 +196,7 @@ def world(
             f"eagle={root / 'eagle'}",
             f"medusa={root / 'medusa'}",
         ],
-        id=[f"home={prompts_file}"],
+        id=[f"prose={prompts_file}"],
         out=str(root / "out"),
         tree=["chain:2", f"static:{root / 'tree.json'}", "eagle2:depth=2,beam=2,nodes=4"],
         max_prompts=3,

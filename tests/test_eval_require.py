@@ -13,13 +13,13 @@ from eval.config import EvalConfig
 from eval.request import check
 from eval.results import Results
 
-GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["home=h.jsonl"], ood=["away=a.jsonl"], out="o")
+GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
 # (draft, domain): alpha and its interval at T=1; at T=0 all of it is 0.1 higher.
 ALPHA: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
-    ("base", "home"): (0.30, 0.28, 0.32),
-    ("base", "away"): (0.20, 0.18, 0.22),
-    ("mine", "home"): (0.50, 0.45, 0.55),
-    ("mine", "away"): (0.25, None, None),
+    ("base", "prose"): (0.30, 0.28, 0.32),
+    ("base", "code"): (0.20, 0.18, 0.22),
+    ("mine", "prose"): (0.50, 0.45, 0.55),
+    ("mine", "code"): (0.25, None, None),
 }
 
 
@@ -39,7 +39,7 @@ def _alpha_row(draft: str, domain: str, temperature: float, kind: str) -> dict[s
 @pytest.fixture
 def results() -> Results:
     rows = [
-        _alpha_row(draft, domain, t, {"home": "id", "away": "ood"}[domain])
+        _alpha_row(draft, domain, t, {"prose": "id", "code": "ood"}[domain])
         for draft, domain in ALPHA
         for t in (0.0, 1.0)
     ]
@@ -48,11 +48,11 @@ def results() -> Results:
         "drafts": ["base", "mine"],
         "temperatures": [0.0, 1.0],
         "methods": [{"tree": "chain:4", "verifier": "speculative"}],
-        "suites": [{"name": "home", "kind": "id"}, {"name": "away", "kind": "ood"}],
+        "suites": [{"name": "prose", "kind": "id"}, {"name": "code", "kind": "ood"}],
         "alpha": rows,
         "overall_alpha": [{**row, "domain": None} for row in rows],
         "transfer": [
-            {"draft": "mine", "domain": "away", "temperature": t, "value": None, "low": None, "high": None}
+            {"draft": "mine", "domain": "code", "temperature": t, "value": None, "low": None, "high": None}
             | {"undefined": "the gain in distribution has no interval"}
             for t in (0.0, 1.0)
         ],
@@ -70,25 +70,25 @@ def _unmet(results: Results, *texts: str) -> tuple[str, ...]:
 
 
 def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results: Results) -> None:
-    assert not _unmet(results, "alpha[home T=1] >= 0.45", "alpha[home T=1] <= 0.55", "alpha[home T=1]>0.449")
-    (low,) = _unmet(results, "alpha[home T=1] > 0.45")
-    assert "mine on home at T=1: alpha 0.5000, 95 % interval [0.4500, 0.5500]; its low bound is not > 0.45" in low
-    (high,) = _unmet(results, "alpha[home T=1] < 0.55")
+    assert not _unmet(results, "alpha[prose T=1] >= 0.45", "alpha[prose T=1] <= 0.55", "alpha[prose T=1]>0.449")
+    (low,) = _unmet(results, "alpha[prose T=1] > 0.45")
+    assert "mine on prose at T=1: alpha 0.5000, 95 % interval [0.4500, 0.5500]; its low bound is not > 0.45" in low
+    (high,) = _unmet(results, "alpha[prose T=1] < 0.55")
     assert "its high bound is not < 0.55" in high
 
 
 def test_what_is_left_open_is_required_of_every_draft_but_the_base(results: Results) -> None:
-    assert len(_unmet(results, "alpha[home] >= 0.9")) == 2  # two temperatures, one draft
+    assert len(_unmet(results, "alpha[prose] >= 0.9")) == 2  # two temperatures, one draft
     assert len(_unmet(results, "alpha >= 0.9")) == 4  # two prompt sets
-    assert not _unmet(results, "alpha[home draft=base T=1] >= 0.28", "gain[id] > 0")
+    assert not _unmet(results, "alpha[prose draft=base T=1] >= 0.28", "gain[id] > 0")
 
 
 def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
-    (line,) = _unmet(results, "alpha[away T=1] > 0.1")
+    (line,) = _unmet(results, "alpha[code T=1] > 0.1")
     assert "has no interval to judge; use more prompts" in line
-    (line,) = _unmet(results, "transfer[away T=1] > 0.1")
+    (line,) = _unmet(results, "transfer[code T=1] > 0.1")
     assert "transfer is undefined (the gain in distribution has no interval)" in line
-    (line,) = _unmet(results, "speedup[home T=1] > 1")
+    (line,) = _unmet(results, "speedup[prose T=1] > 1")
     assert "speedup is undefined (it was not measured)" in line
 
 
@@ -98,13 +98,13 @@ def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
         ("alpha[code] => 1", "expected FIGURE[DOMAIN] >= NUMBER"),
         ("alpha >= half", "expected FIGURE[DOMAIN] >= NUMBER"),
         ("alhpa > 0", "did you mean alpha?"),
-        ("alpha[hme] > 0", "did you mean home?"),
-        ("alpha[home away] > 0", "two values for domain"),
-        ("alpha[home tree=chain:4] > 0", "'tree=chain:4' selects nothing"),
-        ("tau[home tree=chain:9] > 0", "tree 'chain:9' is not measured"),
+        ("alpha[prse] > 0", "did you mean prose?"),
+        ("alpha[prose code] > 0", "two values for domain"),
+        ("alpha[prose tree=chain:4] > 0", "'tree=chain:4' selects nothing"),
+        ("tau[prose tree=chain:9] > 0", "tree 'chain:9' is not measured"),
         ("alpha[T=0.5] > 0", "T '0.5' is not measured; there are 0, 1"),
         ("gain[draft=base] > 0", "draft 'base' is not measured"),
-        ("transfer[home] > 0", "domain 'home' is not measured"),
+        ("transfer[prose] > 0", "domain 'prose' is not measured"),
     ],
 )
 def test_a_wrong_requirement_is_refused_before_anything_is_measured(text: str, message: str) -> None:
@@ -134,11 +134,11 @@ def test_the_command_ends_with_3_and_one_line_for_each(
         "--draft",
         f"mine={draft_dir}",
         "--id",
-        f"home={prompts_file}",
+        f"prose={prompts_file}",
         "--json",
     ]
     asked += ["--out", tmp_path, "--tree", "chain:1", "--speed_prompts", 0, "--max_new_tokens", 4, "--temperature", 1]
-    asked += ["--bootstrap", 100, "--require", "alpha[home] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001"]
+    asked += ["--bootstrap", 100, "--require", "alpha[prose] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001"]
     code, out, err = door(*asked)
     lines = [line for line in err.splitlines() if line.startswith("draftsmith eval:")]
     assert code == 3

@@ -22,35 +22,35 @@ def test_every_defined_figure_has_one_flat_name() -> None:
     method = {"tree": "chain:4", "verifier": "speculative"}
     document: Any = {
         "alpha": [
-            cell("base", "home", "id", 0.0, alpha=estimate(0.5), gain=None),
-            cell("mine", "home", "id", 0.0, alpha=estimate(0.7), gain=estimate(0.2)),
-            cell("mine", "home", "id", 0.7, alpha=estimate(0.6), gain=estimate(0.1)),
+            cell("base", "prose", "id", 0.0, alpha=estimate(0.5), gain=None),
+            cell("mine", "prose", "id", 0.0, alpha=estimate(0.7), gain=estimate(0.2)),
+            cell("mine", "prose", "id", 0.7, alpha=estimate(0.6), gain=estimate(0.1)),
         ],
         "overall_alpha": [cell("mine", None, "ood", 0.0, alpha=estimate(0.4), gain=estimate(None))],
-        "decoding": [cell("mine", "home", "id", 1.0, tau=estimate(2.5), **method)],
+        "decoding": [cell("mine", "prose", "id", 1.0, tau=estimate(2.5), **method)],
         "overall_decoding": [],
         "speed": {
             "domains": [
-                cell(None, "home", "id", 1.0, speedup=None, tree=None, verifier=None),
-                cell("mine", "home", "id", 1.0, speedup=estimate(1.5), **method),
+                cell(None, "prose", "id", 1.0, speedup=None, tree=None, verifier=None),
+                cell("mine", "prose", "id", 1.0, speedup=estimate(1.5), **method),
             ],
             "overall": [cell("mine", None, "id", 1.0, speedup=estimate(None), **method)],
         },
         "transfer": [
-            {"draft": "mine", "domain": "away", "temperature": 1.0, "value": 0.8},
+            {"draft": "mine", "domain": "code", "temperature": 1.0, "value": 0.8},
             {"draft": "mine", "domain": None, "temperature": 1.0, "value": None},
         ],
     }
     assert figures(document) == {
-        "alpha/base/home/T0": 0.5,
-        "alpha/mine/home/T0": 0.7,
-        "gain/mine/home/T0": 0.2,
-        "alpha/mine/home/T0.7": 0.6,
-        "gain/mine/home/T0.7": 0.1,
+        "alpha/base/prose/T0": 0.5,
+        "alpha/mine/prose/T0": 0.7,
+        "gain/mine/prose/T0": 0.2,
+        "alpha/mine/prose/T0.7": 0.6,
+        "gain/mine/prose/T0.7": 0.1,
         "alpha/mine/all ood/T0": 0.4,
-        "tau/mine/home/T1/chain:4/speculative": 2.5,
-        "speedup/mine/home/T1/chain:4/speculative": 1.5,
-        "transfer/mine/away/T1": 0.8,
+        "tau/mine/prose/T1/chain:4/speculative": 2.5,
+        "speedup/mine/prose/T1/chain:4/speculative": 1.5,
+        "transfer/mine/code/T1": 0.8,
     }
 
 

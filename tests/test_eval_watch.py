@@ -85,12 +85,12 @@ def test_too_few_prompts_make_no_band() -> None:
 
 
 @pytest.fixture(scope="module")
-def home(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An evaluation of a draft that is never accepted much, with enough prompts for a band."""
     from eval.config import EvalConfig
     from eval.evaluate import evaluate
 
-    root = tmp_path_factory.mktemp("home")
+    root = tmp_path_factory.mktemp("measured")
     target = shutil.copytree(target_dir, root / "target")
     # Logs hold chats, which cannot be read without a template.
     template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -103,7 +103,7 @@ def home(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFacto
             EvalConfig(
                 target=str(target),
                 draft=[f"mine={draft_dir}"],
-                id=[f"home={root / 'rows.jsonl'}"],
+                id=[f"prose={root / 'rows.jsonl'}"],
                 out=str(root / "out"),
                 tree=["chain:1"],
                 temperature=[1.0],
@@ -124,7 +124,9 @@ def _log(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(home: Path, door: Door, tmp_path: Path) -> None:
+def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(
+    measured: Path, door: Door, tmp_path: Path
+) -> None:
     answer = {"choices": [{"message": {"role": "assistant", "content": " the lazy dog"}}]}
     rows: list[Any] = [
         {"prompt_ids": [0, 5, 6], "output_ids": [7, 8]},
@@ -139,7 +141,7 @@ def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(home: Path,
         '{"prompt_ids": [0], "output_ids": [' + "9" * 5000 + "]}",
     ]
     log = _log(tmp_path / "log.jsonl", rows)
-    code, out, err = door("eval", "--watch", log, "--baseline", home, "--follow", "false", "--window", 2, "--json")
+    code, out, err = door("eval", "--watch", log, "--baseline", measured, "--follow", "false", "--window", 2, "--json")
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
     assert (found["rows"], found["answers"], found["skipped"], found["changed"]) == (10, 3, 7, None)
@@ -148,14 +150,14 @@ def test_a_log_is_followed_to_its_end_and_every_row_is_accounted_for(home: Path,
 
 
 def test_a_log_of_a_draft_that_is_never_accepted_ends_with_3(
-    home: Path, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Path, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt_ids": [0, 5, 6], "output_ids": [7, 8, 9]} for _ in range(600)]
     log = _log(tmp_path / "log.jsonl", rows)
     # Every answer is accepted whole: far above what this draft reached in the baseline.
     found = {"sum": [3.0] * 8, "count": [3] * 8}
     monkeypatch.setattr(watching, "alpha_sums", lambda *_, **__: found)
-    code, _, err = door("eval", "--watch", log, "--baseline", home, "--follow", "false")
+    code, _, err = door("eval", "--watch", log, "--baseline", measured, "--follow", "false")
     assert code == 3
     (line,) = [line for line in err.splitlines() if line.startswith("draftsmith eval:")]
     assert "acceptance has left the band of id and is above" in line and "since about answer 1;" in line
@@ -202,12 +204,12 @@ def test_a_log_that_is_rotated_is_followed(
     ("words", "message"),
     [
         ("--watch none.jsonl", "none.jsonl: no such file"),
-        ("--watch {home}/results.json --draft other", "draft 'other': not measured; there are mine"),
-        ("--watch {home}/results.json --rate 2", "--rate 2: must be from 0.0001 to 0.5"),
-        ("--watch {home}/results.json --temperature 0.3", "temperature 0.3: not measured; there are 1"),
-        ("--watch {home}/results.json --window 0", "--window 0: must be at least 1"),
+        ("--watch {measured}/results.json --draft other", "draft 'other': not measured; there are mine"),
+        ("--watch {measured}/results.json --rate 2", "--rate 2: must be from 0.0001 to 0.5"),
+        ("--watch {measured}/results.json --temperature 0.3", "temperature 0.3: not measured; there are 1"),
+        ("--watch {measured}/results.json --window 0", "--window 0: must be at least 1"),
     ],
 )
-def test_what_cannot_be_watched_is_said_in_one_line(words: str, message: str, home: Path, door: Door) -> None:
-    code, _, err = door("eval", *words.format(home=home).split(), "--baseline", home)
+def test_what_cannot_be_watched_is_said_in_one_line(words: str, message: str, measured: Path, door: Door) -> None:
+    code, _, err = door("eval", *words.format(measured=measured).split(), "--baseline", measured)
     assert code == 2 and message in err

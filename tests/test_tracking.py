@@ -112,7 +112,7 @@ def test_data_draft_and_evaluation_hang_together(
     said = ""
     for words in (
         [texts if word == prompts_file else word for word in trained],
-        f"eval --target {target_dir} --draft base={draft_dir} mine=draft --id home={prompts_file} --ood away={texts} "
+        f"eval --target {target_dir} --draft base={draft_dir} mine=draft --id prose={prompts_file} --ood code={texts} "
         "--out eval --max_prompts 3 --max_new_tokens 6 --bootstrap 100 --speed_prompts 1 --prompt_tokens 8 "
         "--device cpu --tracker wandb --project mine".split(),
     ):
@@ -182,7 +182,7 @@ def test_data_draft_and_evaluation_hang_together(
     for cell in results["alpha"]:
         key = f"alpha/{cell['draft']}/{cell['domain']}/T{cell['temperature']:g}"
         assert summary[key] == pytest.approx(cell["alpha"]["value"])
-    assert {"tau/mine/all ood/T0/chain:4/speculative", "speedup/mine/home/T1/chain:4/speculative"} <= summary.keys()
+    assert {"tau/mine/all ood/T0/chain:4/speculative", "speedup/mine/prose/T1/chain:4/speculative"} <= summary.keys()
 
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 30
