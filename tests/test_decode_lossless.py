@@ -48,7 +48,7 @@ LENGTH = 3
 DRAWS = 4_000
 PROMPT = [1, 3]
 PROMPTS = [[1, 3], [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
-NEW_TOKENS = 18
+NEW_TOKENS = 12
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
@@ -372,15 +372,15 @@ def test_below_a_node_that_does_not_exist_there_is_nothing(verifier: str, parent
 def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same test, with one thing wrong at a time."""
     made = decoder("draft", "kary:3,2", "mcsd")
-    assert statistic(made, SAMPLED, 16_000) < 1
+    assert statistic(made, SAMPLED, 8_000) < 1
     with monkeypatch.context() as patch:
         # Children drawn with replacement under the rule for draws without.
         patch.setattr(decode.propose.static_tree, "draw_without_replacement", draw_with_replacement)
-        assert statistic(made, SAMPLED, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
         patch.setattr("decode.batch_run.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
-        assert statistic(made, SAMPLED, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
         whole = decode.propose.static_tree.StaticTreeSession._proposal
@@ -390,7 +390,7 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
             return whole(self, kept, *rest)  # type: ignore[arg-type]
 
         patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
-        assert statistic(made, SAMPLED, 16_000) > 1.5
+        assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
 SOME_ROWS = [3, 1, 0, 2]
@@ -450,8 +450,10 @@ def test_every_step_is_one_graph(variant: str) -> None:
     # code whatever proposed, and every pair of all variants runs as it is in the tests above.
     if variant == "draft":
         chosen |= {(tree, rule) for rule, tree in {rule: tree for tree, rule in pairs}.items()}
-    for tree, verifier in sorted(chosen):
-        check_one_graph(variant, tree, verifier, "aot_eager", SAMPLED)
+    # What is traced does not depend on the backend. That AOTAutograd takes it too, in which half of the time went, is
+    # seen at one tree of each variant.
+    for index, (tree, verifier) in enumerate(sorted(chosen)):
+        check_one_graph(variant, tree, verifier, "eager" if index else "aot_eager", SAMPLED)
 
 
 @pytest.mark.slow
