@@ -184,8 +184,10 @@ def test_every_architecture_is_one_graph(name: str) -> None:
     expected = [huggingface_greedy(name, row, None) for row in range(3)]
     torch._dynamo.reset()
     counters.clear()
+    # Whether it is one graph does not depend on the backend; two see that AOTAutograd takes it.
+    backend = "aot_eager" if name in ("gemma2-mixed", "gpt2") else "eager"
     decoder = SpeculativeDecoder(
-        target_of(name), DraftModelProposer(draft_of(name, "near")), "chain:2", compile="aot_eager"
+        target_of(name), DraftModelProposer(draft_of(name, "near")), "chain:2", compile=backend
     )
     batch = decoder.generate(PROMPTS, GREEDY, len(expected[0]), eos_ids=())
     assert [each.output_ids for each in batch.generations] == expected

@@ -1,6 +1,5 @@
 """The compiled linear layer: right for every shape, kept in the cache, and dispensable."""
 
-import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from decode import native
 from decode.native import _MOST_ROWS as MOST_ROWS
 from decode.native import Kernel, PackedMatrix, kernel, narrowest
+from tests.native_builds import BUILDS, built_for
 
 built = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 
@@ -67,29 +67,9 @@ def test_threads_do_not_change_the_bits() -> None:
             torch.set_num_threads(before)
 
 
-# The instructions that the source can be built for here; the last has no vector instruction for fp16 and no fused
-# multiply-add. The processor that runs the tests has to know them.
-BUILDS = {"avx512f": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64", "asimd": "-march=native"}
-
-
-def processor_flags() -> set[str]:
-    try:
-        return set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return set()
-
-
 @pytest.fixture(scope="module", params=BUILDS)
 def each_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    made = kernel()
-    if made is None or request.param not in processor_flags():
-        pytest.skip("this processor, or its compiler, cannot build or run that")
-    if BUILDS[request.param] in native._FLAGS:
-        return made
-    library = tmp_path_factory.mktemp("build") / "linear.so"
-    flags = [flag for flag in native._FLAGS if not flag.startswith("-march")]
-    subprocess.run(["cc", BUILDS[request.param], *flags, "-o", library, native.SOURCE], check=True)
-    return Kernel(ctypes.CDLL(str(library)))
+    return built_for(request.param, tmp_path_factory)
 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -208,24 +188,39 @@ def test_rows_that_are_not_there_are_refused() -> None:
     assert matrix.rows(torch.tensor([], dtype=torch.long)).shape == (0, 2)
 
 
-# One compiler in all processes.
-COMPILER = {"PATH": "/usr/bin:/bin", "CC": ""}
+# The machine's compiler, which notes each build in a file beside itself and gives out the first one again.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec cc --version
+for word; do [ "$last" = -o ] && out=$word; last=$word; done
+here=$(dirname "$0")
+echo built >> "$here/builds"
+if [ -e "$here/first.so" ]; then cp "$here/first.so" "$out"; else cc "$@" && cp "$out" "$here/first.so"; fi
+"""
 
 
 @pytest.fixture(scope="module")
-def first_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiler") / "cc"
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def first_build(compiler: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the kernel has been built."""
+    cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (COMPILER | {"XDG_CACHE_HOME": str(cache := tmp_path_factory.mktemp("cache"))}).items():
-            patch.setenv(name, value)
+        patch.setenv("CC", str(compiler))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         assert kernel.__wrapped__() is not None
     return cache
 
 
 @built
-def test_is_built_once_and_kept(first_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (COMPILER | {"XDG_CACHE_HOME": str(first_build)}).items():
-        monkeypatch.setenv(name, value)
+def test_is_built_once_and_kept(compiler: Path, first_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(first_build))
     (kept,) = (first_build / "draftsmith").glob("*.so")
     calls: list[list[str]] = []
     run = subprocess.run
@@ -241,14 +236,20 @@ def test_is_built_once_and_kept(first_build: Path, monkeypatch: pytest.MonkeyPat
 
 @built
 @pytest.mark.parametrize("left", [0, 1000, 8192])
-def test_a_torn_library_is_built_again(first_build: Path, left: int, tmp_path: Path, spawn: Callable[..., Any]) -> None:
+def test_a_torn_library_is_built_again(
+    compiler: Path, first_build: Path, left: int, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
     cache = shutil.copytree(first_build, tmp_path / "cache")
     (kept,) = (cache / "draftsmith").glob("*.so")
     whole = kept.read_bytes()
     kept.write_bytes(whole[:left])
+    builds = compiler.with_name("builds")
+    before = len(builds.read_text().splitlines())
     code = "from decode.native import kernel; assert kernel() is not None"
+    environment = {"CC": str(compiler), "XDG_CACHE_HOME": str(cache)}
     # In a process of its own: loading a torn library is a bus error.
-    assert spawn(env=COMPILER | {"XDG_CACHE_HOME": str(cache)}, cwd=Path.cwd(), patch=code).wait() == (0, "", "")
+    assert spawn(env=environment, cwd=Path.cwd(), patch=code).wait() == (0, "", "")
+    assert len(builds.read_text().splitlines()) == before + 1
     assert [each for each in (cache / "draftsmith").glob("*.so") if each.stat().st_size == len(whole)]
 
 

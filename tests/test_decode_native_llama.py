@@ -1,9 +1,6 @@
 """The forward of a LLaMA as one call: equal to the tensor operations, and to itself to the bit in any tree."""
 
-import ctypes
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +12,11 @@ from decode import DraftModelProposer, SpeculativeDecoder
 from decode import llama_forward as forward_module
 from decode import packed_linear as packed_module
 from decode.llama_forward import LeanForward
-from decode.native import _FLAGS as flags
-from decode.native import SOURCE as source
 from decode.native import Kernel, kernel, llama
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.sampling import Sampling
+from tests.native_builds import BUILDS, built_for
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 
@@ -32,7 +28,6 @@ MODELS: dict[str, Any] = {
     "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 16}),
     "head norms": (Qwen3ForCausalLM, Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 36}),
 }
-BUILDS = {"avx512f": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64", "asimd": "-march=native"}
 
 
 @torch.inference_mode(False)
@@ -49,16 +44,7 @@ def build(name: str) -> LlamaForCausalLM:
 
 @pytest.fixture(params=BUILDS, scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    try:
-        known = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        known = []
-    if request.param not in known:
-        pytest.skip("this processor cannot run that")
-    built = tmp_path_factory.mktemp("build") / "forward.so"
-    plain = [flag for flag in flags if not flag.startswith("-march")]
-    subprocess.run(["cc", BUILDS[request.param], *plain, "-o", built, source], check=True)
-    return Kernel(ctypes.CDLL(str(built)))
+    return built_for(request.param, tmp_path_factory)
 
 
 @pytest.fixture
