@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,17 +49,23 @@ def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
     return random_llama(seed, 11, positions=96, eos=eos)
 
 
-def test_the_tables_need_no_torch() -> None:
+def test_the_tables_need_no_torch(spawn: Callable[..., Any]) -> None:
     code = (
         "import sys, decode\n"
         "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): decode.default_verifier(decode.parse_tree(name))\n"
         "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS and decode.default_tree()\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    # In a process that has imported torch, but nothing of decode.
+    code = (
+        "import sys\n"
+        "for name in [each for each in sys.modules if each.partition('.')[0] == 'decode']: del sys.modules[name]\n"
         "from decode import *\n"
         "assert SpeculativeDecoder.__module__ == 'decode.engine'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert spawn(cwd=Path.cwd(), patch=code).wait() == (0, "", "")
     with pytest.raises(AttributeError, match="no attribute 'Speculative'"):
         decode_module: Any = sys.modules["decode"]
         _ = decode_module.Speculative
