@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,16 +42,10 @@ def option_types(cls: type, prefix: str = "") -> dict[str, Any]:
 def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     """The configuration of a command and whether `--json` was asked for. Raises InputError for any misuse."""
     types = option_types(cls)
-    description = (cls.__doc__ or "").strip().splitlines()[0]
-    parser = ArgumentParser(prog=f"draftsmith {command}", description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     words, given = _normalise(argv, types)
-    if "help" in given:
-        # Known to jsonargparse only for --help: --print_config must not print it, because --config does not take it.
-        parser.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
-    parser.add_class_arguments(cls)
     places = _check_files(given.get("config", []), types)
     _check_complete(cls, given, places)
+    parser = _parser(cls, command, "help" in given)  # type: ignore[arg-type]
     try:
         values = parser.parse_args(words)
         instance = parser.instantiate(values)
@@ -72,6 +67,19 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
         key = str(error).partition(":")[0]
         where = f"{places[key]}: " if key in places and key not in given else ""
         raise InputError(f"{where}{error}") from None
+
+
+@cache
+def _parser(cls: type, command: str, helps: bool) -> ArgumentParser:
+    """Made once per process: jsonargparse reads the source of the class for its descriptions."""
+    description = (cls.__doc__ or "").strip().splitlines()[0]
+    parser = ArgumentParser(prog=f"draftsmith {command}", description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    if helps:
+        # Known to jsonargparse only for --help: --print_config must not print it, because --config does not take it.
+        parser.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
+    parser.add_class_arguments(cls)
+    return parser
 
 
 def _is_list(kind: Any) -> bool:

@@ -185,7 +185,7 @@ def _load(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "linear.so"
         command = [compiler, *_FLAGS, "-o", str(library), str(SOURCE)]
-        subprocess.run(command, capture_output=True, check=True, timeout=60)
+        subprocess.run(command, capture_output=True, check=True, timeout=300)  # seconds, on a busy machine minutes
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(cached) as beside:
