@@ -24,6 +24,12 @@ SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.lr
 SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100, "--policy", "id"]
 
 
+# One way to decode instead of those that are chosen by default, where a test is not about them.
+ONE_WAY: list[object] = ["--eval.tree", "chain:1", "--eval.temperature", 1]
+# As `patch` of `spawn`: what the fixture `undrawn` is to `door`.
+UNDRAWN = "import eval.evaluate\neval.evaluate.write_report = lambda results: results.directory\n"
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Prompts of two domains: 24 of one, the first of them twice, and 4 of the other."""
@@ -108,6 +114,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_file_of_a_run_is_run_again_by_hand(
     door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,16 +169,16 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
     spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
-    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}"]
+    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", *ONE_WAY]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
     whole.mkdir()
-    code, _, err = spawn(*words, cwd=whole).wait()
+    code, _, err = spawn(*words, cwd=whole, patch=UNDRAWN).wait()
     assert code == 0, err
     for module, name, at in KILLS:
-        code, _, err = spawn(*words, cwd=killed, patch=KILL.format(module=module, name=name, at=at)).wait()
+        code, _, err = spawn(*words, cwd=killed, patch=UNDRAWN + KILL.format(module=module, name=name, at=at)).wait()
         assert code == -9, (module, name, err)
-    code, _, err = spawn(*words, cwd=killed).wait()
+    code, _, err = spawn(*words, cwd=killed, patch=UNDRAWN).wait()
     assert code == 0 and "Traceback" not in err, err
     assert timeless(killed / "out") == timeless(whole / "out")
 
@@ -190,14 +197,14 @@ def test_all_stages_on_two_processes(
 ) -> None:
     """The answers are those of one process, every draft is trained by both, and a second call finds all done."""
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
-    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", "--out"]
+    words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", *ONE_WAY, "--out"]
     for _ in range(2):
         options = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
         done = launch(options, *words, "two")
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stdout.count("decode with it: ") == 1 and done.stderr.count("3/3 evaluate") == 1
     two, one = tmp_path / "two", tmp_path / "one"
-    code, _, err = spawn(*words, "one", cwd=tmp_path).wait()
+    code, _, err = spawn(*words, "one", cwd=tmp_path, patch=UNDRAWN).wait()
     assert code == 0, err
     parts = sorted(path.name for path in (one / "distilled").glob("part-*.parquet"))
     assert len(parts) > 2
@@ -218,6 +225,7 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
+    words += ONE_WAY
 
     def interrupted(module: str, name: str, at: int) -> str:
         patch = KILL.format(module=module, name=name, at=at).replace("SIGKILL", "SIGINT")
@@ -237,8 +245,7 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     assert again == ["align", "--config", "out/align.yaml", "--out", "out"]
     said = interrupted("eval.measure", "decoding", 1)
     assert re.search(r", the draft jsd, [1-9]\d* measurements \(eval\); ", said), said
-    undrawn = "import eval.evaluate as there; there.write_report = lambda results: results.directory"
-    code, _, err = spawn(*again, cwd=tmp_path, patch=undrawn).wait()
+    code, _, err = spawn(*again, cwd=tmp_path, patch=UNDRAWN).wait()
     assert code == 0, err
 
 
@@ -370,6 +377,7 @@ def test_the_best_draft_is_uploaded_where_that_is_asked_for(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_init_makes_the_draft_to_start_from_once(
     door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
 ) -> None:

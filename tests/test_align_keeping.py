@@ -13,6 +13,7 @@ import draftsmith as ds
 from draftsmith_core.packages import is_installed
 from tests.test_align import SMALL
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 Door = Callable[..., tuple[int, str, str]]
 
 

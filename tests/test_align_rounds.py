@@ -12,8 +12,9 @@ import draftsmith as ds
 from draftsmith.alignment.switch import exchange, recover, weights_mark
 from draftsmith.alignment.traffic import Logged, divided_by_time, read_log
 from draftsmith_core.tokenization import load_tokenizer
-from tests.test_align import KILL
+from tests.test_align import KILL, UNDRAWN
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 Door = Callable[..., tuple[int, str, str]]
 SMALL = "--distill.max_new_tokens 8 --distill.general_texts 6 --train.steps 12 --train.rows_per_step 4".split()
 SMALL += "--train.batch_size 4 --train.save_every 4 --train.eval_every 6 --train.heldout_fraction 0.25".split()
@@ -45,7 +46,9 @@ def site(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFacto
     sets = {kind: [f"{name}={root / name}.jsonl"] for kind, name in (("id", "own"), ("ood", "other"))}
     small: dict[str, Any] = {"tree": ["chain:1"], "speed_prompts": 0, "max_new_tokens": 6, "bootstrap": 100}
     models = {"target": target_dir, "draft": [f"base={root / 'served'}"], "device": "cpu"}
-    ds.evaluate(ds.EvalConfig(out=str(root / "eval"), **models, **sets, **small))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.evaluate.write_report", lambda results: results.directory)
+        ds.evaluate(ds.EvalConfig(out=str(root / "eval"), **models, **sets, **small))  # type: ignore[arg-type]
     return root
 
 
@@ -148,15 +151,15 @@ def test_killed_anywhere_a_whole_draft_is_served_and_the_same_call_ends_the_roun
 ) -> None:
     whole = tmp_path / "whole" / "site"
     shutil.copytree(here, whole)
-    code, _, err = spawn(*WORDS, *MET, cwd=whole).wait()
+    code, _, err = spawn(*WORDS, *MET, cwd=whole, patch=UNDRAWN).wait()
     assert code == 0, err
     old, new = weights_mark(here / "served"), weights_mark(whole / "served")
     assert old != new
     for patch in KILLS:
-        code, _, err = spawn(*WORDS, *MET, cwd=here, patch=patch).wait()
+        code, _, err = spawn(*WORDS, *MET, cwd=here, patch=UNDRAWN + patch).wait()
         assert code == -9, (patch, err)
         assert weights_mark(here / "served") in (old, new) and (here / "served" / "config.json").is_file()
-    code, _, err = spawn(*WORDS, *MET, cwd=here).wait()
+    code, _, err = spawn(*WORDS, *MET, cwd=here, patch=UNDRAWN).wait()
     assert code == 0 and "Traceback" not in err, err
     assert served(here) == served(whole)
 

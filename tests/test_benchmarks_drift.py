@@ -39,6 +39,7 @@ def test_what_was_recovered_and_how_long_an_arm_was_below() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_stream_in_pieces_is_as_at_once(
     tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

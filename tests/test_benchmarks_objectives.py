@@ -120,6 +120,7 @@ def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainC
     assert all((Path(options.out) / f"objectives{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_alpha_is_what_eval_measures(options: Options, door: Callable[..., tuple[int, str, str]]) -> None:
     run(replace(options, only=["fkl"], seeds=1, rates=[1e-2]))
     pair = objectives_data.PAIRS["nano"](options)

@@ -1,10 +1,7 @@
 """A whole evaluation on tiny models: its counts, what it resumes from, and what it refuses."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -361,7 +358,9 @@ def test_work_is_divided_by_index_and_comes_back_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same_bytes(world: EvalConfig, tmp_path: Path, launch: Callable[..., Any]) -> None:
+def test_two_processes_find_the_same_bytes(
+    world: EvalConfig, tmp_path: Path, launch: Callable[..., Any], spawn: Callable[..., Any]
+) -> None:
     """But for the clock, and for what is said of it."""
     words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
     words += ["--tree", *world.tree, "--max_new_tokens", "10", "--batch_size", "2", "--bootstrap", "100"]
@@ -372,12 +371,11 @@ def test_two_processes_find_the_same_bytes(world: EvalConfig, tmp_path: Path, la
         there.mkdir()
         if launcher:
             run = launch(launcher, "-m", "draftsmith", "eval", *words, cwd=there)
+            code, out, err = run.returncode, run.stdout, run.stderr
         else:
-            command = [sys.executable, "-m", "draftsmith", "eval", *words]
-            env = {**os.environ, "PYTHONPATH": str(ROOT)}
-            run = subprocess.run(command, cwd=there, env=env, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.count("results:") == 1
+            code, out, err = spawn("eval", *words, cwd=there).wait()
+        assert code == 0, err
+        assert out.count("results:") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append({key: value for key, value in document.items() if key not in CLOCK_KEYS})
         cells = [path for path in (there / "out" / "cells").glob("*.json") if '"speed"' not in path.read_text()[:80]]

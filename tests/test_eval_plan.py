@@ -199,6 +199,7 @@ def test_decode_plans_on_the_spot_and_says_so(door: Door, target_dir: str, draft
     assert [row["output_ids"] for row in ours] == [row["output_ids"] for row in alone]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
     door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
