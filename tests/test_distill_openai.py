@@ -34,8 +34,8 @@ def tokenizer(target_dir: str) -> Tokenizer:
 def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(endpoint_module, "BACKOFF_S", (0.01, 0.05))
-    monkeypatch.setattr(endpoint_module, "_REST_S", (0.02, 0.1))
+    monkeypatch.setattr(endpoint_module, "BACKOFF_S", (0.001, 0.005))
+    monkeypatch.setattr(endpoint_module, "_REST_S", (0.002, 0.01))
     rows = [{"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS)]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = f"distill --engine openai --target {target_dir} --prompts prompts.jsonl --out set --num_samples 2"
@@ -229,7 +229,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(
 
 def test_a_server_that_never_answers_is_given_up_on(words: list[str], door: Door, serve: Callable[..., Server]) -> None:
     server = serve(misbehave=lambda number: "never" if number == 12 else None)
-    code, _, err = door(*words, server.url, "--timeout_s", 0.3)
+    code, _, err = door(*words, server.url, "--timeout_s", 2)
     assert code == 0, err
     check_rows(rows_of())
 
@@ -326,8 +326,9 @@ _NO_TOKENS = [{"choices": [{"token_ids": ids, "finish_reason": "stop"}]} for ids
 
 @pytest.mark.parametrize("kind", ["vllm", "text"])
 def test_what_is_no_answer_costs_its_row_alone(
-    words: list[str], door: Door, serve: Callable[..., Server], kind: str
+    words: list[str], door: Door, serve: Callable[..., Server], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openai_module, "ATTEMPTS", 2)
     server = serve(kind)
     wrong = [*_NONE, *(_NO_TOKENS if kind == "vllm" else [])]
     texts = [f"A draft model {number}" for number in range(len(wrong))]
@@ -354,7 +355,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up_on(
     words: list[str], door: Door, serve: Callable[..., Server]
 ) -> None:
     server = serve(misbehave=lambda number: "drops" if number == 12 else None)
-    code, _, err = door(*words, server.url, "--timeout_s", 0.5)
+    code, _, err = door(*words, server.url, "--timeout_s", 2)
     assert code == 0, err
     check_rows(rows_of())
 
