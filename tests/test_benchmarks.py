@@ -417,6 +417,7 @@ runpy.run_path("benchmarks/device_check.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow  # an interpreter of its own that imports torch
 def test_the_device_check_needs_no_optional_package() -> None:
     words = [sys.executable, "-c", _WITHOUT, "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -40,6 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return noted(monkeypatch, frontier)
 
 
+@pytest.mark.slow  # every method is trained, twice over
 def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, trained: list[TrainConfig]) -> None:
     # Fewer methods on request; the others can be made later, and what is there stays in the tables.
     few = run(replace(options, only=["even replay"]))

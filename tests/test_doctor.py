@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,17 @@ def exported(source: str, form: str, out: Path) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def target_as(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`target_as(format)`: the target in an engine's layout, exported once."""
+    return cache(lambda form: exported(TARGET, form, tmp_path_factory.mktemp(form) / "target"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
-def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
     server = there("llama-server")
-    target, small = (exported(each, "gguf", tmp_path / n) / "model.gguf" for n, each in (("t", TARGET), ("d", draft)))
+    target, small = (each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d")))
     words = ["-m", str(target), "-md", str(small), "--spec-type", "draft-simple", "-c", "128", "-np", "1", "-t", "1"]
     loads = True
     try:
@@ -197,9 +204,9 @@ def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "another token")], indirect=["draft"]
 )
-def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
     python = there("openvino")
-    models = [exported(each, "openvino", tmp_path / n) for n, each in (("t", TARGET), ("d", draft))]
+    models = [target_as("openvino"), exported(draft, "openvino", tmp_path / "d")]
     (tmp_path / "request.json").write_text(
         json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
     )
@@ -215,12 +222,14 @@ def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "small heads")], indirect=["draft"]
 )
-def test_onnxruntime_genai_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+def test_onnxruntime_genai_says_the_same(
+    draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]
+) -> None:
     python = there("openvino")
     (tmp_path / "request.json").write_text(
         json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
     )
-    models = [exported(each, "hf", tmp_path / n) for n, each in (("t", TARGET), ("d", draft))]
+    models = [target_as("hf"), exported(draft, "hf", tmp_path / "d")]
     loads = True
     try:
         work(python, WORKERS / "onnx_generate.py", *models, tmp_path / "built", tmp_path / "request.json")
