@@ -28,6 +28,8 @@ os.environ |= {
     # Seconds that wandb waits for its own service to start; 30 are too few on a busy machine.
     "WANDB__SERVICE_WAIT": "900",
     "WANDB_INIT_TIMEOUT": "900",
+    # Else inductor starts a pool of interpreters, each of which imports torch.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     # The laws are stated for fp32 on a CPU; where a machine has a GPU, half-precision ties would differ.
     "CUDA_VISIBLE_DEVICES": "",
 }
