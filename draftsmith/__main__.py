@@ -53,10 +53,31 @@ def main(argv: list[str] | None = None) -> int:
     130 interrupted, 143 told to stop.
     """
     words = sys.argv[1:] if argv is None else argv
+    _open_closed_streams()
+    try:
+        try:
+            code = _run(words)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
+        sys.stdout.flush()
+        return code
+    except Terminated as stop:
+        _say(f"\n{_called(words)}: stopped by SIGTERM{_notes(stop)}", stop)
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return _failed(_called(words), error)
+
+
+def _run(words: list[str]) -> int:
+    """Do what `words` ask for; returns the exit code, or raises why it could not be done."""
+    if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
-    if words[0] == "--version":
+    if words[0] in ("-V", "--version"):
         print(__version__)
         return 0
     name = words[0]
@@ -74,35 +95,50 @@ def main(argv: list[str] | None = None) -> int:
     if "torch" not in sys.modules:
         settle_threads(name)
     module = "draftsmith.cli.completion" if name == "--print_shtab" else COMMANDS[name][0]
-    try:
-        importlib.import_module(module).run(words[1:])
-        return 0
-    except Terminated as stop:
-        _say(f"\ndraftsmith {name}: stopped by SIGTERM{_notes(stop)}", stop)
-        raise
-    except (Exception, KeyboardInterrupt) as error:
-        return _failed(name, error)
+    importlib.import_module(module).run(words[1:])
+    return 0
 
 
-def _failed(name: str, error: Exception | KeyboardInterrupt) -> int:
+def _called(words: list[str]) -> str:
+    """What messages begin with."""
+    return " ".join(["draftsmith", *words[:1]])
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where a daemon closed standard input, output or error: without it Python would print errors
+    to the output, and the next file that is opened would take the place, and receive what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
     """Say in one line why a command ended, and return its exit code; raises again what is a bug."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What Python still buffers has nowhere to go, and would fail again when it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if (interrupt := _interrupt(error)) is not None:
-        _say(f"\ndraftsmith {name}: interrupted{_notes(interrupt)}", interrupt)
+        _say(f"\n{called}: interrupted{_notes(interrupt)}", interrupt)
         return 130
     if isinstance(error, InputError | RunError):
-        _say(f"draftsmith {name}: {' '.join(str(error).split())}", error)
+        _say(f"{called}: {' '.join(str(error).split())}", error)
         return 2 if isinstance(error, InputError) else 1
     if isinstance(error, RequirementError):
         for line in error.unmet:
-            _say(f"draftsmith {name}: {line}", error)
+            _say(f"{called}: {line}", error)
         return 3
-    if isinstance(error, BrokenPipeError):
-        # The reader (`| head`) has seen enough. What Python still buffers for it has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     if isinstance(error, OSError):
+        if isinstance(error, BrokenPipeError):
+            return 0  # the reader (`| head`) has seen enough
         place = f"{error.filename}: " if error.filename else ""
-        _say(f"draftsmith {name}: {place}{error.strerror or error}", error)
+        _say(f"{called}: {place}{error.strerror or error}", error)
         return 1
     raise error
 
@@ -122,8 +158,11 @@ def _interrupt(error: BaseException | None) -> BaseException | None:
 
 def _say(line: str, error: BaseException) -> None:
     """To standard error; of several processes one speaks where all of them know the same."""
-    if os.environ.get("RANK", "0") == "0" or not isinstance(
-        error, InputError | RequirementError | KeyboardInterrupt | Terminated
+    rank = os.environ.get("RANK", "")
+    if (
+        not rank.isdecimal()
+        or int(rank) == 0
+        or not isinstance(error, InputError | RequirementError | KeyboardInterrupt | Terminated)
     ):
         print(line, file=sys.stderr)
 

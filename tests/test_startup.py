@@ -1,13 +1,15 @@
 """Nobody waits for torch to see a help text, a version or a mistyped option, or to import the package."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from draftsmith.__main__ import COMMANDS
+from draftsmith.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pandas", "pyarrow")
@@ -77,3 +79,29 @@ def test_mistakes_are_told_at_once(command: str) -> None:
     assert (code, modules & {*HEAVY}) == (2, set()), err
     assert len(err.strip().splitlines()) == 1
     assert seconds < MOST_S
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["decode", "--help"], ["decode", "--print_config"]])
+def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
+    """Python buffers what goes to a file, so a full disk shows when that is flushed, at the latest at its end."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "draftsmith", *words]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (1, f"draftsmith {words[0]}: No space left on device\n")
+
+
+def test_closed_streams_stay_closed() -> None:
+    """With standard error closed an error must not go to the output, which may be parsed."""
+    line = f"{shlex.quote(sys.executable)} -m draftsmith decode 2>&-"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_help_of_a_command_by_another_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help", "merge"], ["--help", "merge"]):
+        with pytest.raises(SystemExit) as leaving:
+            main(words)
+        assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: draftsmith merge")
