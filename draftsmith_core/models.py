@@ -141,10 +141,13 @@ def check_finite(name: str, model: nn.Module) -> None:
 
 @torch.inference_mode()
 def check_logits(name: str, model: PreTrainedModel) -> None:
-    """InputError, naming the model, unless a forward of a few tokens runs and gives finite logits."""
+    """InputError, naming the model, unless a forward of a few tokens runs, gives finite logits, and reads no token
+    ahead, as encoders (BERT) do, which transformers loads as causal models too.
+    """
     size = vocabulary_size(model)
     # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.
-    ids = torch.tensor([[size // 7, size // 5, size // 3, size // 2]], device=model.device)
+    first, second, third = size // 7, size // 5, size // 3
+    ids = torch.tensor([[first, second, third, size // 2], [first, second, third, second]], device=model.device)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     except torch.OutOfMemoryError:
@@ -156,6 +159,13 @@ def check_logits(name: str, model: PreTrainedModel) -> None:
         raise InputError(
             f"{name}: its logits are not finite although its weights are; {dtype_name(model)} may be too narrow for "
             f"it, try --dtype bfloat16 or float32"
+        )
+    # The rows differ in their last token alone; far more than rounding, so that no causal model is refused.
+    before = logits[:, :3].float()
+    if (before[0] - before[1]).abs().max() > 0.1 * before.std():
+        raise InputError(
+            f"{name}: {type(model).__name__} reads the tokens behind a place to say what stands there (an encoder, "
+            f"trained on masks?), so it cannot continue a text; use a causal language model"
         )
 
 

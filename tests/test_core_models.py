@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import InputError
@@ -228,3 +228,13 @@ def test_a_checkpoint_that_lacks_weights_is_refused(target_dir: str, tmp_path: P
     save_file(tensors, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"):
         load_model(str(tmp_path / "copy"), device="cpu")
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    """transformers loads BERT as a causal model; it would be trained and measured on what it peeks at."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(vocab_size=99, initializer_range=0.5, **sizes))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="reads the tokens behind a place .* use a causal language model"):
+        load_model(str(tmp_path), device="cpu")
