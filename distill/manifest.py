@@ -63,6 +63,8 @@ def finish(
             if failed := totals.failed.lines("failed"):
                 raise RunError(f"{out}: no prompt was answered: {failed[0]}; the same command asks again")
             skipped = totals.skipped.lines("skipped")
+            if config is None:
+                raise InputError(f"{out}: none of the rows to score can be used: {skipped[0]}")
             raise RunError(f"{out}: no row is left: {skipped[0]}")
         if totals.held_out and config is not None:
             _write_held_out(config, set(totals.held_out))

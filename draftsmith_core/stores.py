@@ -159,10 +159,14 @@ class Workplace:
 def _open(url: str, option: str) -> tuple[Any, str]:
     if not is_url(url):
         raise InputError(f"{option}: {url!r} is no URL of a store; write one such as s3://BUCKET/DIR")
+    if url.startswith(("http://", "https://")):
+        raise InputError(f"{option}: {url}: the web can be read only; name a directory, or a store such as s3://BUCKET")
     try:
         store, path = fsspec.core.url_to_fs(url)
     except (ImportError, OSError, ValueError) as error:
-        raise InputError(f"{option}: {url}: {_reason(error)}") from None
+        known = ", ".join(f"{name}://" for name in ("s3", "gs", "abfs", "file"))
+        hint = f"; stores are {known} and others of fsspec" if isinstance(error, ValueError) else ""
+        raise InputError(f"{option}: {url}: {_reason(error)}{hint}") from None
     return store, path.rstrip("/")
 
 

@@ -35,7 +35,11 @@ def test_the_finished_set_is_copied_and_loads_from_there(words: list[str], door:
     ("url", "said"),
     [
         ("somewhere", "copy_to: 'somewhere' is no URL of a store; write one such as s3://BUCKET/DIR"),
-        ("nonsense://bucket/set", "copy_to: nonsense://bucket/set: Protocol not known: nonsense"),
+        (
+            "nonsense://bucket/set",
+            "copy_to: nonsense://bucket/set: Protocol not known: nonsense; stores are s3://, gs://, abfs://, file://",
+        ),
+        ("https://host/set", "copy_to: https://host/set: the web can be read only; name a directory, or a store"),
     ],
 )
 def test_what_is_no_store_is_refused_before_any_work(

@@ -160,6 +160,10 @@ def test_a_source_that_cannot_be_used(words: list[str], door: Door, target_dir: 
         code, _, err = door(*words, "--out", "o")
         assert code == 2 and f"{source}: {said}" in err
         assert not Path("o").exists()
+    Path("prompts.jsonl").write_text('{"prompt": "only asked"}\n')
+    words[4] = "prompts.jsonl"
+    code, _, err = door(*words, "--out", "o")
+    assert code == 2 and "o: none of the rows to score can be used: 1 skipped: needs `messages`" in err
 
 
 @pytest.mark.slow
