@@ -66,12 +66,22 @@ class StopSignal:
 
 def launched() -> int:
     """How many processes the launcher started, by its environment variable WORLD_SIZE."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, _whole("WORLD_SIZE", 1))
 
 
 def is_main() -> bool:
     """Whether this is the process of rank 0, which writes files and messages for all."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _whole("RANK", 0) == 0
+
+
+def _whole(variable: str, otherwise: int) -> int:
+    """The whole number that an environment variable of the launcher holds; InputError for another text."""
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(
+            f"{variable}: the environment has {text!r}, no whole number; unset it, or start with a launcher"
+        )
+    return int(text) if text else otherwise
 
 
 def require_single_process(command: str) -> None:
@@ -131,6 +141,26 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     return {"timeout": TIMEOUT} | ({"backend": "gloo"} if on_cpu else {})
 
 
+@contextmanager
+def telling_who_is_waited_for(after_s: float = 60) -> Iterator[None]:
+    """Say once, after so many seconds in the block, what this process waits for. Where the launcher has died, or its
+    address is wrong, it would wait for half a day without a word.
+    """
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    line = (
+        f"draftsmith: process {_whole('RANK', 0)} of {launched()} waits for the others at {place}; if they have "
+        f"ended, or the address is not theirs, end this one too and launch them all again\n"
+    )
+    timer = threading.Timer(after_s, os.write, (2, line.encode()))
+    timer.daemon = True
+    if launched() > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def join_processes(device: str) -> "PartialState":
     """Join the process group and return its state; RunError when not all processes that were launched are in it."""
     from accelerate import PartialState
@@ -138,7 +168,8 @@ def join_processes(device: str) -> "PartialState":
     from draftsmith_core.models import resolve_device
 
     on_cpu = resolve_device(device).type == "cpu"
-    state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
+    with telling_who_is_waited_for():
+        state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
     check_process_count(state.num_processes)
     return state
 
@@ -197,7 +228,7 @@ def divided(count: int, work: Callable[[int], T]) -> list[T]:
     own: dict[int, T] = {}
     failure: tuple[bool, str] | None = None
     try:
-        for index in range(int(os.environ.get("RANK", "0")), count, launched()):
+        for index in range(_whole("RANK", 0), count, launched()):
             own[index] = work(index)
     except (InputError, RunError) as error:
         failure = (isinstance(error, InputError), str(error))

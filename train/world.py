@@ -18,7 +18,13 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import resolve_device
 from draftsmith_core.packages import require_package
-from draftsmith_core.processes import LauncherRequest, check_process_count, launcher_request, process_group_options
+from draftsmith_core.processes import (
+    LauncherRequest,
+    check_process_count,
+    launcher_request,
+    process_group_options,
+    telling_who_is_waited_for,
+)
 from train.config import TrainConfig
 from train.extension_locks import remove_dead_locks
 
@@ -76,7 +82,7 @@ def make_world(config: TrainConfig) -> World:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
-        with silent(wanted.kind == "zero"):
+        with silent(wanted.kind == "zero"), telling_who_is_waited_for():
             accelerator = Accelerator(
                 # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
                 cpu=on_cpu and wanted.kind != "zero",

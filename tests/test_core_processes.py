@@ -1,0 +1,35 @@
+"""What a launcher's environment says, and what is said where it is wrong."""
+
+import time
+
+import pytest
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.processes import is_main, launched, telling_who_is_waited_for
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "two")
+    with pytest.raises(InputError, match=f"{variable}: the environment has 'two', no whole number; unset it"):
+        (is_main if variable == "RANK" else launched)()
+    monkeypatch.setenv(variable, "")
+    assert is_main() and launched() == 1
+
+
+def test_a_process_that_waits_for_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that was killed leaves its processes waiting for it."""
+    for variable, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node7"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(variable, value)
+    said = ""
+    with telling_who_is_waited_for(after_s=0):
+        while not said:
+            time.sleep(0.001)
+            said = capfd.readouterr().err
+    assert said.startswith("draftsmith: process 1 of 2 waits for the others at node7:29500;")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with telling_who_is_waited_for(after_s=0):
+        time.sleep(0.05)
+    assert not capfd.readouterr().err
