@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from decode.propose.router import RouterProposer
     from decode.stats import DecodeStats
     from decode.stop_strings import StopCondition, StopStrings
+    from decode.tree_batch import TreeBatch
     from decode.verify.tree_walk import Verdict
 
 _LAZY = {
@@ -46,6 +47,7 @@ _LAZY = {
     "SpeculativeDecoder": "decode.engine",
     "StopCondition": "decode.stop_strings",
     "StopStrings": "decode.stop_strings",
+    "TreeBatch": "decode.tree_batch",
     "Verdict": "decode.verify.tree_walk",
 }
 
@@ -83,6 +85,7 @@ __all__ = [
     "StopCondition",
     "StopStrings",
     "Tree",
+    "TreeBatch",
     "TreeKind",
     "Verdict",
     "Verifier",

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
@@ -222,14 +223,14 @@ class Pair:
         """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
-        items: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # an array or tensor of ids
-        if items and isinstance(items[0], Mapping):
-            return encode_messages(self.tokenizer, check_messages(items, "prompt"), "prompt")
-        if any(not isinstance(item, int) or not 0 <= item < vocabulary_size(self.target) for item in items):
-            raise InputError(
-                f"prompt: expected a text, a chat or token ids from 0 to {vocabulary_size(self.target) - 1}"
-            )
-        return items
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or tensor of ids
+        size = vocabulary_size(self.target)
+        if isinstance(items, Sequence) and not isinstance(items, bytes):
+            if items and isinstance(items[0], Mapping):
+                return encode_messages(self.tokenizer, check_messages(list(items), "prompt"), "prompt")
+            if all(_is_integer(item) and 0 <= item < size for item in items):
+                return [int(item) for item in items]
+        raise InputError(f"prompt: expected a text, a chat or token ids from 0 to {size - 1}")
 
     def room(self, max_new_tokens: int) -> int | None:
         """The longest prompt, in tokens, that leaves room for `max_new_tokens` in every model; None without a limit."""
@@ -350,14 +351,19 @@ def _is_one(prompts: object) -> bool:
     if isinstance(prompts, str):
         return True
     shape = getattr(prompts, "shape", None)
-    if shape is not None:
+    if shape:
         return len(shape) == 1
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InputError(
             f"prompts: expected a text, a chat, token ids or a list of those, found {type(prompts).__name__}"
         )
     first = prompts[0] if prompts else None
-    return isinstance(first, int | Mapping)
+    return _is_integer(first) or isinstance(first, Mapping)
+
+
+def _is_integer(item: object) -> bool:
+    """Whether it can be a token id; numpy's integers can, True cannot."""
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fast: bool) -> Proposer:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_type
 
+import numpy as np
 import pytest
+import torch
 
 import draftsmith as ds
 from decode import PROPOSERS, VERIFIERS, DraftModelProposer, Tree
@@ -143,6 +145,13 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
         several.generate("dog", draft="c")
 
 
+def test_numbers_of_numpy_are_token_ids(pair: Pair) -> None:
+    ids = [3, 4, 5]
+    alone = pair.generate(ids, max_new_tokens=4).output_ids
+    assert pair.generate([np.int64(each) for each in ids], max_new_tokens=4).output_ids == alone
+    assert pair.generate(np.array([ids]), max_new_tokens=4)[0].prompt_ids == ids
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "tree": "chian:3"}, "unknown kind 'chian'"),
     ({"prompts": "a", "verifier": "specinfr"}, "verifier: 'specinfr' is unknown"),
@@ -162,6 +171,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "stop": [""]}, "stop: an empty"),
     ({"prompts": "a", "seed": -1}, "seed: -1"),
     ({"prompts": 7}, "expected a text"),
+    ({"prompts": b"dog"}, "found bytes"),
+    ({"prompts": torch.tensor(1)}, "found Tensor"),
+    ({"prompts": [True, False]}, "expected a text, a chat or token ids"),
+    ({"prompts": ["a", None]}, "expected a text, a chat or token ids"),
+    ({"prompts": [1.0, 2.0]}, "expected a text, a chat or token ids"),
     ({"prompts": [{"role": "user"}]}, "content"),
 ]
 

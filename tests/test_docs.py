@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import draftsmith as ds
 from draftsmith.__main__ import main
 from draftsmith.cli.method_table import markdown
 from draftsmith_core.suites import suite_names
@@ -38,6 +39,7 @@ RUN = [
     "docs/evaluation.md",
     "docs/planning.md",
     "docs/publishing.md",
+    "docs/reference-python.md",
 ]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages of the site that docs/site_hooks.py makes.
@@ -159,6 +161,21 @@ def test_the_tour_is_stored_small_and_as_it_ran() -> None:
     assert TOUR.stat().st_size < 100_000
     assert not any(output["output_type"] == "error" for cell in cells for output in cell.get("outputs", []))
     assert str(ROOT) not in TOUR.read_text(encoding="utf-8")
+
+
+def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "reference-python.md").read_text(encoding="utf-8")
+    missing = {name for name in ds.__all__ if name != "__version__" and f"`ds.{name}" not in page}
+    assert not missing
+    (tmp_path / "out" / "demo").mkdir(parents=True)
+    (tmp_path / "out" / "demo" / "pair").symlink_to(ROOT / "draftsmith" / "demo" / "pair")
+    monkeypatch.chdir(tmp_path)
+    programs = [content for language, content in blocks(page) if language == "python"]
+    exec(compile(programs[0], "reference-python.md", "exec"), {})  # noqa: S102
+    free, one = map(ast.literal_eval, capsys.readouterr().out.splitlines())
+    assert sum(free) > 0 and one[0] > 0 and not any(one[1:])
 
 
 def test_readme_quotes_the_record_of_the_shipped_pair() -> None:

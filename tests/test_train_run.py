@@ -233,7 +233,9 @@ class OwnCrossEntropy:
         return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
 
 
-def test_a_loss_of_ones_own(tmp_path: Path, distilled: str, draft_dir: str, target_dir: str) -> None:
+def test_a_loss_of_ones_own(
+    tmp_path: Path, distilled: str, draft_dir: str, target_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def config(out: str, **more: Any) -> TrainConfig:
         sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}
         return TrainConfig(out=str(tmp_path / out), data=[distilled], draft=draft_dir, **sizes, **more)
@@ -245,6 +247,8 @@ def test_a_loss_of_ones_own(tmp_path: Path, distilled: str, draft_dir: str, targ
         expected = load_file(tmp_path / name / "model.safetensors")
         for key, value in load_file(tmp_path / f"own-{name}" / "model.safetensors").items():
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+        shown = capsys.readouterr().err
+        assert f"train {name}" in shown and "train custom:" in shown
     record = json.loads((tmp_path / "own-fkl/draftsmith.json").read_text())
     assert record["objective"] == record["config"]["objective"] == f"custom:{__name__}.my_forward_kl"
     # The same loss continues the run; another one would be another run.

@@ -38,11 +38,12 @@ from train.world import World
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What the loop needs. trainee: not wrapped yet. answerer: generates with the draft where training is on-policy.
-    frozen: target, reference draft and the draft before training, as far as there are any.
+    """What the loop needs. objective: its name. trainee: not wrapped yet. answerer: generates with the draft where
+    training is on-policy. frozen: target, reference draft and the draft before training, as far as there are any.
     """
 
     config: TrainConfig
+    objective: str
     world: World
     trainee: nn.Module
     training: Examples
@@ -260,7 +261,7 @@ def fit(job: TrainingJob, stop: StopSignal) -> Position:
     if position.step == 0:
         position = _evaluate_and_keep(job, wrapped, position, metrics)
     note = _note(config, position)
-    with progress(f"train {config.objective}", job.steps, position.step) as advance:
+    with progress(f"train {job.objective}", job.steps, position.step) as advance:
         while position.step < job.steps and not position.stopped:
             started = time.perf_counter()
             figures, weights = training_step(job, wrapped, position.step, stop, domain_weights(job, position))

@@ -180,7 +180,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
     memory = draft_setup.state_memory(config, objective, world, frozen, training, heldout, steps)
     trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference, anchor, memory)
     answerer = draft_setup.make_answerer(config, world, draft, target)
-    job = TrainingJob(config, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)
+    job = TrainingJob(config, objective.spec, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
     return run, job
