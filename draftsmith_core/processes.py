@@ -143,8 +143,9 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
 
 @contextmanager
 def telling_who_is_waited_for(after_s: float = 60) -> Iterator[None]:
-    """Say once, after so many seconds in the block, what this process waits for. Where the launcher has died, or its
-    address is wrong, it would wait for half a day without a word.
+    """Say once, after so many seconds in the block, what this process waits for, and let Ctrl-C and SIGTERM end it at
+    once. Where the launcher has died, or its address is wrong, it would wait for half a day, without a word and deaf:
+    Python learns of a signal only when torch returns.
     """
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     line = (
@@ -153,12 +154,18 @@ def telling_who_is_waited_for(after_s: float = 60) -> Iterator[None]:
     )
     timer = threading.Timer(after_s, os.write, (2, line.encode()))
     timer.daemon = True
+    before = {}
     if launched() > 1:
         timer.start()
+        if threading.current_thread() is threading.main_thread():
+            numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+            before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
         timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def join_processes(device: str) -> "PartialState":

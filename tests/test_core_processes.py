@@ -1,5 +1,9 @@
 """What a launcher's environment says, and what is said where it is wrong."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -33,3 +37,20 @@ def test_a_process_that_waits_for_others_says_so(
     with telling_who_is_waited_for(after_s=0):
         time.sleep(0.05)
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_others_can_be_ended(number: int) -> None:
+    """Waiting happens in torch, where Python's own handlers do not run."""
+    program = (
+        "import signal; from draftsmith_core.processes import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with terminable(), telling_who_is_waited_for():\n"
+        "    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), flush=True); signal.pause()"
+    )
+    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
+    waiting = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline().split() == [str(signal.SIG_DFL)] * 2
+    waiting.send_signal(number)
+    assert waiting.wait() == -number
