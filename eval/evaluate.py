@@ -139,11 +139,11 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         if isinstance(draft, PreTrainedModel)
     }
     suites = fit(suites, config.max_new_tokens, contexts)
-    for name, draft in pair.drafts.items():
+    for name, draft in pair.drafts.items() if is_main() else ():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
             prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
             sys.stderr.write(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}\n")
-    for line in remarks.of_counts(config, suites):
+    for line in remarks.of_counts(config, suites) if is_main() else ():
         sys.stderr.write(f"eval: {line}\n")
     found = [
         *remarks.of_sets(config, suites),

@@ -364,7 +364,7 @@ def test_two_processes_find_the_same_bytes(
     """But for the clock, and for what is said of it."""
     words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
     words += ["--tree", *world.tree, "--max_new_tokens", "10", "--batch_size", "2", "--bootstrap", "100"]
-    words += ["--speed_prompts", "1", "--device", "cpu", "--out", "out"]
+    words += ["--speed_prompts", "1", "--device", "cpu", "--out", "out", "--max_prompts", "2"]
     found = []
     for launcher in ([], ["--multi_gpu", "--num_processes", "2"]):
         there = tmp_path / str(len(launcher))
@@ -375,7 +375,7 @@ def test_two_processes_find_the_same_bytes(
         else:
             code, out, err = spawn("eval", *words, cwd=there).wait()
         assert code == 0, err
-        assert out.count("results:") == 1
+        assert out.count("results:") == 1 and err.count("rows are read (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append({key: value for key, value in document.items() if key not in CLOCK_KEYS})
         cells = [path for path in (there / "out" / "cells").glob("*.json") if '"speed"' not in path.read_text()[:80]]

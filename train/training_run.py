@@ -163,7 +163,8 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
     if loss is not None:
         identity["config"]["objective"] = objective.spec
         identity["loss_source"] = loss_digest(loss)
-    if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
+    others = training.targets | heldout.targets
+    if target is not None and others - {identity["target_fingerprint"]} and is_main():
         log.warning("data: was distilled from other weights than those of target %s", config.target)
     if training.dropped + heldout.dropped and is_main():
         log.warning(
