@@ -197,6 +197,26 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
         SpeculativeDecoder(target, Repeat(), "kary:2,2", replace(mine, drawings=("top_and_one",)))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda right: None, r"propose\(\) must return a Proposal"),
+        (lambda right: replace(right, tokens_BM=right.tokens_BM.tolist()), r"propose\(\) must return a Proposal"),
+        (lambda right: replace(right, tree=Tree((-1, 0))), r"propose\(\) must return a Proposal"),
+        (lambda right: replace(right, tokens_BM=right.tokens_BM[:, 1:]), r"must be \[2, 5\] integers.*of \[2, 4\]"),
+        (lambda right: replace(right, tokens_BM=right.tokens_BM[:1]), r"must be \[2, 5\] integers.*of \[1, 5\]"),
+        (lambda right: replace(right, tokens_BM=right.tokens_BM.float()), "integers.*not torch.float32"),
+    ],
+)
+def test_a_proposal_that_does_not_fit_is_one_line(
+    wrong: Callable[[Proposal], Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RepeatSession.propose
+    monkeypatch.setattr(RepeatSession, "propose", lambda self, u_BN: wrong(right(self, u_BN)))
+    with pytest.raises(ValueError, match=f"RepeatSession: (tokens_BM )?{said}"):
+        SpeculativeDecoder(tiny(1), Repeat()).generate(PROMPTS[:2], GREEDY, 20)
+
+
 def test_every_proposer_of_the_table_can_be_made() -> None:
     for kind in PROPOSERS.values():
         if kind.needs == "nothing":
