@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from decode.tree_spec import parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
+from draftsmith_core.option_types import check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -138,6 +139,7 @@ class DistillConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         magpie(self.prompts)
         counts = ("num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens")
         for key in (*counts, "concurrency", "tensor_parallel_size"):

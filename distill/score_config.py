@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class ScoreConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 1 <= self.teacher_top_k < 2**16:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 1 to 65535")
         if self.part_rows < 1:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from draftsmith_core.option_types import check_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
@@ -15,3 +17,6 @@ class DoctorConfig:
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands; 4 without one."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_types(self)

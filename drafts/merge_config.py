@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 
 # Beyond this a merged draft is noise, and fp32 could overflow.
 _LARGEST = 100
@@ -36,6 +37,7 @@ class MergeConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.weights()  # refuses what they cannot be
         if (self.greedy is None) != (self.target is None):
             raise InputError("target: --greedy needs it to measure by, and nothing else reads it")

@@ -1,20 +1,24 @@
 """A target and its drafts, loaded, checked and ready to decode: `ds.load_pair(...).generate(...)`."""
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
 from decode import (
     PROPOSERS,
+    DynamicTree,
+    OnlineTrees,
     Proposer,
     SpeculativeDecoder,
     StopStrings,
+    Tree,
     TreeShape,
     Verifier,
 )
@@ -85,8 +89,12 @@ class Decoding:
 
 
 def load_pair(
-    target: str,
-    draft: str | Sequence[str] | Mapping[str, str] | None = None,
+    target: str | os.PathLike[str],
+    draft: str
+    | os.PathLike[str]
+    | Sequence[str | os.PathLike[str]]
+    | Mapping[str, str | os.PathLike[str]]
+    | None = None,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -109,10 +117,16 @@ def load_pair(
     (its name); the first outputs then take longer.
     Raises InputError, one line, for what cannot be loaded or does not fit the target.
     """
-    sources = {} if draft is None else ([draft] if isinstance(draft, str) else draft)
+    sources: Sequence[str] | dict[str, str]
+    if isinstance(draft, Mapping):
+        sources = {name: _source("draft", each) for name, each in draft.items()}
+    elif isinstance(draft, Sequence) and not isinstance(draft, str):
+        sources = [_source("draft", each) for each in draft]
+    else:
+        sources = [] if draft is None else [_source("draft", draft)]
     return Pair(
         load_models(
-            target,
+            _source("target", target),
             sources,
             device=device,
             dtype=dtype,
@@ -185,6 +199,16 @@ class Pair:
         on_tokens(row of its batch, ids, from_draft): called after each step with the tokens just added.
         Raises InputError, one line, for what is not possible.
         """
+        for key, number in (("max_new_tokens", max_new_tokens), ("seed", seed), ("batch_size", batch_size)):
+            if not _is_integer(number):
+                raise InputError(f"{key}: expected a whole number, got {number!r}")
+        for key, real in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
+            if real is not None and (
+                isinstance(real, bool) or not isinstance(real, Integral if key == "top_k" else Real)
+            ):
+                raise InputError(f"{key}: expected a number or None, got {real!r}")
+        if isinstance(stop, bytes) or not all(isinstance(text, str) for text in stop or ()):
+            raise InputError(f"stop: expected a text or a list of texts, got {stop!r}")
         decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
         if batch_size < 1:
             raise InputError(f"batch_size: {batch_size} must be at least 1")
@@ -293,6 +317,16 @@ class Pair:
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
         how: dict[str, Any] = {"fast": self._fast, "compile": self._compile}
+        if not (tree is None or isinstance(tree, str | Tree | DynamicTree | OnlineTrees)):
+            raise InputError(f"tree: expected a spec such as chain:4, or a Tree, got {tree!r}")
+        if not (verifier is None or isinstance(verifier, str | Verifier)):
+            raise InputError(
+                f"verifier: expected a name, or a Verifier with your function as its `run`, got {verifier!r}"
+            )
+        if isinstance(proposer, type) or not (
+            proposer is None or isinstance(proposer, str) or hasattr(proposer, "start")
+        ):
+            raise InputError(f"proposer: expected a name, or an object that follows decode.Proposer, got {proposer!r}")
         try:
             if proposer is None or isinstance(proposer, str):
                 kinds = {name: kind_of(each) for name, each in drafts.items()}
@@ -345,6 +379,13 @@ class Pair:
         )
         for request, generation, end in zip(requests, batch.generations, ends, strict=True):
             yield make_output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
+
+
+def _source(key: str, name: object) -> str:
+    """A directory or hub name as text."""
+    if not isinstance(name, str | os.PathLike):
+        raise InputError(f"{key}: expected a local directory or hub name, got {name!r}")
+    return os.fspath(name)
 
 
 def _is_one(prompts: object) -> bool:

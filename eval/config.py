@@ -5,6 +5,7 @@ from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
+from draftsmith_core.option_types import check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -55,6 +56,7 @@ class WatchConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.window < 1:
             raise InputError(f"--window {self.window}: must be at least 1")
         if not 0.0001 <= self.rate <= 0.5:
@@ -132,6 +134,9 @@ class EvalConfig:
     project: str = "draftsmith"
     """Name of the W&B project; artifacts join within one."""
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
@@ -175,6 +180,7 @@ class PlanConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for key in ("batch_size", "max_prompts", "confirm_prompts", "prompt_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key} {getattr(self, key)}: must be at least 1")

@@ -145,6 +145,15 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
         several.generate("dog", draft="c")
 
 
+def test_paths_name_models(target_dir: str, draft_dir: str) -> None:
+    pair = ds.load_pair(Path(target_dir), draft={"small": Path(draft_dir)}, device="cpu")
+    assert list(pair.drafts) == ["small"] and pair.target_name == target_dir
+    assert list(ds.load_pair(target_dir, Path(draft_dir), device="cpu").drafts) == [draft_dir]
+    for wrong in ({"target": None}, {"target": target_dir, "draft": 5}, {"target": target_dir, "draft": [5]}):
+        with pytest.raises(ds.InputError, match="expected a local directory or hub name, got"):
+            ds.load_pair(**wrong)  # type: ignore[arg-type]
+
+
 def test_numbers_of_numpy_are_token_ids(pair: Pair) -> None:
     ids = [3, 4, 5]
     alone = pair.generate(ids, max_new_tokens=4).output_ids
@@ -170,6 +179,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "batch_size": 0}, "batch_size: 0"),
     ({"prompts": "a", "stop": [""]}, "stop: an empty"),
     ({"prompts": "a", "seed": -1}, "seed: -1"),
+    ({"prompts": "a", "temperature": "1"}, "temperature: expected a number or None, got '1'"),
+    ({"prompts": "a", "top_k": 1.5}, "top_k: expected a number or None, got 1.5"),
+    ({"prompts": "a", "max_new_tokens": None}, "max_new_tokens: expected a whole number, got None"),
+    ({"prompts": "a", "seed": "x"}, "seed: expected a whole number, got 'x'"),
+    ({"prompts": "a", "batch_size": 1.5}, "batch_size: expected a whole number, got 1.5"),
+    ({"prompts": "a", "stop": [5]}, r"stop: expected a text or a list of texts, got \[5\]"),
+    ({"prompts": "a", "tree": ["chain:4"]}, "tree: expected a spec such as chain:4, or a Tree"),
+    ({"prompts": "a", "verifier": print}, "verifier: expected a name, or a Verifier with your function as its `run`"),
+    ({"prompts": "a", "proposer": DraftModelProposer}, "proposer: expected a name, or an object that follows"),
     ({"prompts": 7}, "expected a text"),
     ({"prompts": b"dog"}, "found bytes"),
     ({"prompts": torch.tensor(1)}, "found Tensor"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 from train.objective import parse_objective
 
 
@@ -212,6 +213,7 @@ class TrainConfig:
     """Try the recipe out: tiny random models of the same families, made-up data, a few steps, nothing downloaded."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         positive = ("max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep")
         for key in positive:
             if getattr(self, key) < 1:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
+from draftsmith_core.option_types import check_types
 
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf", "openvino"]
 
@@ -30,6 +31,7 @@ class ExportConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         path = Path(self.out)
         if path.is_file():
             raise InputError(f"out: {self.out} is a file; name a directory")

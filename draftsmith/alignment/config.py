@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
 from train.config import Lora
@@ -150,6 +151,7 @@ class AlignConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.init is not None and self.draft is not None:
             raise InputError("init: makes the draft to start from, and --draft names one; give one of the two")
         if (self.donor is not None) != (self.init == "transplant"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.alignment.config import DistillChoices, EvalChoices, Policy, TrainChoices
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 from eval.require import Requirement
 
 
@@ -51,6 +52,7 @@ class AdaptConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.rollback and (self.from_log or self.baseline):
             raise InputError("rollback: only switches the draft back; leave out --from_log and --baseline")
         if not self.rollback and not (self.from_log and self.baseline):

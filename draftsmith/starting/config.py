@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_types
 
 # Options that only some methods read.
 _READ_BY = {
@@ -68,6 +69,7 @@ class InitConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for key, methods in _READ_BY.items():
             if getattr(self, key) is not None and self.method not in methods:
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")

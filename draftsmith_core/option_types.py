@@ -1,0 +1,65 @@
+"""The types of options that are given from Python, where no parser has looked at them. Needs no torch."""
+
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from draftsmith_core.errors import InputError
+
+_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
+
+
+def check_types(config: Any, section: str = "") -> None:
+    """InputError, naming the key, where a field of a config holds another type than it declares.
+
+    What only looks different is put right in place: a path becomes its text, a tuple a list, an integer of numpy an
+    int. section: what the keys of a config within a config begin with, such as `optim.`.
+    """
+    for key, wanted in get_type_hints(type(config)).items():
+        given = getattr(config, key)
+        value = _plain(given)
+        if not _fits(value, wanted):
+            raise InputError(f"{section}{key}: expected {_in_words(wanted)}, got {given!r}")
+        if is_dataclass(value):
+            check_types(value, f"{section}{key}.")
+        elif value is not given:
+            object.__setattr__(config, key, value)  # the configs are frozen
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Integral) and not isinstance(value, int):
+        return int(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        plain = [_plain(each) for each in value]
+        return value if isinstance(value, list) and all(map(operator.is_, plain, value)) else plain
+    return value
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    kind, parts = get_origin(wanted), get_args(wanted)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind is list:
+        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
+    if wanted in (int, float):
+        return isinstance(value, Real if wanted is float else int) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _in_words(wanted: Any) -> str:
+    kind, parts = get_origin(wanted), get_args(wanted)
+    if kind in (Union, UnionType):
+        return " or ".join(_in_words(part) for part in parts)
+    if kind is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if kind is list:
+        return f"a list of {_in_words(parts[0]).removeprefix('a ')}s"
+    return _WORDS.get(wanted, f"a {getattr(wanted, '__name__', wanted)}")

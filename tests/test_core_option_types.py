@@ -1,0 +1,56 @@
+"""Options from Python: what the command line's parser would refuse is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import draftsmith as ds
+
+TRAIN: dict[str, Any] = {"out": "o", "data": ["d"], "draft": "q"}
+EVAL: dict[str, Any] = {"target": "t", "draft": ["a=q"], "id": ["a=p"], "out": "o"}
+ALIGN: dict[str, Any] = {"target": "t", "draft": "q", "prompts": "p", "out": "o"}
+
+
+def test_paths_tuples_and_numbers_of_numpy_are_taken() -> None:
+    config = ds.TrainConfig(out=Path("o"), data=(Path("d"),), draft=Path("q"), steps=np.int64(3), epochs=2)  # type: ignore[arg-type]
+    assert (config.out, config.data, config.draft, config.steps) == ("o", ["d"], "q", 3)
+    assert type(config.steps) is int
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("TrainConfig", TRAIN | {"data": "d"}, "data: expected a list of texts, got 'd'"),
+        ("TrainConfig", TRAIN | {"steps": "4"}, "steps: expected a whole number or None, got '4'"),
+        ("TrainConfig", TRAIN | {"steps": True}, "steps: expected a whole number or None, got True"),
+        ("TrainConfig", TRAIN | {"optim": {"lr": 1e-3}}, "optim: expected a Optim, got {'lr': 0.001}"),
+        ("TrainConfig", TRAIN | {"precision": "fp16"}, "precision: expected one of auto, fp32, bf16, got 'fp16'"),
+        ("EvalConfig", EVAL | {"draft": {"a": "q"}}, "draft: expected a list of texts, got {'a': 'q'}"),
+        ("EvalConfig", EVAL | {"temperature": 1.0}, "temperature: expected a list of numbers, got 1.0"),
+        ("AlignConfig", ALIGN | {"ood": "code=x"}, "ood: expected a list of texts, got 'code=x'"),
+        (
+            "AlignConfig",
+            ALIGN | {"policy": "blanced"},
+            "policy: expected one of id, balanced, no_loss or None",
+        ),
+        ("InitConfig", {"target": "t", "out": "o", "method": "cut"}, "method: expected one of prune, transplant, fre"),
+        ("ExportConfig", {"draft": "q", "out": "o", "format": "ggml"}, "format: expected one of hf, eagle, sglang"),
+        ("DoctorConfig", {"target": 5, "draft": "q"}, "target: expected a text, got 5"),
+        ("MergeConfig", {"draft": "q", "out": "o"}, "draft: expected a list of texts, got 'q'"),
+        ("DistillConfig", {"target": "t", "prompts": "p", "out": 5}, "out: expected a text, got 5"),
+        ("PlanConfig", {"target": "t", "draft": "q", "prompts": ["p"], "out": "o"}, "prompts: expected a text, got"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(kind: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ds.InputError) as caught:
+        getattr(ds, kind)(**options)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_within_a_section_has_its_whole_name() -> None:
+    from train.config import Optim
+
+    with pytest.raises(ds.InputError, match="optim.lr: expected a number, got '1e-3'"):
+        ds.TrainConfig(**TRAIN, optim=Optim(lr="1e-3"))  # type: ignore[arg-type]
