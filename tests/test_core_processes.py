@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError
 from draftsmith_core.processes import is_main, launched, telling_who_is_waited_for
 
@@ -19,6 +21,26 @@ def test_a_variable_that_is_no_number_is_one_line(variable: str, monkeypatch: py
         (is_main if variable == "RANK" else launched)()
     monkeypatch.setenv(variable, "")
     assert is_main() and launched() == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "decode --target t --prompt a",
+        "init --target t --method prune --out o",
+        "merge --draft a b --out o",
+        "export --draft q --format hf --out o",
+        "doctor --target t --draft q",
+        "plan --target t --draft q --prompts p --out o",
+    ],
+)
+def test_a_command_of_one_process_is_refused_in_several(
+    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(line.split()) == 2
+    assert "runs in one process, and 2 were launched" in capsys.readouterr().err
 
 
 def test_a_process_that_waits_for_others_says_so(

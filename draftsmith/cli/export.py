@@ -3,11 +3,13 @@
 from drafts.layouts.config import ExportConfig
 from draftsmith.cli.output import finish
 from draftsmith_core.options import parse
+from draftsmith_core.processes import require_single_process
 
 
 def run(argv: list[str]) -> None:
     """Write a draft for another engine; the record in `out` says what proves it."""
     config, as_json = parse(ExportConfig, "export", argv)
+    require_single_process("export")
     # Only now: torch takes seconds to import, and a mistyped option need not wait for it.
     from drafts.layouts.export import export
 

@@ -3,11 +3,13 @@
 from drafts.merge_config import MergeConfig
 from draftsmith.cli.output import command_line, finish
 from draftsmith_core.options import parse
+from draftsmith_core.processes import require_single_process
 
 
 def run(argv: list[str]) -> None:
     """Write the sum of drafts as a draft."""
     config, as_json = parse(MergeConfig, "merge", argv)
+    require_single_process("merge")
     # Only now: this imports torch, which takes seconds, and a mistyped option need not wait for it.
     from draftsmith.soup import merge
 
