@@ -226,9 +226,9 @@ def divided(count: int, work: Callable[[int], T]) -> list[T]:
     """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them, in turn.
 
     All processes must call it with the same `count`; it waits for the slowest. What `work` raises as InputError or
-    RunError in one process is raised in all.
+    RunError in one process is raised in all. Within `on_main`, where the others wait, the main process does it all.
     """
-    if launched() == 1:
+    if launched() == 1 or _others_wait:
         return [work(index) for index in range(count)]
     from accelerate.utils import gather_object
 

@@ -93,6 +93,17 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
+def test_a_policy_on_two_processes(
+    launch: Callable[..., Any], prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    """One of the two chooses, while the other waits for it."""
+    words = ["-m", "draftsmith", "align", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts]
+    done = launch(["--multi_gpu", "--num_processes", "2"], *words, "--out", "out", *SMALL, "--policy", "balanced")
+    assert done.returncode == 0, done.stderr
+    assert ds.Results.load(tmp_path / "out" / "eval").drafts == ["base", "jsd-balanced"]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_takes(
     door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError
-from draftsmith_core.processes import is_main, launched, telling_who_is_waited_for
+from draftsmith_core.processes import divided, is_main, launched, on_main, telling_who_is_waited_for
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
@@ -21,6 +21,15 @@ def test_a_variable_that_is_no_number_is_one_line(variable: str, monkeypatch: py
         (is_main if variable == "RANK" else launched)()
     monkeypatch.setenv(variable, "")
     assert is_main() and launched() == 1
+
+
+def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it to end, and would never come to meet it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda failure: None)
+    found: list[int] = []
+    on_main(lambda: found.extend(divided(3, lambda index: index)))
+    assert found == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
