@@ -79,9 +79,12 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
     path = Path(source)
     if path.suffix == ".txt" and path.is_file():
         try:
-            return [encode_text(tokenizer, path.read_text(encoding="utf-8"))]
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{source}: cannot be read as UTF-8 text ({error})") from None
+        if not text.strip():
+            raise InputError(f"{source}: holds no text")
+        return [encode_text(tokenizer, text)]
     documents = [_document(row, f"{source}:{number}", tokenizer) for number, row in iterate_rows(source)]
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")

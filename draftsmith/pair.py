@@ -33,6 +33,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint, vocabulary_size
+from draftsmith_core.prompt_rows import whole
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.sampling_options import Sampling, check_seed
@@ -246,7 +247,7 @@ class Pair:
     def encode(self, prompt: OnePrompt) -> list[int]:
         """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
         if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt)
+            return encode_text(self.tokenizer, whole(prompt, "prompt", "prompt"))
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or tensor of ids
         size = vocabulary_size(self.target)
         if isinstance(items, Sequence) and not isinstance(items, bytes):

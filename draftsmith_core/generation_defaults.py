@@ -94,6 +94,9 @@ def resolve_sampling(
     values: dict[str, float] = {key: value for key, value in given.items() if value is not None}
     file = {key: getattr(config, key, None) for key in _SAMPLING if given[key] is None and samples}
     taken = {key: value for key, value in file.items() if value is not None}
+    for key, value in taken.items():
+        if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
+            raise InputError(f"{name}/generation_config.json: {key}: expected a number, found {value!r}")
     values = {"temperature": (default_temperature or 1.0) if samples else 0.0} | taken | values
     try:
         return ResolvedSampling(Sampling(**values), taken)  # type: ignore[arg-type]

@@ -51,9 +51,25 @@ def remove_leftovers(directory: Path) -> None:
             stale.unlink()
 
 
+def check_replaceable(path: Path, option: str) -> None:
+    """InputError, beginning with `option`, for a path that a written file must not replace: a device such as /dev/null
+    or /dev/stdout, which a rename by root would remove for every program of the machine, or a directory.
+    """
+    if (path.exists() and not path.is_file()) or path.absolute().parent == Path("/dev"):
+        raise InputError(f"{option} {path}: is no ordinary file, and what is written would take its place; name a file")
+
+
+def check_apart(out: str, read: Iterable[str | None]) -> None:
+    """InputError where a file to be written is one of those that are read, which would be lost."""
+    for name in read:
+        if name is not None and Path(name).resolve() == Path(out).resolve():
+            raise InputError(f"out: {out} is read as well, and would be overwritten; name another file")
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it fails."""
+    check_replaceable(path, "write to")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -68,6 +84,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the block succeeds."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path}: is no directory; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)

@@ -269,7 +269,10 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
         eos = getattr(model.config, "eos_token_id", None)
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if wrong := [each for each in ids if isinstance(each, bool) or not isinstance(each, int)]:
+        raise InputError(f"{model.name_or_path}: its eos_token_id names {wrong[0]!r}, which is no token id; write ids")
+    return ids
 
 
 def text_config(model: PreTrainedModel) -> Any:

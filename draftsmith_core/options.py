@@ -121,7 +121,9 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
         if key in types and _is_list(types[key]):
             items = typing.get_args(types[key])
             listed: list[Any] = values if items == (str,) else [_scalar(value) for value in values]
-            words.append(f"--{key}={json.dumps(listed)}")
+            # YAML reads what JSON writes, but not its two halves of a character beyond U+FFFF (an emoji).
+            shown = json.dumps(listed, ensure_ascii=False)
+            words.append(f"--{key}=" + re.sub("[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", shown))
     # The file first, so that options on the command line override it wherever they stand.
     words.sort(key=lambda word: not word.startswith("--config="))
     return words, given

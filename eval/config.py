@@ -1,9 +1,11 @@
 """The options of `draftsmith eval`. `eval.request` checks them; neither imports torch."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.option_types import check_types
 from draftsmith_core.sampling_options import check_sampling
@@ -181,6 +183,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_replaceable(Path(self.out), "--out")
+        check_apart(self.out, [self.prompts])
         for key in ("batch_size", "max_prompts", "confirm_prompts", "prompt_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key} {getattr(self, key)}: must be at least 1")

@@ -63,6 +63,10 @@ def test_a_value_that_cannot_be_names_where_it_stands() -> None:
         resolve_sampling("t", LLAMA, top_p=1.5)
     with pytest.raises(InputError, match=r"^t/generation_config.json: "):
         resolve_sampling("t", target(do_sample=True, temperature="hot"))
+    with pytest.raises(InputError, match=r"^t/generation_config.json: top_k: expected a number, found 2.5$"):
+        resolve_sampling("t", target(do_sample=True, top_k=2.5))
+    with pytest.raises(InputError, match=r"^t/generation_config.json: top_k: expected a number, found True$"):
+        resolve_sampling("t", target(do_sample=True, top_k=True))
 
 
 IGNORED = {

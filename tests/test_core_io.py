@@ -33,6 +33,17 @@ def content(path: Path) -> str:
     return (path / "inner").read_text() if path.is_dir() else path.read_text()
 
 
+@pytest.mark.parametrize("writer", [atomic_file, atomic_dir])
+def test_a_device_or_pipe_is_not_replaced(tmp_path: Path, writer: Writer) -> None:
+    """A rename onto /dev/null by root would take it away from every program."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: is no (ordinary file|directory)"), writer(tmp_path / "pipe"):
+        pytest.fail("the block was entered")
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(InputError, match="write to /dev/stdout: is no ordinary file"), atomic_file(Path("/dev/stdout")):
+        pytest.fail("the block was entered")
+
+
 @pytest.mark.parametrize(("writer", "directory"), [(atomic_file, False), (atomic_dir, True)])
 def test_a_block_that_raises_changes_nothing(tmp_path: Path, writer: Writer, directory: bool) -> None:
     path = tmp_path / "deep" / "thing"

@@ -89,9 +89,11 @@ def test_every_spelling_of_a_value() -> None:
     assert options("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]
 
 
-@pytest.mark.parametrize("text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "a\nb\t", "é"])
+@pytest.mark.parametrize(
+    "text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "a\nb\t", "é", "\x7f", "😀"]
+)
 def test_text_is_taken_as_it_is_typed(text: str) -> None:
-    assert options("--name", text, "--note", text) == Options(name=text, note=text)
+    assert options("--name", text, "--note", text, "--words", text) == Options(name=text, note=text, words=[text])
 
 
 def test_json_is_asked_apart() -> None:

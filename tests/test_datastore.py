@@ -75,6 +75,9 @@ def test_documents_are_read_from_every_kind_of_row(
     pyarrow.parquet.write_table(pyarrow.table({"text": ["the cat"]}), table)
     assert read_documents(str(table), tokenizer) == documents[:1]
     plain = tmp_path / "corpus.txt"
+    plain.write_text(" \n")
+    with pytest.raises(InputError, match="corpus.txt: holds no text"):
+        read_documents(str(plain), tokenizer)
     plain.write_text("the cat")
     assert read_documents(str(plain), tokenizer) == documents[:1]
 

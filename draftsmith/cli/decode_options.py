@@ -7,6 +7,7 @@ from pathlib import Path
 
 from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.sampling_options import check_sampling
 
@@ -99,6 +100,14 @@ class DecodeConfig:
             raise InputError("stop: an empty text would end every output at once; give at least one character")
         if self.out is not None and Path(self.out).is_dir():
             raise InputError(f"out: {self.out} is a directory; name a .jsonl file")
+        if self.out is not None:
+            check_replaceable(Path(self.out), "out:")
+            check_apart(self.out, [self.prompts, self.datastore])
+        for key, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop))):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InputError(f"{key}: holds what is not UTF-8; write it in UTF-8") from None
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
