@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,7 +237,12 @@ def test_a_checkpoint_that_lacks_weights_is_refused(target_dir: str, tmp_path: P
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     """transformers loads BERT as a causal model; it would be trained and measured on what it peeks at."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = BertForMaskedLM(BertConfig(vocab_size=99, initializer_range=0.5, **sizes))
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads the tokens behind a place .* use a causal language model"):
