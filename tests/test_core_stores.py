@@ -154,7 +154,11 @@ def test_a_store_that_cannot_be_reached(stored: list[str], door: Door, monkeypat
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "makedirs", refuse)
     for out, said in (
         ("memory://bucket/none", "--out memory://bucket/none: no such bucket"),
-        ("nonsense://b/set", "--out: nonsense://b/set: Protocol not known: nonsense"),
+        (
+            "nonsense://b/set",
+            "--out: nonsense://b/set: Protocol not known: nonsense; stores are s3://, gs://, abfs://, file:// and others "
+            "of fsspec",
+        ),
     ):
         code, _, err = door(*stored, "--out", out)
         assert code == 2 and err.strip().splitlines()[-1] == f"draftsmith distill: {said}"

@@ -205,7 +205,10 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
         (lambda right: replace(right, tree=Tree((-1, 0))), r"propose\(\) must return a Proposal"),
         (lambda right: replace(right, tokens_BM=right.tokens_BM[:, 1:]), r"must be \[2, 5\] integers.*of \[2, 4\]"),
         (lambda right: replace(right, tokens_BM=right.tokens_BM[:1]), r"must be \[2, 5\] integers.*of \[1, 5\]"),
-        (lambda right: replace(right, tokens_BM=right.tokens_BM.float()), "integers.*not torch.float32"),
+        (
+            lambda right: replace(right, tokens_BM=right.tokens_BM.float()),
+            r"must be \[2, 5\] integers.*not torch.float32",
+        ),
     ],
 )
 def test_a_proposal_that_does_not_fit_is_one_line(
