@@ -156,8 +156,8 @@ def test_a_store_that_cannot_be_reached(stored: list[str], door: Door, monkeypat
         ("memory://bucket/none", "--out memory://bucket/none: no such bucket"),
         (
             "nonsense://b/set",
-            "--out: nonsense://b/set: Protocol not known: nonsense; stores are s3://, gs://, abfs://, file:// and others "
-            "of fsspec",
+            "--out: nonsense://b/set: Protocol not known: nonsense; "
+            "stores are s3://, gs://, abfs://, file:// and others of fsspec",
         ),
     ):
         code, _, err = door(*stored, "--out", out)

@@ -207,7 +207,7 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
         (lambda right: replace(right, tokens_BM=right.tokens_BM[:1]), r"must be \[2, 5\] integers.*of \[1, 5\]"),
         (
             lambda right: replace(right, tokens_BM=right.tokens_BM.float()),
-            r"must be \[2, 5\] integers.*not torch.float32",
+            r"must be \[2, 5\] integers.*float32",
         ),
     ],
 )
