@@ -40,7 +40,7 @@ def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
     assert eos_ids(model)[0] == 1
     assert len(eos_ids(model)) == 17
     assert load_model(target_dir, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
-    model.generation_config.eos_token_id = [1, "</s>"]  # type: ignore[union-attr]
+    model.generation_config.eos_token_id = [1, "</s>"]
     with pytest.raises(InputError, match="its eos_token_id names '</s>', which is no token id; write ids"):
         eos_ids(model)
 
