@@ -27,7 +27,7 @@ from decode.verify.exact import follow
 from decode.verify.tree_walk import Walk
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling, probs, uniforms
+from draftsmith_core.sampling import Sampling, draw, probs, uniforms
 
 if TYPE_CHECKING:
     from decode.engine import SpeculativeDecoder
@@ -170,8 +170,18 @@ class BatchRun:
         if self.sampling.greedy and logits_BMV.device.type == "cpu" and VERIFIERS.get(verifier.name) is verifier:
             judged = _judge_greedily(proposal, logits_BMV, hidden)
             return self._record(*judged, lambda: probs(logits_BMV, self.sampling))
+        if u_BU is not None and not proposal.tree.depth and verifier is VERIFIERS["exact"] and not hidden:
+            return self._draw(logits_BMV, u_BU, proposal.finite)
         facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
         return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
+
+    def _draw(self, logits_B1V: Tensor, u_BU: Tensor, finite: Tensor | None) -> list[_Row]:
+        """Verify and record where nothing was drafted: a token from the target at every root."""
+        p_B1V = probs(logits_B1V, self.sampling)
+        tokens_B = draw(p_B1V[:, 0], u_BU[:, 0].to(p_B1V.device))
+        facts_B2 = torch.stack([_finite(logits_B1V, finite), tokens_B], dim=1).tolist()
+        walks = [Walk([], [token], False, 0, 0) for _, token in facts_B2]
+        return self._record([finite for finite, _ in facts_B2], walks, [], lambda: p_B1V)
 
     def _static_step(
         self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
