@@ -28,7 +28,7 @@ from drafts.load import first_difference
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
-from draftsmith_core.sources import why_not
+from draftsmith_core.sources import check_source, why_not
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
@@ -97,6 +97,7 @@ def _planned(plan: str | None) -> Mapping[str, int]:
 
 
 def _model(name: str, trust_remote_code: bool) -> Model:
+    check_source(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:

@@ -61,8 +61,9 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
             elif getattr(fields[group], name) is None:
                 fields[group] = dataclasses.replace(fields[group], **{name: said[-1]})
     try:
-        check_seed(fields.get("seed", 0))
-        return cls(**fields), "json" in given and given["json"][-1:] != ["false"]
+        config = cls(**fields)
+        check_seed(getattr(config, "seed", 0))
+        return config, "json" in given and given["json"][-1:] != ["false"]
     except InputError as error:
         key = str(error).partition(":")[0]
         where = f"{places[key]}: " if key in places and key not in given else ""

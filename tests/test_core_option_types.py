@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import draftsmith as ds
+from draftsmith.__main__ import main
 
 TRAIN: dict[str, Any] = {"out": "o", "data": ["d"], "draft": "q"}
 EVAL: dict[str, Any] = {"target": "t", "draft": ["a=q"], "id": ["a=p"], "out": "o"}
@@ -54,3 +55,17 @@ def test_what_is_wrong_within_a_section_has_its_whole_name() -> None:
 
     with pytest.raises(ds.InputError, match="optim.lr: expected a number, got '1e-3'"):
         ds.TrainConfig(**TRAIN, optim=Optim(lr="1e-3"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["decode", "align"])
+def test_null_in_a_file_is_refused_where_something_must_stand(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parser takes null for any type."""
+    file = tmp_path / "c.yaml"
+    file.write_text("target: t\nprompt: a\nseed: null\n" if command == "decode" else "target: t\nseed: null\n")
+    assert (
+        main([command, "--config", str(file), *(["--prompts", "p", "--out", "o"] if command == "align" else [])]) == 2
+    )
+    line = 3 if command == "decode" else 2
+    assert f"c.yaml:{line}: seed: expected a whole number, got None" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
+from draftsmith_core.option_types import check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -87,6 +88,7 @@ class DecodeConfig:
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for key in ("num_samples", "max_new_tokens", "batch_size", "prompt_tokens"):
             if getattr(self, key) < 1:
                 raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
