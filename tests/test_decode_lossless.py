@@ -271,9 +271,9 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant: str, monkeypatch
     rows = [0, 1, 2, 3]
     if variant == "none":
         made = SpeculativeDecoder(llama(2))
-        found = run(made, rows, GREEDY), run(made, rows, SAMPLED)
+        both = run(made, rows, GREEDY), run(made, rows, SAMPLED)
         made.verifier = rule
-        assert (run(made, rows, GREEDY), run(made, rows, SAMPLED)) == found
+        assert (run(made, rows, GREEDY), run(made, rows, SAMPLED)) == both
         return
     for tree in ("chain:3", "chain:3,stop=0.3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5"):
         try:
