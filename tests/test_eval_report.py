@@ -15,7 +15,7 @@ from eval.bootstrap import holm
 from eval.decision import decide
 from eval.report.figures_why import cost_figure
 from eval.report.findings import lead
-from eval.report.formats import memory
+from eval.report.formats import memory, number, percent, signed
 from eval.report.page import render_page
 from eval.report.theme import LIGHT, Look, roles_of
 from eval.results import FRAMES, Results
@@ -195,7 +195,37 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
             assert timed["speedup"]["value"] == pytest.approx(expected)
             marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
             assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
-        assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B", "1.1"}
+        assert {text.get_text() for text in ax.texts} == {
+            "68M for 7B",
+            "160M for 13B",
+            "EAGLE head for 7B",
+            "verifying 1.1",
+        }
+
+
+def test_the_lines_of_a_chart_reach_the_marks_of_drafts_that_cost_more_than_their_target() -> None:
+    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    for row in document["speed"]["costs"]:
+        row["draft_call"] = 30.0
+    figure = cost_figure(Results(document, Path()), Look(LIGHT, roles_of(["base", "mine"], "base")))
+    assert figure is not None
+    for ax in figure.axes:
+        assert max(float(line.get_xdata()[-1]) for line in ax.lines if len(line.get_xdata()) > 9) >= 30  # type: ignore[arg-type, index]
+        # What verifying costs stands once for each draft, and no two of them at one place.
+        said = [text.xyann for text in ax.texts if text.get_text().startswith("verifying")]
+        assert len(said) == len(set(said)) == 2
+
+
+def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
+    drafts: dict[str, dict[SuiteKind, float]] = {f"Wide-WWWWWWWWWWWWWWW-{index}": BASE for index in range(10)}
+    look = Look(LIGHT, roles_of(list(drafts), next(iter(drafts))))
+    assert len({(look.colour(draft), look.marker(draft)) for draft in drafts}) == 10
+    figure = cost_figure(view(drafts, BOTH, prompts=8), look)
+    assert figure is not None
+    # What verifying costs, of more than three drafts, is one line in each panel.
+    assert all([text.get_text() for text in ax.texts].count("verifying 1.1") == 1 for ax in figure.axes)
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 10 and legend.get_window_extent().width <= figure.bbox.width
 
 
 def test_a_chart_without_a_clock_has_no_marks() -> None:
@@ -293,6 +323,13 @@ def test_bytes_for_people(size: int, text: str) -> None:
     assert memory(size) == text
 
 
+def test_zero_has_no_sign() -> None:
+    assert [number(-0.0004), number(-0.04, 1), percent(-0.004), signed(-0.0004), signed(0.0004)] == [
+        "0.000", "0.0", "0 %", "0.000", "0.000",
+    ]  # fmt: skip
+    assert [number(-0.04), percent(-0.04), signed(0.04)] == ["\N{MINUS SIGN}0.040", "\N{MINUS SIGN}4 %", "+0.040"]
+
+
 def test_the_same_results_draw_the_same_page() -> None:
     found = made_up({"base": BASE}, {"prose": "id"})
     assert render_page(Results(found, Path())) == render_page(Results(found, Path()))
@@ -301,6 +338,13 @@ def test_the_same_results_draw_the_same_page() -> None:
 def test_undefined_figures_are_en_dashes() -> None:
     page = render_page(view({"base": BASE}, {"prose": "id"}, offered=False))
     assert "<td>–</td>" in page and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
+
+
+def test_findings_of_more_than_three_drafts_are_folded_and_all_there() -> None:
+    drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE} | {f"d{i}": {"id": 0.02 * i} for i in range(1, 6)}
+    page = render_page(view(drafts, {"prose": "id"}))
+    found = re.findall(r'<details class="finding"[^>]*?( open)?>\n<summary><h3>(\w+)</h3>', page)
+    assert found == [(" open", "d5"), (" open", "d4"), (" open", "d3"), ("", "d2"), ("", "d1")]
 
 
 @pytest.fixture(scope="module")

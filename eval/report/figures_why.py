@@ -2,6 +2,7 @@
 against the cost of a step, calibration, and more candidates. None when there is nothing to show.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -22,7 +23,10 @@ TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
 }
 # What verifying may cost, in steps of the target alone: as much as one token at small batches, more at large ones.
 VERIFYING = (1.0, 2.0)
-COSTS = [10 ** (power / 20) for power in range(-50, 1)]
+CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of a power of ten
+LEGEND_LINE = 0.23  # inches
+CORNER = 3  # lines of text in the corner of a panel
+SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 KIND_NAMES = {"id": "in distribution", "ood": "out of distribution"}
 
 
@@ -33,7 +37,7 @@ def _panels(
     columns = min(2, len(titles))
     lines = -(-len(titles) // columns)
     with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH if columns > 1 else WIDTH * 0.75, 0.6 + height * lines))
+        figure = Figure(figsize=(WIDTH, 0.6 + height * lines))
         axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
         for ax, (key, title) in zip(axes, titles.items(), strict=False):
             draw(ax, key)
@@ -45,7 +49,13 @@ def _panels(
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
         # A draft may be missing from the first panel and not from others.
         entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=3)
+        for abreast in (3, 2, 1):
+            legend = figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=abreast)
+            if abreast == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
+        # The panels stay as high as they are, however many drafts are named above them.
+        figure.set_figheight(figure.get_figheight() + LEGEND_LINE * (-(-len(entries) // abreast) - 1))
     return figure
 
 
@@ -75,7 +85,7 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
                     colour = look.colour(row["draft"])
                     ax.plot([depth] * 2, [at["low"], at["high"]], color=colour, lw=1.2, alpha=0.5)
             _line(ax, look, row["draft"], [depth for depth, _ in points], [at["value"] for _, at in points])
-        ax.set_ylim(0, 1.03)
+        ax.set_ylim(*SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
     titles = {name: title for name, title in _sets(results).items() if panels[name]}
@@ -120,7 +130,7 @@ def _by_kind(
         for row in diagnosis[table]:
             if (row["kind"], row["temperature"]) == (kind, results.top_temperature):
                 draw_row(ax, row)
-        ax.set_ylim(0, 1.03)
+        ax.set_ylim(*SHARES)
 
     titles: dict[str, str] = {kind: KIND_NAMES[kind] for kind in KINDS if results.has(kind)}
     return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
@@ -135,30 +145,34 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
     untyped: list[Any] = list(results.document["speed"]["costs"])
     measured = {(row["draft"], row["domain"]): row for row in untyped if wanted.items() <= row.items()}
 
+    # As far as this machine's most costly draft, so that its mark stands beside a line.
+    most = max([1.0, *(row["draft_call"] for row in measured.values())])
+    costs = [10 ** (power / 20) for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(most)))]
     highest = [1.0]
 
     def draw(ax: Axes, domain: str) -> None:
+        verifying: list[tuple[str, float]] = []
         for draft in results.drafts:
             row = results.decoding(draft, domain, None, method["tree"], method["verifier"])
             calls = draft_calls(row["counts"]["depth_sum"], row["counts"]["target_calls"])
             if row["tau"]["value"] is None or not calls:
                 continue
-            upper, lower = ([row["tau"]["value"] / (calls * c + verify) for c in COSTS] for verify in VERIFYING)
-            ax.fill_between(COSTS, upper, lower, color=look.colour(draft), alpha=0.13, lw=0)
-            _line(ax, look, draft, COSTS, upper, marker="")
+            upper, lower = ([row["tau"]["value"] / (calls * c + verify) for c in costs] for verify in VERIFYING)
+            ax.fill_between(costs, upper, lower, color=look.colour(draft), alpha=0.13, lw=0)
+            _line(ax, look, draft, costs, upper, marker="")
             highest.append(upper[0])
             timed = results.speed(draft, domain, None, method["tree"], method["verifier"])
             at = measured.get((draft, domain))
             if at is not None and timed is not None and timed["speedup"] is not None:
                 # A draft too cheap to be told from none stands at the left edge.
-                place = max(at["draft_call"], COSTS[0]), timed["speedup"]["value"] or 0.0
-                _line(ax, look, draft, [place[0]], [place[1]], ms=6.5, label=None)
-                ax.annotate(number(at["verify"], 1), place, (5, 3), textcoords="offset points",
-                            fontsize=8, color=look.colours["ink"])  # fmt: skip
-                highest.append(place[1])
-        for name, (cost, side) in TYPICAL_COSTS.items():
-            ax.axvline(cost, color=look.colours["line"], lw=1, zorder=0)
-            ax.annotate(name, (cost, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
+                speedup = timed["speedup"]["value"] or 0.0
+                _line(ax, look, draft, [max(at["draft_call"], costs[0])], [speedup], ms=6.5, label=None)
+                verifying.append((draft, at["verify"]))
+                highest.append(speedup)
+        _say_verifying(ax, look, verifying)
+        for name, (typical, side) in TYPICAL_COSTS.items():
+            ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
+            ax.annotate(name, (typical, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
                         fontsize=7.5, color=look.colours["soft"])  # fmt: skip
         ax.axhline(1, color=look.colours["soft"], lw=1)
         ax.set_xscale("log")
@@ -166,6 +180,19 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
 
     label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
     return _panels(look, _sets(results), draw, label, 2.7)
+
+
+def _say_verifying(ax: Axes, look: Look, costs: Sequence[tuple[str, float]]) -> None:
+    """What verifying cost with each draft, in the corner that falling lines leave free: beside the marks, the numbers
+    of alike drafts would cover each other. Of more drafts than fit there, from the least to the most.
+    """
+    said = [(number(cost, 1), look.colour(draft)) for draft, cost in costs]
+    if len(said) > CORNER:
+        ends = dict.fromkeys(number(end(cost for _, cost in costs), 1) for end in (min, max))
+        said = [(" to ".join(ends), look.colours["soft"])]
+    for line, (text, colour) in enumerate(said):
+        ax.annotate(f"verifying {text}", (0.98, 0.98 - 0.075 * line), xycoords="axes fraction",
+                    ha="right", va="top", fontsize=8, color=colour)  # fmt: skip
 
 
 def draft_calls(depth_sum: int, target_calls: int) -> float:

@@ -6,7 +6,6 @@ they are about: 1 and -1 where the interval lies on one side of zero, 0 where it
 
 from dataclasses import dataclass
 
-from eval.bootstrap import bounds
 from eval.decision import Cell, Decision, Setting, Verdict, decide
 from eval.report.formats import KIND_TITLES, interval, number, percent, points, tree_name
 from eval.results import KINDS, Results
@@ -84,6 +83,13 @@ CHANGE = {
     0: "No measurable change: {before} before, {after} after ({detail}, which includes zero).",
     None: "Acceptance went from {before} to {after} ({detail}).",
 }
+TRANSFER = {
+    1: " Transfer: {share} of the ID gain holds ({spread}).",
+    -1: " Transfer: none, {share} of the ID gain ({spread}).",
+    0: " Transfer cannot be told from none: {share} of the ID gain ({spread}).",
+    None: " Transfer: {share} of the ID gain holds ({spread}).",
+}
+FASTER = {1: "", -1: ": slower than no draft at all", 0: ": no measurable speedup", None: ""}
 TRAINED = (
     "{objective} on {response_tokens:,} tokens of the target's answers, {epochs:.1f} passes; best on held-out prompts "
     "at step {best_step} of {steps}."
@@ -103,10 +109,11 @@ DIVERGENCES = {
 }
 
 
-def sign(gain: Difference | None) -> int | None:
-    """1 or -1 when the interval leaves out zero, 0 when it does not, None when there is no interval."""
-    found = bounds(gain)
-    return None if found is None else (found[1] > 0) - (found[2] < 0)
+def sign(figure: Interval | None, null: float = 0.0) -> int | None:
+    """1 or -1 when the interval leaves out `null`, 0 when it does not, None when there is no interval."""
+    if figure is None or figure["low"] is None or figure["high"] is None:
+        return None
+    return (figure["low"] > null) - (figure["high"] < null)
 
 
 def lead(results: Results) -> Lead:
@@ -171,8 +178,7 @@ def _detail(decision: Decision, results: Results) -> str:
     text = _said(DETAILS[decision.verdict], decision)
     over = decision.over_base
     if over is not None and decision.verdict in ("ship", "ship_for"):
-        clear = over["low"] is not None and over["low"] > 1
-        text += (BEATS_BASE if clear else AS_BASE).format(base=results.base, figure=_figure(over))
+        text += (BEATS_BASE if sign(over, 1.0) == 1 else AS_BASE).format(base=results.base, figure=_figure(over))
     if any(cell.busy for cell in decision.cells):
         text += BUSY
     return text
@@ -262,14 +268,9 @@ def _transfer(results: Results, draft: str, temperature: float) -> str:
     row = results.transfer(draft, "ood", temperature)
     if row is None:
         return ""
-    share, spread = percent(row["value"]), _percent_interval(row, 0)
     if row["value"] is None:
         return f" Transfer is undefined: {row['undefined']}."
-    if row["high"] is not None and row["high"] < 0:
-        return f" Transfer: none, {share} of the ID gain ({spread})."
-    if row["low"] is not None and row["low"] <= 0:
-        return f" Transfer cannot be told from none: {share} of the ID gain ({spread})."
-    return f" Transfer: {share} of the ID gain holds ({spread})."
+    return TRANSFER[sign(row)].format(share=percent(row["value"]), spread=_percent_interval(row, 0))
 
 
 def _training(results: Results, draft: str) -> list[tuple[str, str]]:
@@ -317,11 +318,7 @@ def _work(results: Results, draft: str, temperature: float) -> list[tuple[str, s
     said = [("Tokens per call", f"{text}.")]
     timed, before = speedup(draft, best), speedup(results.base, best)
     if timed is not None and timed["value"] is not None:
-        text = f"{_figure(timed)} times the target alone in distribution"
-        if timed["high"] is not None and timed["high"] < 1:
-            text += ": slower than no draft at all"
-        elif timed["low"] is not None and timed["low"] <= 1:
-            text += ": no measurable speedup"
+        text = f"{_figure(timed)} times the target alone in distribution{FASTER[sign(timed, 1.0)]}"
         if draft != results.base and before is not None and before["value"] is not None:
             text += f"; {results.base} reached {number(before['value'], 2)}"
         said.append(("Speed", f"{text}."))
@@ -329,10 +326,8 @@ def _work(results: Results, draft: str, temperature: float) -> list[tuple[str, s
 
 
 def _figure(value: Estimate) -> str:
-    text = number(value["value"], 2)
-    if value["low"] is None or value["high"] is None:
-        return text
-    return f"{text} ({number(value['low'], 2)} to {number(value['high'], 2)})"
+    ends = "" if sign(value) is None else f" ({number(value['low'], 2)} to {number(value['high'], 2)})"
+    return number(value["value"], 2) + ends
 
 
 LOSSY = "Outputs are not the target's own with {names}, lossy by design (lossless: false)."

@@ -10,21 +10,22 @@ KIND_TITLES: dict[SuiteKind, str] = {"id": "In distribution", "ood": "Out of dis
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number; an en dash where there is none."""
-    return NONE if value is None else f"{value:.{digits}f}".replace("-", MINUS)
+    """A number; an en dash where there is none. Zero has no sign."""
+    if value is None:
+        return NONE
+    text = f"{value:.{digits}f}"
+    return text.removeprefix("-") if float(text) == 0 else text.replace("-", MINUS)
 
 
 def signed(value: float | None, digits: int = 3) -> str:
-    """A difference with its sign; zero has none."""
-    if value is None:
-        return NONE
-    text = f"{value:+.{digits}f}"
-    return f"{0:.{digits}f}" if float(text) == 0 else text.replace("-", MINUS)
+    """A difference with its sign."""
+    text = number(value, digits)
+    return f"+{text}" if value is not None and value > 0 and float(text) > 0 else text
 
 
 def percent(value: float | None) -> str:
     """A share of 1 as whole per cent."""
-    return NONE if value is None else f"{value * 100:.0f} %".replace("-", MINUS)
+    return NONE if value is None else f"{number(value * 100, 0)} %"
 
 
 def points(gain: Difference | None, *, bare: bool = False) -> str:

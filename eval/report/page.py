@@ -17,6 +17,8 @@ from eval.results import KINDS, Results
 
 # A table longer than this is folded; it is all there, one click away, without a script.
 OPEN_ROWS = 40
+# So are the findings of more drafts than these, the best of which come first.
+OPEN_FINDINGS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ FIGURES = [
         "What the measured tokens per call would be worth where a draft call costs so much of a target call: "
         "τ / (draft calls × cost + verifying), with the first lossless method. The line, a band's upper edge: "
         "verifying costs as much as decoding one token, as on a GPU at small batches; its lower edge: twice as much. "
-        "The marks are this machine: measured speedup at the measured cost of a draft call, and beside it what "
+        "The marks are this machine: measured speedup at the measured cost of a draft call, and in the corner what "
         "verifying costs, in steps of the target alone. Upright lines are typical pairs by their parameters.",
         figures_why.cost_figure,
     ),
@@ -118,6 +120,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         tables=tables(results),
         viewed=viewed_texts(results),
         open_rows=OPEN_ROWS,
+        open_findings=OPEN_FINDINGS,
         roles=roles,
         light=LIGHT,
         dark=DARK,

@@ -35,7 +35,8 @@ _ROLES = {
 LIGHT, DARK = ({role: pair[index] for role, pair in _ROLES.items()} for index in (0, 1))
 # Colours that occur nowhere else: drawn into an SVG and replaced by CSS variables there.
 MARKS = {role: f"#fe01{index:02x}" for index, role in enumerate(LIGHT)}
-_MARKERS = ("o", "s", "D", "^", "v", "P")
+# More of them than colours, so that no two of many drafts have both alike; the base draft has the circle.
+_MARKERS = ("s", "D", "^", "v", "P", "X", "h")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 # Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still read.
 WIDTH = 5.2
@@ -55,8 +56,8 @@ class Look:
 
     def marker(self, draft: str) -> str:
         """The marker of a draft, so that colour is never the only difference."""
-        role = self.roles[draft]
-        return "o" if role == "base" else _MARKERS[(int(role[1:]) - 1) % len(_MARKERS)]
+        aligned = [name for name, role in self.roles.items() if role != "base"]
+        return _MARKERS[aligned.index(draft) % len(_MARKERS)] if draft in aligned else "o"
 
 
 def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:

@@ -23,23 +23,16 @@ RETURN = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A drafted token with its q and p, and whether the text goes on with it; else it was refused there."""
-
-    said: str
-    taken: bool
-
-
-@dataclass(frozen=True)
 class Token:
-    """One token: how it is shown, a level of acceptance from 0 to 4, what is said of it, and the candidates by depth;
-    those of a depth hang below the one that was taken above them.
+    """One token: how it is shown, a level of acceptance from 0 to 4, what is said of it, and the candidates by depth:
+    what is said of each, and whether the text goes on with it, else it was refused. Those of a depth hang below the one
+    that was taken above them.
     """
 
     text: str
     level: int
     said: str
-    tree: list[list[Candidate]]
+    tree: list[list[tuple[str, bool]]]
 
 
 @dataclass(frozen=True)
@@ -82,19 +75,16 @@ def _text(row: ViewedText, most: int, deepest: int) -> Text:
     return Text(f"{row['domain']}, T = {row['temperature']:g}, {row['draft']}, prompt {row['prompt_id']}", tokens)
 
 
-def _tree(tokens: Sequence[dict[str, Any]]) -> list[list[Candidate]]:
-    levels: list[list[Candidate]] = []
+def _tree(tokens: Sequence[dict[str, Any]]) -> list[list[tuple[str, bool]]]:
+    levels: list[list[tuple[str, bool]]] = []
     for token in tokens:
-        # Results before the viewer's tree do not say which guess was taken.
-        levels.append(
-            [
-                Candidate(
-                    f"{_visible(guess['text'])} {_chances(guess)}", guess.get("taken", guess["text"] == token["text"])
-                )
-                for guess in token["guesses"]
-            ]
-        )
-        if not any(candidate.taken for candidate in levels[-1]):
+        level = []
+        for guess in token["guesses"]:
+            # Results before the viewer's tree do not say which guess was taken.
+            taken = guess.get("taken", guess["text"] == token["text"])
+            level.append((f"{_visible(guess['text'])} {_chances(guess)}", taken))
+        levels.append(level)
+        if not any(taken for _, taken in level):
             break
     return levels
 
