@@ -42,9 +42,10 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
+from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, difference, estimate, resamples
 from eval.config import EvalConfig
-from eval.estimate import Continuation, measure_alphas
+from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
 from eval.report.theme import DARK, LIGHT, drawing, write_png
 from train.config import Optim, TrainConfig

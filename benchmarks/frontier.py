@@ -40,8 +40,9 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
+from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
-from eval.estimate import Continuation, measure_alphas
+from eval.estimate import measure_alphas
 from eval.measurement_cache import MeasurementCache
 from train.config import Lora, Optim, TrainConfig
 from train.training_run import train

@@ -30,7 +30,7 @@ from draftsmith_core.models import load_model
 from draftsmith_core.options import parse
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
-from eval.estimate import Continuation
+from eval.acceptance import Continuation
 from train.config import Optim, TrainConfig
 from train.training_run import train
 

@@ -42,6 +42,15 @@ Floats = NDArray[np.float64]
 MAX_ELEMENTS = 2**23
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what the target continued it with (new tokens only, EOS included when it came)."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
 @dataclass
 class Trace:
     """What decides acceptance at the positions of one continuation of L tokens; every list is filled chunk by chunk.

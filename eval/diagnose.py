@@ -4,7 +4,7 @@ Legend: N positions, V vocabulary, K candidates in the draft's order, P prompts,
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.verify.mcsd import without
 from decode.verify.tree_walk import residual
 from draftsmith_core.sampling import Sampling, acceptance, draw, generator, row_seed, uniforms
+from eval.acceptance import Continuation
 from eval.headroom import spread
 
 # Candidates looked at per position; what a draft holds for less probable is left out of its calibration.
@@ -22,22 +23,6 @@ BINS = 10
 DRAWN_POSITIONS = 4
 # Of the first prompts of a set, so many tokens are kept for the token viewer, with the draft's first guesses.
 VIEWED_PROMPTS, VIEWED_TOKENS, GUESSES = 1, 96, 3
-
-
-class Text(Protocol):
-    """A prompt and its continuation, as `eval.estimate.Continuation`."""
-
-    @property
-    def id(self) -> str:
-        """Of the prompt."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """Its tokens."""
-
-    @property
-    def output_ids(self) -> Sequence[int]:
-        """Those of the continuation."""
 
 
 class ViewedToken(TypedDict):
@@ -69,7 +54,7 @@ class Diagnosis(TypedDict):
 class Diagnoser:
     """Takes a diagnosis while p and q pass by, some positions at a time."""
 
-    def __init__(self, texts: Sequence[Text], sampling: Sampling, seed: int) -> None:
+    def __init__(self, texts: Sequence[Continuation], sampling: Sampling, seed: int) -> None:
         self.texts, self.sampling = texts, sampling
         lengths = [len(text.output_ids) for text in texts]
         self.found = Diagnosis(

@@ -8,7 +8,6 @@ Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.processes import divided, launched
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from eval.acceptance import Trace, draft_logits, model_logits, rank_chances
+from eval.acceptance import Continuation, Trace, draft_logits, model_logits, rank_chances
 from eval.diagnose import Diagnoser, Diagnosis
 from eval.headroom import RootMeasurement, RootStep, RootSums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
@@ -33,15 +32,6 @@ from eval.string_match import StringMeasurement, by_text, first_tokens
 T = TypeVar("T")
 # Logits held at once, as a number of elements (256 MiB in fp32). Columns, or rows where a head drafts, are cut to fit.
 MAX_LOGITS = 2**26
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A prompt and what the target continued it with (new tokens only, EOS included when it came)."""
-
-    id: str
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
 
 
 class AlphaMeasurement(TypedDict):
@@ -66,7 +56,9 @@ class AlphaMeasurement(TypedDict):
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is read off the two forwards: depths that heads are unrolled to, candidates by rule, the draft's order."""
+    """What is read off the two forwards: depths that heads are unrolled to, candidates by rule, the draft's order; by
+    draft, what takes root steps and diagnoses on the way. `names` are what errors call the models, the target's is "".
+    """
 
     sampling: Sampling
     depths: int
@@ -74,7 +66,9 @@ class _Asked:
     places: bool
     seed: int
     names: Mapping[str, str]
-    target_name: str
+    roots: Mapping[str, RootSums]
+    diagnosers: Mapping[str, Diagnoser]
+    max_logits: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,34 +112,30 @@ def _read(
     drafts: Mapping[str, Draft],
     rows: Sequence[Continuation],
     asked: _Asked,
-    max_logits: int,
-    roots: Mapping[str, RootSums],
-    diagnosers: Mapping[str, Diagnoser],
     first_row: int,
 ) -> dict[str, list[Trace]]:
     """The traces of some rows by draft: one forward of the target, and one of every draft, over all of their tokens."""
     texts = _Texts.of(rows, target.device)
     columns, vocabulary = texts.ids_BT.shape[1], vocabulary_size(target)
     heads = {name: draft for name, draft in drafts.items() if not isinstance(draft, PreTrainedModel)}
-    if heads and len(rows) > 1 and len(rows) * columns * vocabulary > max_logits:
+    if heads and len(rows) > 1 and len(rows) * columns * vocabulary > asked.max_logits:
         # A head's deeper drafts reach over columns, so that rows are divided and not columns.
         half = len(rows) // 2
-        left = _read(target, drafts, rows[:half], asked, max_logits, roots, diagnosers, first_row)
-        right = _read(target, drafts, rows[half:], asked, max_logits, roots, diagnosers, first_row + half)
+        left = _read(target, drafts, rows[:half], asked, first_row)
+        right = _read(target, drafts, rows[half:], asked, first_row + half)
         return {name: left[name] + right[name] for name in drafts}
-    traces: dict[str, list[Trace]] = {}
-    for name in drafts:
-        traces[name] = [Trace(len(row.output_ids)) for row in rows]
-        for trace in traces[name]:
+    traces = {name: [Trace(len(row.output_ids)) for row in rows] for name in drafts}
+    for name, own in traces.items():
+        for trace in own:
             trace.reserve(asked.depths if name in heads else 1, asked.ranks)
-    reader = _Reader(texts, asked, traces, roots, diagnosers, first_row)
+    reader = _Reader(texts, asked, traces, first_row)
     reader.spelled = {
         name: [first_tokens(draft, row.prompt_ids, row.output_ids) for row in rows]
         for name, draft in drafts.items()
         if isinstance(draft, PreTrainedModel) and vocabulary_map(draft) is not None
     }
     first = min(len(row.prompt_ids) for row in rows) - 1
-    width = columns if heads else max(1, max_logits // (len(rows) * vocabulary))
+    width = columns if heads else max(1, asked.max_logits // (len(rows) * vocabulary))
     caches: dict[str, Any] = dict.fromkeys(["", *drafts])
     for start, stop in _chunks(0 if heads else first, columns, width):
         keep = 1 if stop <= first else 0
@@ -176,17 +166,8 @@ def _read(
 class _Reader:
     """Takes what is measured off the logits of one chunk of columns after another."""
 
-    def __init__(
-        self,
-        texts: _Texts,
-        asked: _Asked,
-        traces: Mapping[str, list[Trace]],
-        roots: Mapping[str, RootSums],
-        diagnosers: Mapping[str, Diagnoser],
-        first_row: int,
-    ) -> None:
-        self.diagnosers = diagnosers
-        self.texts, self.asked, self.traces, self.roots, self.first_row = texts, asked, traces, roots, first_row
+    def __init__(self, texts: _Texts, asked: _Asked, traces: Mapping[str, list[Trace]], first_row: int) -> None:
+        self.texts, self.asked, self.traces, self.first_row = texts, asked, traces, first_row
         # Of drafts of another tokenizer, by row: the token that their text begins with, by position.
         self.spelled: dict[str, list[dict[int, int]]] = {}
         most = max(asked.ranks.values(), default=1)
@@ -202,7 +183,7 @@ class _Reader:
         """Begin a chunk at column `start`: p at its wanted columns. Returns how they are numbered, `[B, C]`."""
         self.start = start
         self.wanted_BC = self.texts.wanted_BT[:, start : start + logits_BCV.shape[1]]
-        self.p_NV = probs(self._finite(self.asked.target_name, logits_BCV, self.wanted_BC), self.asked.sampling)
+        self.p_NV = probs(self._finite("", logits_BCV, self.wanted_BC), self.asked.sampling)
         self.number_BC = torch.zeros_like(self.wanted_BC, dtype=torch.long)
         self.number_BC[self.wanted_BC] = torch.arange(len(self.p_NV), device=self.p_NV.device)
         return self.number_BC
@@ -213,7 +194,7 @@ class _Reader:
         if depth:
             later_BC[:, :-depth] &= self.wanted_BC[:, depth:]
             later_BC[:, -depth:] = False
-        chosen_NV = self._finite(self.asked.names[name], logits_BCV, later_BC)
+        chosen_NV = self._finite(name, logits_BCV, later_BC)
         at_b, at_c = later_BC.nonzero(as_tuple=True)
         if not len(at_b):
             return
@@ -232,17 +213,17 @@ class _Reader:
             values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             values["missing"] = p_NV.masked_fill(chosen_NV > -torch.inf, 0).sum(1, keepdim=True)
-            if name in self.roots:
+            if name in self.asked.roots:
                 columns = (at_c + self.start).tolist()
-                self.roots[name].add(self.first_row, at_b.tolist(), columns, p_NV, q_NV)
+                self.asked.roots[name].add(self.first_row, at_b.tolist(), columns, p_NV, q_NV)
         places = [
             (b, c + self.start + depth - len(self.texts.rows[b].prompt_ids) + 1)
             for b, c in zip(at_b.tolist(), at_c.tolist(), strict=True)
         ]
         if not depth and name in self.spelled:
             self._keep_string(name, places, p_NV)
-        if not depth and name in self.diagnosers:
-            self.diagnosers[name].add([(self.first_row + b, at) for b, at in places], p_NV, q_NV, chosen_NV)
+        if not depth and name in self.asked.diagnosers:
+            self.asked.diagnosers[name].add([(self.first_row + b, at) for b, at in places], p_NV, q_NV, chosen_NV)
         for rule, count in self.asked.ranks.items():
             u_NK = torch.stack([self.uniforms[b][at] for b, at in places]) if count > 1 else x_N1.double()
             values[rule] = rank_chances(rule, p_NV, q_NV, x_N1[:, 0], u_NK.to(p_NV.device), count)
@@ -276,7 +257,8 @@ class _Reader:
         broken_N = ~chosen_NV.amax(-1).isfinite()
         if broken_N.any():
             row = self.texts.rows[int(wanted_BC.nonzero()[broken_N][0, 0])]
-            raise RunError(f"{name}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
+            model = self.asked.names[name]
+            raise RunError(f"{model}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
         return chosen_NV
 
 
@@ -301,21 +283,22 @@ def read_traces(
     at least those of one whole row. Raises RunError with the model, of `names` (the target's under ""), and the prompt
     where logits are not finite.
     """
-    called = {"": "the target"} | {name: f"draft {name}" for name in drafts} | dict(names or {})
     asked = _Asked(
         sampling=sampling,
         depths=max((method.shape.depth for method in methods), default=1),
         ranks=ranks_needed(methods, sampling),
         places=sampling.greedy or any(method.verifier == "naive" for method in methods),
         seed=seed,
-        names=called,
-        target_name=called[""],
+        names={"": "the target"} | {name: f"draft {name}" for name in drafts} | dict(names or {}),
+        roots=roots or {},
+        diagnosers=diagnosers or {},
+        max_logits=max_logits,
     )
 
     def read_batch(index: int) -> dict[str, list[Trace]]:
         start = index * batch_size
         batch = rows[start : start + batch_size]
-        found = _read(target, drafts, batch, asked, max_logits, roots or {}, diagnosers or {}, start)
+        found = _read(target, drafts, batch, asked, start)
         tick(len(batch))
         return found
 
@@ -324,10 +307,10 @@ def read_traces(
         for name, found in batch.items():
             read[name] += found
     # What was summed up on the way, every process has of its own prompts.
-    for own in (roots or {}).values():
+    for own in asked.roots.values():
         sums = _of_all(own.sums)
         own.sums = {step: _of_owners([part[step] for part in sums], batch_size) for step in own.sums}
-    for each in (diagnosers or {}).values():
+    for each in asked.diagnosers.values():
         each.found = _of_owners(_of_all(each.found), batch_size)
     return {name: Traces(rows, isinstance(drafts[name], PreTrainedModel)) for name, rows in read.items()}
 
@@ -370,17 +353,22 @@ def measure_alphas(
     ids, vocabulary = [row.id for row in rows], vocabulary_size(target)
     sums = {name: RootSums(roots, lengths, ids, vocabulary, seed) for name in (drafts if roots else ())}
     diagnosers = {name: Diagnoser(rows, sampling, seed) for name in (drafts if diagnose else ())}
-    take = partial(
-        read_traces,
+    read = read_traces(
+        target,
+        drafts,
+        rows,
+        sampling,
+        methods,
         batch_size=batch_size,
         max_logits=max_logits,
         roots=sums,
         diagnosers=diagnosers,
         seed=seed,
         names=names,
+        tick=tick,
     )
     found: dict[str, AlphaMeasurement] = {}
-    for name, traces in take(target, drafts, rows, sampling, methods, tick=tick).items():
+    for name, traces in read.items():
         counts = {method.name: predict(method, sampling, traces) for method in methods}
         found[name] = AlphaMeasurement(
             sum=[float(trace.alpha.sum()) for trace in traces.rows],

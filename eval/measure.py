@@ -17,7 +17,7 @@ from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from eval.estimate import Continuation
+from eval.acceptance import Continuation
 from eval.request import Method
 from eval.schema import Identical
 

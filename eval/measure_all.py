@@ -11,8 +11,9 @@ from draftsmith_core.processes import is_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
+from eval.acceptance import Continuation
 from eval.config import EvalConfig
-from eval.estimate import AlphaMeasurement, Continuation, measure_alphas
+from eval.estimate import AlphaMeasurement, measure_alphas
 from eval.groups import Measured
 from eval.headroom import RootStep
 from eval.measurement_cache import MeasurementCache

@@ -19,9 +19,10 @@ from draftsmith_core.prompt_rows import whole
 from draftsmith_core.prompts import check_messages, check_tools
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
+from eval.acceptance import Continuation
 from eval.change_test import Band, ChangeTest
 from eval.config import WatchConfig
-from eval.estimate import Continuation, alpha_sums
+from eval.estimate import alpha_sums
 from eval.results import Results
 
 POLL_S = 1.0

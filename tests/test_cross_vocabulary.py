@@ -18,8 +18,8 @@ from drafts.vocabulary import map_vocabulary, vocabulary_map
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import model_logits
-from eval.estimate import Continuation, alpha_sums
+from eval.acceptance import Continuation, model_logits
+from eval.estimate import alpha_sums
 from eval.headroom import spread
 from eval.string_match import WRITTEN
 from train.data import load_examples

@@ -33,7 +33,8 @@ from drafts.draft_vocabulary import (
 from drafts.load import draft_fingerprint, load_draft, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling
-from eval.estimate import Continuation, alpha_sums
+from eval.acceptance import Continuation
+from eval.estimate import alpha_sums
 from tests.tiny_models import DRAFT_VOCAB, random_llama
 from train.batch import IGNORE, Batch
 from train.config import OnPolicy

@@ -11,9 +11,9 @@ import torch
 
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
+from eval.acceptance import Continuation
 from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
-from eval.estimate import Continuation
 from eval.groups import Measured, Setting
 from eval.report.page import render_page
 from eval.report.viewer import MOST_TOKENS, viewed_texts

@@ -21,9 +21,9 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model, memory_bytes
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import draft_logits
+from eval.acceptance import Continuation, draft_logits
 from eval.config import EvalConfig
-from eval.estimate import Continuation, alpha_sums
+from eval.estimate import alpha_sums
 from eval.evaluate import evaluate
 from eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, stirred_head, tiny_llama

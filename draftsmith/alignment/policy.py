@@ -28,8 +28,9 @@ from draftsmith_core.models import dtype_name, eos_ids
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
+from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
-from eval.estimate import Continuation, measure_alphas
+from eval.estimate import measure_alphas
 from eval.schema import Difference, Estimate
 from train.data import divide, load_examples
 

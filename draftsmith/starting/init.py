@@ -38,7 +38,8 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from eval.estimate import Continuation, alpha_sums
+from eval.acceptance import Continuation
+from eval.estimate import alpha_sums
 from train.data import load_examples
 
 _DEFAULT_COST = 0.1
