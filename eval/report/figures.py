@@ -53,7 +53,9 @@ def _dot_plot(
                 held += [value["low"], value["high"]]
                 ax.plot([value["low"], value["high"]], [at, at], color=colour, lw=1.8, solid_capstyle="round")
             face = look.colours["paper"] if hollow else colour
-            ax.plot(value["value"], at, look.marker(line.draft), ms=5.5, mec=colour, mew=1.4, mfc=face)
+            # A mark at the end of the axis, as where everything is accepted, is drawn whole.
+            mark = look.marker(line.draft)
+            ax.plot(value["value"], at, mark, ms=5.5, mec=colour, mew=1.4, mfc=face, clip_on=False)
         ax.annotate(line.note, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=look.colours["ink"])
     named = [(y, line) for y, line in enumerate(lines) if line.draft is not None]
     ax.set_yticks([y for y, _ in named], [shortened(line.text, NAME) for _, line in named])
