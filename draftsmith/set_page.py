@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,8 +21,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_text_atomic
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from eval.report.formats import percent, shortened
-from eval.report.page import Picture
-from eval.report.theme import DARK, LIGHT, MARKS, WIDTH, drawing, inline_svg
+from eval.report.page import Picture, render_template
+from eval.report.theme import MARKS, WIDTH, drawing, inline_svg
 
 PAGE = "stats.html"
 # Bars of a histogram; domains that have a bar of their own; characters of a name beside one.
@@ -113,10 +112,6 @@ def _render(manifest: dict[str, Any], stats: Stats) -> str:
     if stats.entropies is not None:
         rows += [("mean entropy of a token, nats, at least", f"{stats.entropy / tokens:.3f}")]
         rows += [("mean mass of the tokens that are not stored", f"{stats.tail_mass / tokens:.4f}")]
-    environment = Environment(
-        loader=PackageLoader("eval.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     reasons = [
         line
         for key in ("skipped_because", "failed_because", "shortened_because", "dropped_because")
@@ -124,15 +119,14 @@ def _render(manifest: dict[str, Any], stats: Stats) -> str:
     ]
     with drawing(MARKS):
         pictures = _pictures(prompts, answers, stats)
-    return environment.get_template("distilled_set.html.j2").render(
-        headline=f"{counts['rows']:,} answers, {tokens:,} tokens",
+    return render_template(
+        "distilled_set.html.j2",
+        f"{counts['rows']:,} answers, {tokens:,} tokens",
+        pictures,
         target=target,
         reasons=reasons,
-        pictures=pictures,
         rows=rows,
         command=manifest.get("command", ""),
-        light=LIGHT,
-        dark=DARK,
     )
 
 

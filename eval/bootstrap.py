@@ -134,11 +134,11 @@ def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     # A share of prompts, positions or mass is at most 1; what comes per target call is at least 1.
     most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
     least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
-    bounds = (None, None) if value is None else interval(pooled_ratios(sums, picks), picks, least=least, most=most)
+    low, high = interval(pooled_ratios(sums, picks), picks, least=least, most=most)
     return Estimate(
         value=value,
-        low=bounds[0],
-        high=bounds[1],
+        low=low,
+        high=high,
         mean_per_prompt=sums.mean_per_prompt,
         numerator=float(sums.numerator_P.sum()),
         denominator=float(sums.denominator_P.sum()),
@@ -155,11 +155,11 @@ def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate
     value = a / b if a is not None and b else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    bounds = (None, None) if value is None else interval(values_R, picks, least=0.0)
+    low, high = interval(values_R, picks, least=0.0)
     return Estimate(
         value=value,
-        low=bounds[0],
-        high=bounds[1],
+        low=low,
+        high=high,
         mean_per_prompt=None,
         numerator=a or 0.0,
         denominator=b or 0.0,
@@ -172,8 +172,7 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Differenc
     prompts."""
     a, b = new.pooled, base.pooled
     value = a - b if a is not None and b is not None else None
-    values_R = pooled_ratios(new, picks) - pooled_ratios(base, picks)
-    low, high = (None, None) if value is None else interval(values_R, picks)
+    low, high = interval(pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
     return Difference(value=value, low=low, high=high, prompts=len(new.numerator_P))
 
 

@@ -172,12 +172,11 @@ def check(config: EvalConfig) -> EvalRequest:
             raise InputError(f"--require {text!r}: is about sets out of distribution, and there are none; add --ood")
         if "auto" in config.tree:
             continue  # trees are known once one is planned
-        only_ood = requirement.figure == "transfer"
         for _ in requirement.cells(
             drafts=list(drafts),
             base=base,
-            domains=[*([] if only_ood else id_sets), *ood_sets],
-            kinds=[*([] if only_ood else ["id"]), *(["ood"] if ood_sets else [])],
+            id_sets=id_sets,
+            ood_sets=ood_sets,
             temperatures=config.temperature,
             methods=[(method.tree, method.verifier) for method in methods],
         ):

@@ -112,14 +112,18 @@ class Requirement:
         *,
         drafts: Sequence[str],
         base: str,
-        domains: Sequence[str],
-        kinds: Sequence[str],
+        id_sets: Iterable[str],
+        ood_sets: Iterable[str],
         temperatures: Sequence[float],
         methods: Sequence[tuple[str, str]],
     ) -> Iterator[Cell]:
-        """What it is about in an evaluation with these names; InputError where it names something else. `domains` are
-        prompt sets, `kinds` those of "id" and "ood" that were measured, `methods` pairs of tree and verifier.
+        """What it is about in an evaluation with these names; InputError where it names something else. `methods` are
+        pairs of tree and verifier.
         """
+        sets = {"id": list(id_sets), "ood": list(ood_sets)}
+        if self.figure == "transfer":
+            del sets["id"]
+        domains, kinds = [name for names in sets.values() for name in names], [kind for kind in sets if sets[kind]]
         judged = [draft for draft in drafts if draft != base]
         if self.figure not in _OF_GAIN:
             judged = judged if judged and "draft" not in self.wanted else list(drafts)
@@ -127,7 +131,7 @@ class Requirement:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} compares with the base, and there is no other draft"
             )
-        named = self._pick("domain", [*domains, *kinds], alone=list(domains))
+        named = self._pick("domain", [*domains, *kinds], alone=domains)
         trees = self._pick("tree", list(dict.fromkeys(tree for tree, _ in methods)))
         rules = self._pick("verifier", list(dict.fromkeys(rule for _, rule in methods)))
         chosen: list[Any] = [(tree, rule) for tree, rule in methods if tree in trees and rule in rules]
@@ -157,16 +161,13 @@ class Requirement:
 
     def judge(self, results: Results) -> list[str]:
         """One line for every cell that does not meet it; empty when all do."""
-        document = results.document
-        domains = results.domains("ood") if self.figure == "transfer" else results.domains()
-        kinds = [kind for kind in ("id", "ood") if results.has(kind) and (kind == "ood" or self.figure != "transfer")]
         cells = self.cells(
             drafts=results.drafts,
             base=results.base,
-            domains=domains,
-            kinds=kinds,
+            id_sets=results.domains("id"),
+            ood_sets=results.domains("ood"),
             temperatures=results.temperatures,
-            methods=[(each["tree"], each["verifier"]) for each in document["methods"]],
+            methods=[(each["tree"], each["verifier"]) for each in results.document["methods"]],
         )
         return [line for cell in cells if (line := self._unmet(results, cell))]
 

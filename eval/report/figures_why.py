@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.report.formats import number, shortened
+from eval.report.formats import KIND_TITLES, number, shortened
 from eval.report.theme import WIDTH, Look, drawing
 from eval.results import KINDS, Results
 
@@ -27,7 +27,6 @@ CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of 
 LEGEND_LINE = 0.23  # inches
 CORNER = 3  # lines of text in the corner of a panel
 SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
-KIND_NAMES = {"id": "in distribution", "ood": "out of distribution"}
 
 
 def _panels(
@@ -132,7 +131,7 @@ def _by_kind(
                 draw_row(ax, row)
         ax.set_ylim(*SHARES)
 
-    titles: dict[str, str] = {kind: KIND_NAMES[kind] for kind in KINDS if results.has(kind)}
+    titles: dict[str, str] = {kind: KIND_TITLES[kind].lower() for kind in KINDS if results.has(kind)}
     return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
 
 

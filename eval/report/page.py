@@ -1,7 +1,9 @@
 """results.json as one page to read: the answer in words, the figures, the numbers, and how they were made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -93,14 +95,7 @@ def write_report(results: Results) -> Path:
 
 
 def render_page(results: Results, png_directory: Path | None = None) -> str:
-    """The page as text, everything that came from outside escaped; PNGs beside it when a directory is given."""
-    environment = Environment(
-        loader=PackageLoader("eval.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """The page as text; PNGs beside it when a directory is given."""
     roles = roles_of(results.drafts, results.base)
     pictures = []
     for name, title, caption, draw in FIGURES:
@@ -113,19 +108,33 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         if png_directory is not None and plain is not None:
             write_png(plain, png_directory / f"{name}.png")
     suites = results.document["suites"]
-    return environment.get_template("report.html.j2").render(
+    found = lead(results)
+    return render_template(
+        "report.html.j2",
+        found.headline,
+        pictures,
         results=results.document,
-        lead=lead(results),
-        pictures=pictures,
+        lead=found,
         tables=tables(results),
         viewed=viewed_texts(results),
         open_rows=OPEN_ROWS,
         open_findings=OPEN_FINDINGS,
         roles=roles,
-        light=LIGHT,
-        dark=DARK,
         prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in KINDS},
     )
+
+
+def render_template(name: str, headline: str, pictures: Sequence[Picture], **values: Any) -> str:
+    """A page from its template in `templates/`, everything that came from outside escaped."""
+    environment = Environment(
+        loader=PackageLoader("eval.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    palettes = {"light": LIGHT, "dark": DARK}
+    return environment.get_template(name).render(headline=headline, pictures=pictures, **palettes, **values)
 
 
 def _first_method(results: Results) -> str:
