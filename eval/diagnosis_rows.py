@@ -33,8 +33,8 @@ SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 LEAST_SEEN, LISTED = 5, 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
-# A text's positions as bins: (prompt's similarity, place, token, entropy) -> the name of a bin.
-_Bin = Callable[[float, int, str, float], str]
+# A text's positions as bins: (prompt's similarity, place, token, entropy) -> a bin's place among them, and its name.
+_Bin = Callable[[float, int, str, float], tuple[int, str]]
 
 
 def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int], str]) -> DiagnosisRows:
@@ -113,18 +113,18 @@ def _ngrams(prompt: Prompt) -> set[tuple[int, ...]]:
     return {prompt.ids[start : start + NGRAM] for start in range(len(prompt.ids) - NGRAM + 1)}
 
 
-def _range(value: float, edges: Sequence[float]) -> str:
+def _range(value: float, edges: Sequence[float]) -> tuple[int, str]:
     """The bin of a value: "below 0.5", "0.5 to 1.5", "3 and more"."""
     at = sum(value >= edge for edge in edges)
     if at == 0:
-        return f"below {edges[0]:g}"
-    return f"{edges[-1]:g} and more" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
+        return at, f"below {edges[0]:g}"
+    return at, f"{edges[-1]:g} and more" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
 
 
 BY: dict[str, _Bin] = {
     "entropy of the target, bits": lambda near, place, text, entropy: _range(entropy, ENTROPY_BITS),
     "position in the answer": lambda near, place, text, entropy: _range(place, POSITIONS),
-    "class of the token": lambda near, place, text, entropy: token_class(text),
+    "class of the token": lambda near, place, text, entropy: (0, token_class(text)),
     "similarity to ID prompts": lambda near, place, text, entropy: _range(near, SIMILARITIES),
 }
 
@@ -144,33 +144,31 @@ def _why(
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by.startswith("entropy") and group.temperature == 0:
             continue
-        names = [
+        bins = [
             [
                 bin_of(near[row], place, text, entropy)
                 for place, (text, entropy) in enumerate(zip(tokens, bits, strict=True))
             ]
             for row, (tokens, bits) in enumerate(zip(texts, entropies, strict=True))
         ]
-        for name in sorted({name for row in names for name in row}, key=_order):
-            sums = _binned(alphas, names, name)
-            gain = None if base_alphas is None else difference(sums, _binned(base_alphas, names, name), group.picks)
+        for wanted in sorted({each for row in bins for each in row}):
+            sums = _binned(alphas, bins, wanted)
+            gain = None if base_alphas is None else difference(sums, _binned(base_alphas, bins, wanted), group.picks)
             alpha = estimate(sums, group.picks)
-            rows.append({**group.of_draft(draft), "by": by, "bin": name, "alpha": alpha, "gain": gain, "sign": None})
+            rows.append(
+                {**group.of_draft(draft), "by": by, "bin": wanted[1], "alpha": alpha, "gain": gain, "sign": None}
+            )
     for row, sign in zip(rows, signs([bounds(row["gain"]) for row in rows]), strict=True):
         row["sign"] = sign
     return rows
 
 
-def _order(name: str) -> tuple[int, float, str]:
-    first = name.split()[1] if name.startswith("below") else name.split()[0]
-    number = first.replace(".", "", 1).isdigit()
-    return (0, float(first) - (0.001 if name.startswith("below") else 0), "") if number else (1, 0.0, name)
-
-
-def _binned(alphas: Sequence[Sequence[float]], names: Sequence[Sequence[str]], wanted: str) -> PromptSums:
+def _binned(
+    alphas: Sequence[Sequence[float]], bins: Sequence[Sequence[tuple[int, str]]], wanted: tuple[int, str]
+) -> PromptSums:
     pairs = [
-        [a for a, name in zip(values, bins, strict=True) if name == wanted]
-        for values, bins in zip(alphas, names, strict=True)
+        [a for a, each in zip(values, row, strict=True) if each == wanted]
+        for values, row in zip(alphas, bins, strict=True)
     ]
     return PromptSums.of([sum(values) for values in pairs], [len(values) for values in pairs])
 

@@ -153,12 +153,10 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     confirmed = _confirm(planner, finalists, prompts[:confirm_prompts])
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
     speedup = confirmed[1 + best]["speedup"]
-    emitted = np.array([float(trace.length) for trace in traces.rows])
 
     def rate(verifier: str, n: int) -> tuple[float, float]:
         chain = kary((1,) * n)
-        counts = expected_counts(chain, verifier, sampling, traces)
-        tau = float(emitted.sum() / sum(counts["target_calls"]))
+        tau = _emitted_per_call(chain, verifier, sampling, traces).pooled or 0.0
         return tau, tau / costs.step(chain)
 
     return {
@@ -306,14 +304,18 @@ def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
 
+def _emitted_per_call(tree: Tree, verifier: str, sampling: Sampling, traces: Traces) -> PromptSums:
+    """Tokens of every text over the target calls that are expected for it."""
+    counts = expected_counts(tree, verifier, sampling, traces)
+    return PromptSums.of([trace.length for trace in traces.rows], counts["target_calls"])
+
+
 def _expected(candidate: Candidate, sampling: Sampling, traces: Traces, seed: int) -> dict[str, Any]:
     """tau of a static candidate, with the interval of its expectation; None for what was only tried."""
     if candidate.step_s is None or not isinstance(candidate.shape, Tree):
         return {"tau": None}
-    counts = expected_counts(candidate.shape, default_verifier(candidate.shape), sampling, traces)
-    emitted = [float(trace.length) for trace in traces.rows]
-    picks = resamples(len(emitted), 500, row_seed(seed, "plan/tau"))
-    found = estimate(PromptSums.of(emitted, counts["target_calls"]), picks)
+    sums = _emitted_per_call(candidate.shape, default_verifier(candidate.shape), sampling, traces)
+    found = estimate(sums, resamples(len(traces.rows), 500, row_seed(seed, "plan/tau")))
     return {"tau": {key: found[key] for key in ("value", "low", "high")}}
 
 
@@ -327,12 +329,10 @@ def _by_domain(
             [trace for prompt, trace in zip(prompts, traces.rows, strict=True) if prompt.domain == domain],
             traces.any_depth,
         )
-        emitted = sum(trace.length for trace in own.rows)
         rates = []
         for each in chosen[:20]:
             assert isinstance(each.shape, Tree)
-            counts = expected_counts(each.shape, default_verifier(each.shape), sampling, own)
-            tau = emitted / sum(counts["target_calls"])
+            tau = _emitted_per_call(each.shape, default_verifier(each.shape), sampling, own).pooled or 0.0
             rates.append((tau / costs.step(each.shape), tau, each.name))
         speed, tau, name = max(rates)
         rows.append(

@@ -344,7 +344,3 @@ class ResultsDocument(TypedDict):
     provenance: dict[str, Any]
     speed: Speed
     clock: dict[str, Any]
-
-
-# Keys whose values are clock time; all others are the same in a run that was killed and one that was not.
-CLOCK_KEYS = ("speed", "clock", "remarks")

@@ -20,9 +20,10 @@ from draftsmith_core.processes import divided
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
 from eval.results import Results
-from eval.schema import CLOCK_KEYS
 from eval.summary import summary as summarise
 
+# Keys whose values are clock time; all others are the same in a run that was killed and one that was not.
+CLOCK_KEYS = ("speed", "clock", "remarks")
 VOCAB = 17
 ROOT = Path(__file__).parents[1]
 
