@@ -6,7 +6,7 @@ results.decoding("jsd", "id", tree="chain:4")["tau"]
 results.to_frame("decoding").pivot_table(...)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -204,20 +204,15 @@ class Results:
         import pandas
 
         found: Any = self.document
-        rows: Sequence[Mapping[str, Any]]
-        if table in ("alpha", "decoding"):
-            rows = found[table] + found[f"overall_{table}"]
-        elif table == "speed":
-            rows = found["speed"]["domains"] + found["speed"]["overall"]
-        elif table == "costs":
-            rows = found["speed"]["costs"]
-        elif table == "models":
-            rows = [{"role": role, **row} for role, row in found["models"].items()]
-        elif table in ("why", "lost"):
-            rows = (found["diagnosis"] or {table: []})[table]
-        else:
-            rows = found[table]
-        return pandas.DataFrame([_flat(row) for row in rows])
+        tables: dict[str, Any] = {
+            **found,
+            **{name: found[name] + found[f"overall_{name}"] for name in ("alpha", "decoding")},
+            **(found["diagnosis"] or {"why": [], "lost": []}),
+            "speed": found["speed"]["domains"] + found["speed"]["overall"],
+            "costs": found["speed"]["costs"],
+            "models": [{"role": role, **row} for role, row in found["models"].items()],
+        }
+        return pandas.DataFrame([_flat(row) for row in tables[table]])
 
     def _domain(self, domain: str) -> str | None:
         """The name of a prompt set, or None for "id" and "ood", all sets of a kind. A set's own name comes first."""
