@@ -212,7 +212,7 @@ def test_the_lines_of_a_chart_reach_the_marks_of_drafts_that_cost_more_than_thei
     for ax in figure.axes:
         assert max(float(line.get_xdata()[-1]) for line in ax.lines if len(line.get_xdata()) > 9) >= 30  # type: ignore[arg-type, index]
         # What verifying costs stands once for each draft, and no two of them at one place.
-        said = [text.xyann for text in ax.texts if text.get_text().startswith("verifying")]
+        said = [text.get_position() for text in ax.texts if text.get_text().startswith("verifying")]
         assert len(said) == len(set(said)) == 2
 
 
