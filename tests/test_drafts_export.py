@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,26 @@ def test_what_a_layout_cannot_say_is_refused(form: str, saved: Saved, tmp_path: 
         with pytest.raises(InputError, match=said):
             exported(directory, form)
         assert not (directory / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["eagle", "sglang", "speculators", "gguf"])
+@pytest.mark.parametrize("variant", ["norm_before_residual", "norm_output"])
+def test_norms_in_other_places_are_said_or_refused(
+    variant: str, form: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    fresh = Eagle3Head.fresh(target)
+    save_head(Eagle3Head(replace(fresh.config, **{variant: True}), target), tmp_path / "head")  # type: ignore[arg-type]
+    if variant == "norm_output" or form in ("eagle", "sglang"):
+        with pytest.raises(InputError, match=f"the head has '{variant}'.* use the head here"):
+            exported(tmp_path, form)
+        return
+    exported(tmp_path, form)
+    if form == "speculators":
+        assert read_json(tmp_path / "out" / "config.json", "")["norm_before_residual"] is True
+    else:
+        gguf = pytest.importorskip("gguf")
+        fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+        assert bool(fields["eagle3.norm_before_residual"].parts[-1][0])
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ from transformers import PreTrainedModel
 
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.store import write_tensors
 from drafts.layouts import shapes
-from drafts.layouts.source import Proof, Source, check_layout, check_plain, head_tensors
+from drafts.layouts.source import Proof, Source, check_plain, head_tensors, write_layout
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
 
-_ENGINES = "SafeAILab/EAGLE and vLLM"
 # What the authors' rotary embedding can do.
 _ROPE = ("default", "linear", "dynamic")
 
@@ -29,6 +27,13 @@ def eagle_head(source: Source, form: str) -> EagleHead | Eagle3Head:
     check_plain(source, form, form)
     if isinstance(head, Eagle3Head):
         assert source.target is not None
+        says = ("norm_before_residual",) if form in ("speculators", "gguf") else ()
+        for key in ("norm_before_residual", "norm_output"):
+            if getattr(head.config, key) and key not in says:
+                raise InputError(
+                    f"--format {form}: the head has '{key}', a norm in another place, which this layout cannot say, so "
+                    f"its engine would compute other logits; use the head here"
+                )
         layers = int(text_config(source.target).num_hidden_layers)
         ids = head.hidden_layers
         if len(set(ids)) < len(ids) or max(ids) >= layers:
@@ -86,9 +91,7 @@ def write(source: Source, out: Path) -> Proof:
         if own:
             tensors["embed_tokens.weight"] = head.borrowed.embedding_table.to(source.dtype)
         expected = shapes.eagle3(config, embedding=own)
-    write_tensors(out, tensors, config)
-    count = check_layout(out / "model.safetensors", expected)
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {_ENGINES} read")
+    return write_layout(out, tensors, config, expected, "SafeAILab/EAGLE and vLLM read")
 
 
 def write_for_sglang(source: Source, out: Path) -> Proof:
@@ -117,6 +120,4 @@ def write_for_sglang(source: Source, out: Path) -> Proof:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
         # vLLM reads this key as we do, and the one above too where this one is missing.
         expected = shapes.eagle3(config)
-    write_tensors(out, tensors, config)
-    count = check_layout(out / "model.safetensors", expected)
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those that SGLang reads")
+    return write_layout(out, tensors, config, expected, "SGLang reads")

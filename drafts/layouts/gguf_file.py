@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.llama_layer import llama_parts
 from drafts.layouts import gguf_vocabulary
 from drafts.layouts.eagle_heads import eagle_head
 from drafts.layouts.hf_directory import probe_ids
@@ -83,19 +84,13 @@ def write(source: Source, out: Path) -> Proof:
     assert source.target is not None
     more = {
         "target_layers": list(head.hidden_layers),
-        "target_hidden_size": head.config.layer.hidden_size,
-        "norm_before_residual": False,
+        "target_hidden_size": head.config.target_hidden_size,
+        "norm_before_residual": head.config.norm_before_residual,
         "norm_before_fc": False,
     }
-    _write(out / FILE, "eagle3", True, _layer_config(head), names, source, more)
-    return Proof(None, f"published layout: {len(names)} tensors under llama.cpp's names")
-
-
-def _layer_config(head: Eagle3Head) -> Any:
-    from drafts.heads.llama_layer import llama_parts
-
     config, _ = llama_parts(head.config.layer, head.config.vocab_size)
-    return config
+    _write(out / FILE, "eagle3", True, config, names, source, more)
+    return Proof(None, f"published layout: {len(names)} tensors under llama.cpp's names")
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

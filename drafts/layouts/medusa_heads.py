@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from drafts.heads.medusa import MedusaHeads
-from drafts.heads.store import write_tensors
 from drafts.layouts import shapes
-from drafts.layouts.source import Proof, Source, check_layout, check_plain, head_tensors
+from drafts.layouts.source import Proof, Source, check_plain, head_tensors, write_layout
 from draftsmith_core.errors import InputError
 
 
@@ -22,6 +21,4 @@ def write(source: Source, out: Path) -> Proof:
         tensors[new] = tensor
     # Without the first key vLLM builds the blocks without a bias and leaves ours out.
     config = source.draft.config.to_json() | {"medusa_fc_bias": True, "original_lm_head": False}
-    write_tensors(out, tensors, config)
-    count = check_layout(out / "model.safetensors", shapes.medusa(config))
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those that vLLM reads")
+    return write_layout(out, tensors, config, shapes.medusa(config), "vLLM reads")

@@ -3,15 +3,21 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafts.heads.store import write_tensors
+from drafts.layouts.shapes import Shapes
 from drafts.load import Draft, kind_of
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer
+
+# The largest difference of an engine's logits from ours.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,16 @@ def head_tensors(source: Source) -> dict[str, Tensor]:
     return {n: t.to(source.dtype) if t.is_floating_point() else t for n, t in state.items()}
 
 
-def check_layout(file: Path, expected: Mapping[str, tuple[int, ...]]) -> int:
+def write_layout(
+    out: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Shapes, readers: str
+) -> Proof:
+    """Write `config.json` and `model.safetensors`, checked by `check_layout`. readers: "vLLM reads", for the proof."""
+    write_tensors(out, tensors, config)
+    count = check_layout(out / "model.safetensors", expected)
+    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {readers}")
+
+
+def check_layout(file: Path, expected: Shapes) -> int:
     """The number of tensors in a file whose names and shapes are exactly those that an engine reads.
 
     RunError otherwise: engines skip a name that they do not know without a word, so it must not be written.
@@ -87,3 +102,11 @@ def check_layout(file: Path, expected: Mapping[str, tuple[int, ...]]) -> int:
         if there.get(name) != expected.get(name):
             raise RunError(f"{file}: '{name}' is {there.get(name)} and the engine reads {expected.get(name)}")
     return len(there)
+
+
+def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str, tolerance: float = TOLERANCE) -> Proof:
+    """The proof that an engine computes our logits from what was written to `out`; RunError where it does not."""
+    difference = float((theirs - ours).abs().max())
+    if not difference <= tolerance:
+        raise RunError(f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing was written")
+    return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)

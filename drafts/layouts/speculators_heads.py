@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.store import write_tensors
 from drafts.layouts import shapes
 from drafts.layouts.eagle_heads import eagle_head
-from drafts.layouts.hf_directory import TOLERANCE, probe_ids
-from drafts.layouts.source import Proof, Source, check_layout, head_tensors
+from drafts.layouts.hf_directory import probe_ids
+from drafts.layouts.source import Proof, Source, compared, head_tensors, write_layout
 from drafts.neighbours import program, work
 from draftsmith_core.errors import InputError, RunError
 
@@ -49,7 +48,7 @@ def _config(source: Source, head: Eagle3Head) -> dict[str, Any]:
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": list(head.hidden_layers),
         # Readers disagree on what is meant where this is absent.
-        "norm_before_residual": False,
+        "norm_before_residual": head.config.norm_before_residual,
         "norm_before_fc": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(source.dtype).removeprefix("torch."),
@@ -64,13 +63,11 @@ def write(source: Source, out: Path) -> Proof:
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head_tensors(source).items()}
     tensors["embed_tokens.weight"] = head.borrowed.embedding_table.to(source.dtype)
     config = _config(source, head)
-    write_tensors(out, tensors, config)
     sizes = config["transformer_layer_config"] | {"draft_vocab_size": head.config.draft_vocab_size}
-    count = check_layout(out / "model.safetensors", shapes.eagle3(sizes, "layers.0.", embedding=True))
+    expected = shapes.eagle3(sizes, "layers.0.", embedding=True)
+    published = write_layout(out, tensors, config, expected, "speculators reads")
     python = program("speculators")
-    if python is None:
-        return Proof(None, f"published layout: names and shapes of {count} tensors are those that speculators reads")
-    return _proof(source, head, out, python)
+    return published if python is None else _proof(source, head, out, python)
 
 
 @torch.no_grad()
@@ -84,9 +81,7 @@ def _proof(source: Source, head: Eagle3Head, out: Path, python: Path) -> Proof:
         given, answer = Path(place) / "inputs.safetensors", Path(place) / "logits.safetensors"
         save_file({"ids": ids[:, 1:].contiguous(), "states": torch.cat(states, dim=-1).contiguous()}, given)
         found = work(python, "speculators_logits.py", out, given, answer)
-        difference = float((load_file(answer)["logits"] - ours).abs().max())
-    if not difference <= TOLERANCE:
-        raise RunError(f"{out}: speculators computes other logits from it (off by {difference:.2g}); nothing written")
+        theirs = load_file(answer)["logits"]
     if found["aux"] != list(head.hidden_layers):
         raise RunError(f"{out}: speculators reads states {found['aux']}, not {list(head.hidden_layers)}")
-    return Proof(found["engine"], f"loaded it; logits of {ids.shape[1] - 1} positions compared", difference)
+    return compared(out, found["engine"], theirs, ours, "positions compared")
