@@ -86,10 +86,10 @@ def load_pair(
             trust_remote_code=trust_remote_code,
             quantize=quantize_draft or quantize,
         )
-        words = check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab)
-        if words is not None and isinstance(draft, PreTrainedModel):
-            attach(draft, words)
-            shares = f"{words.shared} of the target's {len(tokenizer)} tokens"
+        mapping = check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab)
+        if mapping is not None and isinstance(draft, PreTrainedModel):
+            attach(draft, mapping)
+            shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
             log.warning("%s: has another tokenizer; it shares %s, and drafts those only", source, shares)
         loaded[name] = draft
     return LoadedPair(target, model, tokenizer, loaded)

@@ -234,13 +234,13 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
 _KEY = "draftsmith_vocabulary_map"
 
 
-def attach(draft: nn.Module, words: VocabularyMap) -> None:
+def attach(draft: nn.Module, mapping: VocabularyMap) -> None:
     """Make a draft language model one of another vocabulary: what drafts with it or measures it goes by this map."""
-    draft.__dict__[_KEY] = words
+    draft.__dict__[_KEY] = mapping
 
 
 def vocabulary_map(draft: nn.Module) -> VocabularyMap | None:
     """The map of a draft of another vocabulary; None for a draft of the target's own."""
-    words = draft.__dict__.get(_KEY)
-    assert words is None or isinstance(words, VocabularyMap)
-    return words
+    mapping = draft.__dict__.get(_KEY)
+    assert mapping is None or isinstance(mapping, VocabularyMap)
+    return mapping

@@ -75,11 +75,11 @@ class Examples:
 
 
 def load_examples(
-    sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int, words: VocabularyMap | None = None
+    sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int, mapping: VocabularyMap | None = None
 ) -> Examples:
     """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault.
 
-    tokenizer: of the data. words: for a draft of another tokenizer, in whose tokens the rows then are.
+    tokenizer: of the data. mapping: for a draft of another tokenizer, in whose tokens the rows then are.
     """
     tables, digests = [], []
     targets: set[str | None] = set()
@@ -98,19 +98,19 @@ def load_examples(
     tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
     # A batch may mix rows of all sources, so teacher rows are used only where every source has them. They are about
     # the target's tokens.
-    stored = words is None and all(COLUMN in table.column_names for table in tables)
+    stored = mapping is None and all(COLUMN in table.column_names for table in tables)
     if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     decided: list[Any] = [digests, max_length]
     read = len(rows)
-    if words is not None:
-        rows, written = retokenized(rows, words, _PROMPT)
+    if mapping is not None:
+        rows, written = retokenized(rows, mapping, _PROMPT)
         if not len(written):
             raise InputError(f"data: none of its {read} rows can be written in the draft's tokens; use another draft")
         domains = domains[written]
-        decided.append(words.in_draft)
+        decided.append(mapping.in_draft)
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)

@@ -127,8 +127,9 @@ class _Shards:
 
     def __init__(self, root: Path, identity: dict[str, Any], max_bytes: int, process: int, processes: int) -> None:
         self.root, self.identity, self.max_bytes, self.processes = root, identity, max_bytes, processes
-        self.home = root / hash_json(identity)[:16]
-        self.own = self.home / f"p{process}"
+        # The directory of all processes, and in it that of this one.
+        self.shared = root / hash_json(identity)[:16]
+        self.own = self.shared / f"p{process}"
         # At least eight shards fit, else much of a small cache would stay empty.
         self.shard_bytes = min(_SHARD_BYTES, max_bytes // (8 * processes))
         self.open_ = True
@@ -138,7 +139,7 @@ class _Shards:
         self.readers: dict[Path, Any] = {}
         self.waiting: dict[str, Tensor] = {}
         remove_leftovers(self.own)
-        for directory in sorted(self.home.glob("p*")):
+        for directory in sorted(self.shared.glob("p*")):
             self._load(directory)
         for file in self.own.glob("*.safetensors"):
             # Not in the manifest: the run that wrote it was killed before it wrote the manifest.
@@ -230,13 +231,13 @@ class _Shards:
         """Whether a shard of this size may be written; deletes shards of other identities where room is short."""
         # Processes do not see each other's writes in time, so each assumes that all others hold as much as it will.
         # A directory that holds more already, from a run of fewer processes, is counted as it is.
-        ours = [self.home / f"p{process}" for process in range(self.processes)]
+        ours = [self.shared / f"p{process}" for process in range(self.processes)]
         held = [sum(map(_size, directory.glob("*.safetensors"))) for directory in ours]
         wanted = held[ours.index(self.own)] + size
         share = sum(max(each, wanted) for each in held)
         others = [file for file in self.root.glob("*/p*/*.safetensors") if file.parent not in ours]
         taken = sum(map(_size, others))
-        deletable = sorted((f for f in others if f.parent.parent != self.home), key=_age)
+        deletable = sorted((f for f in others if f.parent.parent != self.shared), key=_age)
         while share + taken > self.max_bytes:
             if not deletable or share > self.max_bytes:
                 return False

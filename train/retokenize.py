@@ -41,39 +41,39 @@ def _size(name: str, trust_remote_code: bool) -> int:
 
 
 def retokenized(
-    rows: datasets.Dataset, words: VocabularyMap, hash_column: str
+    rows: datasets.Dataset, mapping: VocabularyMap, hash_column: str
 ) -> tuple[datasets.Dataset, npt.NDArray[np.int64]]:
     """The rows in the draft's tokens, and the numbers of those that could be written.
 
     A response must be written without loss. Of a prompt only tokens with a text must: those without one (chat markers
     that the draft lacks) are read as decoding has the draft read them. Prompts keep the hash of the target's tokens.
     """
-    silent = words.lost - words.target_texts.keys()
+    silent = mapping.lost - mapping.target_texts.keys()
     columns: dict[str, list[object]] = {"prompt_ids": [], "response_ids": [], hash_column: []}
     kept: list[int] = []
     number = -1
     for batch in rows.select_columns(list(columns)).iter(batch_size=1024):
         for prompt, response, known in zip(*(batch[name] for name in columns), strict=True):
             number += 1
-            if max([*prompt, *response], default=0) >= words.target_size:
+            if max([*prompt, *response], default=0) >= mapping.target_size:
                 raise InputError(
-                    f"data: row {number} holds a token beyond the target's vocabulary of {words.target_size}; it was "
+                    f"data: row {number} holds a token beyond the target's vocabulary of {mapping.target_size}; it was "
                     f"made with another tokenizer"
                 )
-            if not (words.lost - silent).isdisjoint(prompt) or not words.lost.isdisjoint(response):
+            if not (mapping.lost - silent).isdisjoint(prompt) or not mapping.lost.isdisjoint(response):
                 continue
             kept.append(number)
-            columns["prompt_ids"].append(words.translate(prompt))
-            columns["response_ids"].append(words.translate(response))
+            columns["prompt_ids"].append(mapping.translate(prompt))
+            columns["response_ids"].append(mapping.translate(response))
             columns[hash_column].append(known or f"{prompt_hash(prompt or response[:32]):016x}")
     features = rows.select_columns(list(columns)).features
     return datasets.Dataset.from_dict(columns, features=features), np.array(kept, dtype=np.int64)
 
 
-def announce(written: int, left_out: int, words: VocabularyMap) -> None:
+def announce(written: int, left_out: int, mapping: VocabularyMap) -> None:
     """Say what became of the rows of the data."""
     if is_main():
         sys.stderr.write(
-            f"train: data: the draft has another tokenizer, which shares {words.shared} tokens with the target's; "
+            f"train: data: the draft has another tokenizer, which shares {mapping.shared} tokens with the target's; "
             f"{written} rows are written in its tokens, {left_out} are left out, whose text they cannot write\n"
         )

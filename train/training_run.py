@@ -137,12 +137,12 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         recipe = config
         on_main(lambda: make_inputs(recipe))
         config = smoke_config(recipe)
-    words, tokenizer = other_tokenizer(config, data_tokenizer := _tokenizer(config))
-    target = None if words is not None else _frozen(config, config.target, world)
+    mapping, tokenizer = other_tokenizer(config, data_tokenizer := _tokenizer(config))
+    target = None if mapping is not None else _frozen(config, config.target, world)
     reference = _frozen(config, config.reference, world)
     anchor = _frozen(config, config.draft if config.anchor_kl else None, world)
     with world.accelerator.main_process_first():
-        training, heldout = _examples(config, data_tokenizer, words)
+        training, heldout = _examples(config, data_tokenizer, mapping)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
     if config.lora.rank:
@@ -157,8 +157,8 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         _check_data(config, objective, examples, draft, target)
     sizes = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
     draft_setup.announce_draft_vocabulary(draft, training, sizes)
-    if words is not None:
-        announce(len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out, words)
+    if mapping is not None:
+        announce(len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out, mapping)
     identity = _identity(config, world, training, heldout, draft, target, reference)
     if loss is not None:
         identity["config"]["objective"] = objective.spec
@@ -354,16 +354,16 @@ def _check_data(
 
 
 def _examples(
-    config: TrainConfig, tokenizer: Tokenizer | None, words: VocabularyMap | None
+    config: TrainConfig, tokenizer: Tokenizer | None, mapping: VocabularyMap | None
 ) -> tuple[Examples, Examples]:
     """Training data with its replay, and held-out data."""
-    training = load_examples(config.data, tokenizer, config.max_length, words)
+    training = load_examples(config.data, tokenizer, config.max_length, mapping)
     if config.heldout:
-        heldout = load_examples(config.heldout, tokenizer, config.max_length, words)
+        heldout = load_examples(config.heldout, tokenizer, config.max_length, mapping)
     else:
         training, heldout = divide(training, config.heldout_fraction)
         heldout = replace(heldout, left_out=0)
-    replay = load_examples(config.replay, tokenizer, config.max_length, words) if config.replay else None
+    replay = load_examples(config.replay, tokenizer, config.max_length, mapping) if config.replay else None
     if config.packing:
         training, heldout = packed(training, config.seed), packed(heldout, config.seed)
         replay = None if replay is None else packed(replay, config.seed)

@@ -132,18 +132,18 @@ def _reshards() -> bool:
 
 def _sharing(wanted: LauncherRequest, accelerator: Accelerator) -> Sharing:
     """How the weights are shared; RunError when accelerate came up as something else than was asked for."""
-    came = accelerator.distributed_type
+    found = accelerator.distributed_type
     if wanted.kind == "zero":
-        if came != DistributedType.DEEPSPEED:
-            raise RunError(f"DeepSpeed was asked for and accelerate came up as {came.value}")
+        if found != DistributedType.DEEPSPEED:
+            raise RunError(f"DeepSpeed was asked for and accelerate came up as {found.value}")
         stage = accelerator.state.deepspeed_plugin.zero_stage
         stages: dict[int, Sharing] = {1: "zero1", 2: "zero2", 3: "zero3"}
         if stage not in stages:
             raise RunError(f"DeepSpeed with zero_stage {stage} shares nothing; set it to 1, 2 or 3, or use ddp.yaml")
         return stages[stage]
     copies = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-    if wanted.processes > 1 and came not in copies:
-        raise RunError(f"{wanted.processes} processes were launched and accelerate came up as {came.value}")
+    if wanted.processes > 1 and found not in copies:
+        raise RunError(f"{wanted.processes} processes were launched and accelerate came up as {found.value}")
     if wanted.kind == "fsdp" and wanted.processes == 1:
         raise RunError("FSDP was asked for with one process, which has none to share with; launch more, or without it")
     return wanted.kind

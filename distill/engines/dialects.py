@@ -24,7 +24,7 @@ Kind = Literal["llama.cpp", "ids", "text"]
 
 
 class Garbage(Exception):
-    """A server's answer that is none: not JSON, or without what an answer has."""
+    """What a server sent is no completion: not JSON, or without the keys of one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way to ask. plain: leave out what OpenAI's own API does not know."""
+    """How one kind of server is asked. plain: leave out what OpenAI's own API does not know."""
 
     kind: Kind
     plain: bool = False

@@ -134,14 +134,16 @@ def _context(models: dict[str, dict[str, Any]], model: str) -> int | None:
 
 
 async def _dialect(endpoint: Endpoint, asked: Asked, models: dict[str, dict[str, Any]]) -> Dialect:
-    """The richest way to ask that the server understands, tried; InputError for a server that must not be used."""
+    """The richest dialect that the server understands, tried; InputError for a server that must not be used."""
     owners = {str(each.get("owned_by")) for each in models.values()}
-    ways = [Dialect("llama.cpp")] if "llamacpp" in owners else [Dialect("ids"), Dialect("text"), Dialect("text", True)]
+    dialects = (
+        [Dialect("llama.cpp")] if "llamacpp" in owners else [Dialect("ids"), Dialect("text"), Dialect("text", True)]
+    )
     trial = replace(asked, max_new_tokens=_TOKENS, ignore_eos=False)
     refused: list[str] = []
-    for way in ways:
+    for dialect in dialects:
         try:
-            await _draw(endpoint, way, trial, 1)
+            await _draw(endpoint, dialect, trial, 1)
         except Refusal as refusal:
             if refusal.status in (401, 403):
                 raise InputError(refusal.reason) from None
@@ -154,30 +156,30 @@ async def _dialect(endpoint: Endpoint, asked: Asked, models: dict[str, dict[str,
             endpoint.failures = 0
             continue
         sampling = asked.sampling
-        if way.plain and (sampling.top_k or sampling.min_p or asked.ignore_eos):
+        if dialect.plain and (sampling.top_k or sampling.min_p or asked.ignore_eos):
             option = "top_k" if sampling.top_k else "min_p" if sampling.min_p else "ignore_eos"
             raise InputError(f"{endpoint.url}: does not take {option}; set it to its neutral value")
         try:
-            await _check_answers(endpoint, way, trial)
+            await _check_answers(endpoint, dialect, trial)
         except Refusal as refusal:
             raise InputError(f"{refusal.reason}: refuses to draw as is asked for") from None
-        return way
+        return dialect
     raise InputError(f"{refused[-1]}: no way of asking is understood; is it a server of completions?")
 
 
-async def _draw(endpoint: Endpoint, way: Dialect, asked: Asked, seed: int) -> Answer:
+async def _draw(endpoint: Endpoint, dialect: Dialect, asked: Asked, seed: int) -> Answer:
     ids = encode_text(asked.tokenizer, _TEXT)
-    answer, _ = await endpoint.post(way, asked, way.body(asked, ids, seed))
+    answer, _ = await endpoint.post(dialect, asked, dialect.body(asked, ids, seed))
     return answer
 
 
-async def _check_answers(endpoint: Endpoint, way: Dialect, asked: Asked) -> None:
+async def _check_answers(endpoint: Endpoint, dialect: Dialect, asked: Asked) -> None:
     """InputError for tokens that the target does not have, and for a server that gives every seed one answer."""
     if asked.sampling.greedy:
         asked = replace(asked, sampling=Sampling(temperature=0))
     else:
         asked = replace(asked, sampling=Sampling(temperature=max(_TEMPERATURE, asked.sampling.temperature)))
-    answers = [await _draw(endpoint, way, asked, seed) for seed in _SEEDS]
+    answers = [await _draw(endpoint, dialect, asked, seed) for seed in _SEEDS]
     if not all(asked.knows(answer.response_ids) for answer in answers):
         raise InputError(
             f"{endpoint.url}: gives tokens beyond the {asked.vocabulary} of --target's tokenizer; serve that target"

@@ -153,7 +153,7 @@ def _write(
 
     if source.tokenizer is None:
         raise InputError(f"--format gguf: {source.name} has no tokenizer, and a GGUF file holds one; give --target")
-    heads, pairs = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope, factors = _rope(config, source.name)
     writer = gguf.GGUFWriter(file, arch)
@@ -163,7 +163,7 @@ def _write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(pairs)
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -179,7 +179,7 @@ def _write(
         if paired and ".attn_q." in name:
             tensor = _paired(tensor, heads)
         if paired and ".attn_k." in name:
-            tensor = _paired(tensor, pairs)
+            tensor = _paired(tensor, kv_heads)
         _add_tensor(writer, name, tensor, source.dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

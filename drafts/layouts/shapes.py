@@ -14,12 +14,12 @@ Shapes = dict[str, tuple[int, ...]]
 def _layer(config: Mapping[str, Any], prefix: str, inputs: int) -> Shapes:
     """A LLaMA layer whose queries, keys and values read `inputs` numbers."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, pairs = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     return {
-        f"{prefix}self_attn.q_proj.weight": (heads, inputs),
-        f"{prefix}self_attn.k_proj.weight": (pairs, inputs),
-        f"{prefix}self_attn.v_proj.weight": (pairs, inputs),
-        f"{prefix}self_attn.o_proj.weight": (hidden, heads),
+        f"{prefix}self_attn.q_proj.weight": (queries, inputs),
+        f"{prefix}self_attn.k_proj.weight": (keys, inputs),
+        f"{prefix}self_attn.v_proj.weight": (keys, inputs),
+        f"{prefix}self_attn.o_proj.weight": (hidden, queries),
         f"{prefix}mlp.gate_proj.weight": (inner, hidden),
         f"{prefix}mlp.up_proj.weight": (inner, hidden),
         f"{prefix}mlp.down_proj.weight": (hidden, inner),

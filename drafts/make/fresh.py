@@ -49,14 +49,14 @@ def fresh(
     """
     if not 0 < cost < 1:
         raise InputError(f"cost: {cost} must lie between 0 and 1, as a share of the target's")
-    there = read_per_token(target)
+    target_cost = read_per_token(target)
     shapes = sorted(_shapes(target), key=lambda config: -_layer_parameters(config))
-    by_parameters = [config for config in shapes if _read(config) <= cost * there]
+    by_parameters = [config for config in shapes if _read(config) <= cost * target_cost]
     if by == "parameters":
         if not by_parameters:
-            raise InputError(_least(min(map(_read, shapes)) / there, cost, by))
+            raise InputError(_least(min(map(_read, shapes)) / target_cost, cost, by))
         chosen = by_parameters[0]
-        return _built(chosen, target, seed), Cost(_read(chosen) / there, None)
+        return _built(chosen, target, seed), Cost(_read(chosen) / target_cost, None)
     clock = time_of or seconds_per_token
     base = clock(target)
     # A share of the time is rarely less than the share of the parameters, and on small models much more.
@@ -68,7 +68,7 @@ def fresh(
         share = clock(model) / base
         least = share if least is None else min(least, share)
         if share <= cost:
-            return model, Cost(_read(config) / there, share)
+            return model, Cost(_read(config) / target_cost, share)
     assert least is not None
     raise InputError(_least(least, cost, by))
 

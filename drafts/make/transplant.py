@@ -40,10 +40,10 @@ def transplant(
     Raises InputError, one line, where the tokenizers share no token, or a donor has no plain output projection.
     """
     size = vocabulary_size(target)
-    words = map_vocabulary(
+    mapping = map_vocabulary(
         tokenizer, donor_tokenizer, size, vocabulary_size(donor), source=donor.name_or_path or type(donor).__name__
     )
-    pairs = dict(zip(words.target_ids.tolist(), words.draft_ids.tolist(), strict=True))
+    pairs = dict(zip(mapping.target_ids.tolist(), mapping.draft_ids.tolist(), strict=True))
     texts, names = token_texts(tokenizer), {i: token for token, i in tokenizer.get_vocab().items()}
     # An end of turn of a chat target is the end of text to a donor without turns.
     ends = eos_ids(donor)[:1] or ((donor_tokenizer.eos_token_id,) if donor_tokenizer.eos_token_id is not None else ())
@@ -51,14 +51,14 @@ def transplant(
     moved = {"shared": 0, "pieces": 0, "padding": 0}
     unmapped: list[str] = []
     for token in range(size):
-        if token in pairs or len(words.in_draft[token]) == 1 and token in texts:
-            rows.append(words.in_draft[token])
+        if token in pairs or len(mapping.in_draft[token]) == 1 and token in texts:
+            rows.append(mapping.in_draft[token])
             moved["shared"] += 1
         elif token in eos_ids(target) and ends:
             rows.append((ends[0],))
             moved["shared"] += 1
-        elif token in texts and words.in_draft[token]:
-            rows.append(words.in_draft[token])
+        elif token in texts and mapping.in_draft[token]:
+            rows.append(mapping.in_draft[token])
             moved["pieces"] += 1
         else:
             rows.append(())

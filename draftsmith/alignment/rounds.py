@@ -47,7 +47,7 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
     assert config.from_log is not None and config.baseline is not None
     baseline = Results.load(config.baseline)
     options = {key: value for key, value in asdict(config).items() if key not in _NOT_IDENTITY}
-    files = {"log": sha256_file(_file(config.from_log)), "baseline": hash_json(baseline.document)}
+    files = {"log": sha256_file(_log_file(config.from_log)), "baseline": hash_json(baseline.document)}
     name = hash_json(options | files)[:16]
     directory = Path(config.out or f"{config.draft}.rounds") / name
     record = directory / "round.json"
@@ -97,7 +97,7 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
     return found
 
 
-def _file(source: str) -> Path:
+def _log_file(source: str) -> Path:
     if not Path(source).is_file():
         raise InputError(f"--from_log {source}: no such file; name a .jsonl log of requests with answers")
     return Path(source)

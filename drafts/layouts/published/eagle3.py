@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafts.draft_vocabulary import offsets
 from drafts.layouts.published.eagle import biases
 from drafts.layouts.published.found import Found, Layout, Names, architectures
 from draftsmith_core.errors import InputError
@@ -99,8 +100,7 @@ def _vocabulary(found: Found, values: dict[str, Any], tensors: dict[str, Tensor]
         tensors.pop("t2d", None)
         return
     if "d2t" not in tensors and "t2d" in tensors:
-        chosen = tensors["t2d"].nonzero().flatten()
-        tensors["d2t"] = chosen - torch.arange(len(chosen))
+        tensors["d2t"] = offsets(tensors["t2d"].nonzero().flatten())
     if "d2t" in tensors:
         chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         if bool((chosen < 0).any() or (chosen >= size).any()):

@@ -1,4 +1,4 @@
-"""What a directory with somebody's draft holds, as a layout's reader takes it and gives it back in our own layout."""
+"""A published draft as it was found on disk, and what a layout is: how it is known, and its reader into our own."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
