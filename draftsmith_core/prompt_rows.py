@@ -214,6 +214,8 @@ def iterate_records(source: str) -> Iterator[Record]:
             yield from _json_records(source)
         else:
             raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+    elif path.exists():
+        raise InputError(f"{source}: is a pipe or a device, and rows may be read twice; write them to a .jsonl file")
     elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")):
         raise InputError(f"{source}: no such file")
     else:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,10 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokeni
         assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="is a directory"):
         read_prompts(str(tmp_path), tokenizer)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in (str(tmp_path / "pipe.jsonl"), os.devnull):
+        with pytest.raises(InputError, match=f"^{name}: is a pipe or a device"):
+            read_prompts(name, tokenizer)
 
 
 def test_a_hub_dataset_that_cannot_be_reached_is_one_line(tokenizer: Tokenizer) -> None:

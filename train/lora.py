@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir
@@ -18,6 +20,15 @@ def attach(draft: PreTrainedModel, options: Lora) -> Any:
     """
     require_package("peft", "lora.rank")
     import peft
+
+    # peft leaves out a name that fits nothing as long as another one fits.
+    names = [name for name, _ in draft.named_modules()]
+    for target in options.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            output = draft.get_output_embeddings()
+            linear = (n for n, m in draft.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not output)
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            raise InputError(f"lora.targets: no layer of {draft.name_or_path} is named {target!r}; it has {known}")
 
     alpha: Any = 2 * options.rank if options.alpha is None else options.alpha
     config = peft.LoraConfig(

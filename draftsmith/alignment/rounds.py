@@ -99,7 +99,8 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
 
 def _log_file(source: str) -> Path:
     if not Path(source).is_file():
-        raise InputError(f"--from_log {source}: no such file; name a .jsonl log of requests with answers")
+        what = "is a directory, a pipe or a device" if Path(source).exists() else "no such file"
+        raise InputError(f"--from_log {source}: {what}; name a .jsonl log of requests with answers")
     return Path(source)
 
 
