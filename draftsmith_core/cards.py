@@ -4,12 +4,13 @@ A card is a function of the record that lies beside it (`draftsmith.json`, `mani
 that the record names, and of nothing else: no clock, no output path. A resumed run thus writes the same bytes.
 """
 
-import re
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import hf_hub_download, metadata_load
 
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
@@ -146,19 +147,16 @@ def licence_of(name: str) -> str | None:
     directory = Path(name)
     card = directory / "README.md"
     if not directory.is_dir():
-        from huggingface_hub import hf_hub_download
-
         from draftsmith_core.sources import hub_has_address
 
         try:
             card = Path(hf_hub_download(name, "README.md", local_files_only=not hub_has_address()))
         except Exception:  # the hub client's errors share no base class; each means that the licence is not known
             return None
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    header = re.match(r"---\n(.*?\n)---", text, flags=re.DOTALL)
-    stated = re.search(r"^license:\s*([\w.-]+)\s*$", header[1], flags=re.MULTILINE) if header else None
-    if stated is not None:
-        return stated[1]
+    with contextlib.suppress(ValueError, yaml.YAMLError):  # a card that cannot be read states none
+        header = (metadata_load(card) if card.is_file() else None) or {}
+        if isinstance(header.get("license"), str):
+            return str(header["license"])
     config = read_json(directory / "config.json", "a model's config") if (directory / "config.json").is_file() else {}
     return str(config["license"]) if "license" in config else None
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,15 +123,18 @@ def read_shape(path: str) -> PretrainedConfig:
 
 
 def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:
-    options = {key: getattr(config.head, key) for key in ("num_heads", "num_layers")}
-    given = {key: value for key, value in options.items() if value is not None}
     match config.kind:
         case "eagle":
             return HEADS["eagle"].fresh(target, seed=config.seed)  # type: ignore[call-arg]
         case "eagle3":
             whole = vocabulary_size(target)
             return Eagle3Head.fresh(target, draft_vocab=_draft_vocab(config, whole, training), seed=config.seed)
-    return HEADS[config.kind].fresh(target, **given)
+    return HEADS[config.kind].fresh(target, **_given(config, ("num_heads", "num_layers")))
+
+
+def _given(config: TrainConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """Those of these options of a head that are set; the others have their defaults in the head or its trainee."""
+    return {key: value for key in keys if (value := getattr(config.head, key)) is not None}
 
 
 def _with_draft_vocabulary(
@@ -212,8 +216,7 @@ def make_trainee(
     draft.to(world.device)  # type: ignore[arg-type]
     if not isinstance(draft, PreTrainedModel):
         assert target is not None
-        options = {key: getattr(config.head, key) for key in _TRAINEE_OPTIONS}
-        given = {key: value for key, value in options.items() if value is not None}
+        given = _given(config, _TRAINEE_OPTIONS)
         cache = _feature_cache(config, world, draft.hidden_layers, target)
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **given)
     near = None if anchor is None else (anchor, config.anchor_kl)
