@@ -221,6 +221,24 @@ def test_all_stages_on_two_processes(
     )
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--ood"])
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_made(
+    option: str,
+    door: Callable[..., tuple[int, str, str]],
+    files: dict[str, str],
+    draft_dir: str,
+    target_dir: str,
+    tmp_path: Path,
+) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"prompt": f"{i} dog" * 60}) + "\n" for i in range(9)))
+    words: list[object] = ["--target", target_dir, "--draft", draft_dir, "--out", tmp_path / "out", *SMALL]
+    words += ["--prompts", long] if option == "--prompts" else ["--prompts", files["own"], option, f"far={long}"]
+    code, _, err = door("align", *words)
+    assert code == 2 and "long.jsonl: none of its 9 rows can be used" in err and "that fit" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:

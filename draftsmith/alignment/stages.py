@@ -249,14 +249,22 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     if id_only and config.policy in ("balanced", "no_loss"):
         raise InputError(f"policy: {config.policy} cannot be followed ({id_only}); use --policy id")
     heldout = 0 if config.id else (config.heldout_prompts or 64)
+    context = pair.context or 1 << 30
     read = read_prompts(
         config.prompts,
         pair.tokenizer,
         prompt_tokens=config.prompt_tokens,
+        max_tokens=max(1, context - (config.distill.max_new_tokens or 1)),
         limit=most_prompts(config, on_gpu) + heldout,
     )
     for named in (*config.id, *config.ood):
-        read_prompts(named.partition("=")[2], pair.tokenizer, prompt_tokens=config.prompt_tokens, limit=1000)
+        read_prompts(
+            named.partition("=")[2],
+            pair.tokenizer,
+            prompt_tokens=config.prompt_tokens,
+            max_tokens=max(1, context - (config.eval.max_new_tokens or 1)),
+            limit=1000,
+        )
     _, first = next(iterate_rows(config.prompts))
     rows = "chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text"
     draft = next(iter(pair.drafts.values()), None)
