@@ -164,7 +164,7 @@ static void score(
         size_t here = slots - p < PANEL ? slots - p : PANEL;
         transposed(keys + p * size, here, size, columns);
         memset(sums, 0, count * PANEL * sizeof(float));
-        rows_over_slice(FP32, NULL, count, queries, size, (const char *)columns, size, sums, NULL, 0);
+        rows_over_slice(FP32, NULL, count, queries, size, (const char *)columns, size, sums, NULL, 0, NULL);
         for (size_t t = 0; t < count; t++)
             for (size_t v = 0; v < PANEL; v += LANES) {
                 vec score = scale * at(sums + t * PANEL + v);

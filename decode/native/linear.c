@@ -217,11 +217,12 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
 }
 
 /* Add to the sums of ROWS rows what `inputs` inputs contribute, and fetch `lines` cache lines from `ahead` on meanwhile.
-   `table` is of CODES, whose panel begins with the scales of its one block. Few rows only wait for memory, and wait less
-   when the lines go to the first-level cache; more rows need its space. */
+   `table` is of CODES, whose panel begins with the scales of its one block. What is widened is also kept in `wide`
+   unless that is NULL. Few rows only wait for memory, and wait less when the lines go to the first-level cache; more
+   rows need its space. */
 INLINE void tile(
     const int kind, const vec *table, const int ROWS, const float *x, size_t x_stride, const char *panel, size_t inputs,
-    float *sums, const char *ahead, size_t lines) {
+    float *sums, const char *ahead, size_t lines, float *wide) {
     const uint8_t *codes = (const uint8_t *)panel + PANEL * sizeof(float);
     vec scale[VECTORS];
     if (kind == CODES)
@@ -240,6 +241,9 @@ INLINE void tile(
         for (int v = 0; v < VECTORS; v++)
             w[v] = kind == CODES ? decoded(table, codes + i * PANEL / 2, v) * scale[v]
                                  : load(kind, panel, i * PANEL + v * LANES);
+        if (wide)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) *(vec *)(wide + i * PANEL + v * LANES) = w[v];
         for (owed += lines; owed >= inputs; owed -= inputs, ahead += 64) {
             if (ROWS <= 3)
                 __builtin_prefetch(ahead, 0, 3);
@@ -259,9 +263,23 @@ INLINE void tile(
         for (int v = 0; v < VECTORS; v++) *(vec *)(sums + r * PANEL + v * LANES) = sum[r][v];
 }
 
+INLINE void tile_of(
+    const int kind, const vec *table, size_t rows, const float *x, size_t x_stride, const char *panel, size_t inputs,
+    float *sums, const char *ahead, size_t lines, float *wide) {
+    switch (rows) {
+        case 1: tile(kind, table, 1, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        case 2: tile(kind, table, 2, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        case 3: tile(kind, table, 3, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        case 4: tile(kind, table, 4, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        case 5: tile(kind, table, 5, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        default: tile(kind, table, 6, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+    }
+}
+
+/* With `wide` (PANEL floats per input) the first tile widens the slice for all of them. */
 INLINE void rows_over_slice(
     const int kind, const vec *table, size_t rows, const float *x, size_t x_stride, const char *panel, size_t inputs,
-    float *sums, const char *ahead, size_t lines) {
+    float *sums, const char *ahead, size_t lines, float *wide) {
     size_t tiles = (rows + TILE - 1) / TILE, done = 0;
     for (size_t t = 0; t < tiles; t++) {
         /* Tiles of like size: 7 rows are 4 + 3, not 6 + 1. */
@@ -271,14 +289,12 @@ INLINE void rows_over_slice(
         float *to = sums + begin * PANEL;
         const char *next = ahead + done * 64;
         done += due;
-        switch (count) {
-            case 1: tile(kind, table, 1, from, x_stride, panel, inputs, to, next, due); break;
-            case 2: tile(kind, table, 2, from, x_stride, panel, inputs, to, next, due); break;
-            case 3: tile(kind, table, 3, from, x_stride, panel, inputs, to, next, due); break;
-            case 4: tile(kind, table, 4, from, x_stride, panel, inputs, to, next, due); break;
-            case 5: tile(kind, table, 5, from, x_stride, panel, inputs, to, next, due); break;
-            default: tile(kind, table, 6, from, x_stride, panel, inputs, to, next, due); break;
-        }
+        if (!wide)
+            tile_of(kind, table, count, from, x_stride, panel, inputs, to, next, due, NULL);
+        else if (t == 0)
+            tile_of(kind, table, count, from, x_stride, panel, inputs, to, next, due, wide);
+        else
+            tile_of(FP32, NULL, count, from, x_stride, (const char *)wide, inputs, to, next, due, NULL);
     }
 }
 
@@ -294,19 +310,8 @@ INLINE void panel_over_rows(
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
         const char *ahead = slice + bytes;
         size_t lines = bytes / 64;
-        if (kind == FP32 || rows <= (kind == CODES ? TILE : 2 * TILE))
-            rows_over_slice(kind, table, rows, x + i, inputs, slice, count, sums, ahead, lines);
-        else {
-            /* Many tiles: widened once for all of them. */
-            const uint8_t *codes = (const uint8_t *)slice + PANEL * sizeof(float);
-            for (size_t k = 0; k < count; k++)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++)
-                    *(vec *)(wide + k * PANEL + v * LANES) =
-                        kind == CODES ? decoded(table, codes + k * PANEL / 2, v) * load(FP32, slice, v * LANES)
-                                      : load(kind, slice, k * PANEL + v * LANES);
-            rows_over_slice(FP32, table, rows, x + i, inputs, (const char *)wide, count, sums, ahead, lines);
-        }
+        int once = kind != FP32 && rows > (kind == CODES ? TILE : 2 * TILE);
+        rows_over_slice(kind, table, rows, x + i, inputs, slice, count, sums, ahead, lines, once ? wide : NULL);
     }
 }
 
