@@ -267,11 +267,14 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return ()
-    ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return end_tokens(model.name_or_path, eos)
+
+
+def end_tokens(name: str, eos: Any) -> tuple[int, ...]:
+    """What a config's `eos_token_id` names: one id, several or None. InputError where that is something else."""
+    ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     if wrong := [each for each in ids if isinstance(each, bool) or not isinstance(each, int)]:
-        raise InputError(f"{model.name_or_path}: its eos_token_id names {wrong[0]!r}, which is no token id; write ids")
+        raise InputError(f"{name}: its eos_token_id names {wrong[0]!r}, which is no token id; write ids")
     return ids
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
+from distill.engines.generation_settings import GenerationSettings
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
@@ -43,6 +44,14 @@ def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
     model.generation_config.eos_token_id = [1, "</s>"]
     with pytest.raises(InputError, match="its eos_token_id names '</s>', which is no token id; write ids"):
         eos_ids(model)
+
+
+def test_end_tokens_of_a_target_that_is_not_loaded_are_ids(target_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(
+        InputError, match=f"^{tmp_path}: its eos_token_id names '</s>', which is no token id; write ids"
+    ):
+        GenerationSettings(str(tmp_path)).eos_ids(load_tokenizer(target_dir))
 
 
 def test_a_fingerprint_follows_weights_and_not_their_precision(target_dir: str, draft_dir: str) -> None:

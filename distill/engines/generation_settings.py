@@ -4,6 +4,7 @@ from transformers import GenerationConfig
 
 from distill.config import DistillConfig
 from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling
+from draftsmith_core.models import end_tokens
 from draftsmith_core.tokenization import Tokenizer
 
 
@@ -25,6 +26,7 @@ class GenerationSettings:
     """The generation config of a target that is not loaded, as `sampling_of` reads it from a model."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         try:
             self.generation_config = GenerationConfig.from_pretrained(name)
         except OSError:  # a tokenizer alone: the target asks for nothing
@@ -32,8 +34,7 @@ class GenerationSettings:
 
     def eos_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The tokens that end an answer; the first is put where a server says `stop` and shows no token for it."""
-        eos = self.generation_config.eos_token_id
-        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        ids = list(end_tokens(self.name, self.generation_config.eos_token_id))
         own = tokenizer.eos_token_id
         if own is not None and (own in ids or not ids):
             ids = [own, *(each for each in ids if each != own)]
