@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
@@ -29,6 +28,7 @@ from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
 from draftsmith.outputs import Output, OutputRequest, Settings, make_output
+from draftsmith.pair_inputs import check_integers, check_sampling_numbers, is_integer, is_one_prompt, source_text
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
@@ -120,14 +120,14 @@ def load_pair(
     """
     sources: Sequence[str] | dict[str, str]
     if isinstance(draft, Mapping):
-        sources = {name: _source("draft", each) for name, each in draft.items()}
+        sources = {name: source_text("draft", each) for name, each in draft.items()}
     elif isinstance(draft, Sequence) and not isinstance(draft, str):
-        sources = [_source("draft", each) for each in draft]
+        sources = [source_text("draft", each) for each in draft]
     else:
-        sources = [] if draft is None else [_source("draft", draft)]
+        sources = [] if draft is None else [source_text("draft", draft)]
     return Pair(
         load_models(
-            _source("target", target),
+            source_text("target", target),
             sources,
             device=device,
             dtype=dtype,
@@ -200,14 +200,8 @@ class Pair:
         on_tokens(row of its batch, ids, from_draft): called after each step with the tokens just added.
         Raises InputError, one line, for what is not possible.
         """
-        for key, number in (("max_new_tokens", max_new_tokens), ("seed", seed), ("batch_size", batch_size)):
-            if not _is_integer(number):
-                raise InputError(f"{key}: expected a whole number, got {number!r}")
-        for key, real in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
-            if real is not None and (
-                isinstance(real, bool) or not isinstance(real, Integral if key == "top_k" else Real)
-            ):
-                raise InputError(f"{key}: expected a number or None, got {real!r}")
+        check_integers(max_new_tokens=max_new_tokens, seed=seed, batch_size=batch_size)
+        check_sampling_numbers(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         if isinstance(stop, bytes) or not all(isinstance(text, str) for text in stop or ()):
             raise InputError(f"stop: expected a text or a list of texts, got {stop!r}")
         decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
@@ -224,7 +218,7 @@ class Pair:
             )
         except ValueError as error:
             raise InputError(str(error)) from None
-        one = _is_one(prompts)
+        one = is_one_prompt(prompts)
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
@@ -253,7 +247,7 @@ class Pair:
         if isinstance(items, Sequence) and not isinstance(items, bytes):
             if items and isinstance(items[0], Mapping):
                 return encode_messages(self.tokenizer, check_messages(list(items), "prompt"), "prompt")
-            if all(_is_integer(item) and 0 <= item < size for item in items):
+            if all(is_integer(item) and 0 <= item < size for item in items):
                 return [int(item) for item in items]
         raise InputError(f"prompt: expected a text, a chat or token ids from 0 to {size - 1}")
 
@@ -380,32 +374,6 @@ class Pair:
         )
         for request, generation, end in zip(requests, batch.generations, ends, strict=True):
             yield make_output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
-
-
-def _source(key: str, name: object) -> str:
-    """A directory or hub name as text."""
-    if not isinstance(name, str | os.PathLike):
-        raise InputError(f"{key}: expected a local directory or hub name, got {name!r}")
-    return os.fspath(name)
-
-
-def _is_one(prompts: object) -> bool:
-    if isinstance(prompts, str):
-        return True
-    shape = getattr(prompts, "shape", None)
-    if shape:
-        return len(shape) == 1
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InputError(
-            f"prompts: expected a text, a chat, token ids or a list of those, found {type(prompts).__name__}"
-        )
-    first = prompts[0] if prompts else None
-    return _is_integer(first) or isinstance(first, Mapping)
-
-
-def _is_integer(item: object) -> bool:
-    """Whether it can be a token id; numpy's integers can, True cannot."""
-    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fast: bool) -> Proposer:
