@@ -55,6 +55,8 @@ def check_replaceable(path: Path, option: str) -> None:
     """InputError, beginning with `option`, for a path that a written file must not replace: a device such as /dev/null
     or /dev/stdout, which a rename by root would remove for every program of the machine, or a directory.
     """
+    if path.is_dir():
+        raise InputError(f"{option} {path}: is a directory; name a file")
     if (path.exists() and not path.is_file()) or path.absolute().parent == Path("/dev"):
         raise InputError(f"{option} {path}: is no ordinary file, and what is written would take its place; name a file")
 

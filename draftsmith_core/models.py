@@ -267,7 +267,7 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config, "eos_token_id", None)
-    return end_tokens(model.name_or_path, eos)
+    return end_tokens(str(model.name_or_path), eos)
 
 
 def end_tokens(name: str, eos: Any) -> tuple[int, ...]:

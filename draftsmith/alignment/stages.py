@@ -233,6 +233,13 @@ def _from_start(config: AlignConfig, out: Path) -> AlignConfig:
     return config if config.init is None else replace(config, draft=str(out / "start"), init=None, donor=None)
 
 
+def _room(context: int, key: str, asked: int | None) -> int:
+    """Tokens of the longest prompt beside so many new ones (None: still to be chosen)."""
+    if asked is not None and asked >= context:
+        raise InputError(f"{key}: {asked} leaves no room in a context of {context}")
+    return context - (asked or 1)
+
+
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     """Load everything once, so that what does not go together is refused before hours of work; measure it."""
     on_gpu = resolve_device(config.device).type == "cuda"
@@ -254,7 +261,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         config.prompts,
         pair.tokenizer,
         prompt_tokens=config.prompt_tokens,
-        max_tokens=max(1, context - (config.distill.max_new_tokens or 1)),
+        max_tokens=_room(context, "distill.max_new_tokens", config.distill.max_new_tokens),
         limit=most_prompts(config, on_gpu) + heldout,
     )
     for named in (*config.id, *config.ood):
@@ -262,7 +269,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
             named.partition("=")[2],
             pair.tokenizer,
             prompt_tokens=config.prompt_tokens,
-            max_tokens=max(1, context - (config.eval.max_new_tokens or 1)),
+            max_tokens=_room(context, "eval.max_new_tokens", config.eval.max_new_tokens),
             limit=1000,
         )
     _, first = next(iterate_rows(config.prompts))
