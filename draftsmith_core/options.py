@@ -83,6 +83,11 @@ def _parser(cls: type, command: str, helps: bool) -> ArgumentParser:
     return parser
 
 
+def typed(argv: list[str]) -> set[str]:
+    """The keys of the options on a command line, before it is known which options the command has."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+
 def _is_list(kind: Any) -> bool:
     return typing.get_origin(kind) is list
 

@@ -3,12 +3,12 @@
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.rounds_config import AdaptConfig
 from draftsmith.cli.output import finish
-from draftsmith_core.options import parse
+from draftsmith_core.options import parse, typed
 
 
 def run(argv: list[str]) -> None:
     """Align a draft with a target, and say what that bought; or one round of adaptation to a log."""
-    if any(word.partition("=")[0] in ("--from_log", "--rollback") for word in argv):
+    if typed(argv) & {"from_log", "rollback"}:
         _adapt(argv)
         return
     config, as_json = parse(AlignConfig, "align", argv)

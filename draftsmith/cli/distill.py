@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from distill.config import DistillConfig
 from distill.score_config import ScoreConfig
 from draftsmith.cli.output import command_line, finish
-from draftsmith_core.options import parse
+from draftsmith_core.options import parse, typed
 from draftsmith_core.processes import is_main, require_single_process
 
 
@@ -19,10 +19,10 @@ class StatsConfig:
 
 def run(argv: list[str]) -> None:
     """Make a distilled set; or add the target's distributions to one, or draw one."""
-    given = {word.partition("=")[0] for word in argv}
-    if "--stats" in given:
+    given = typed(argv)
+    if "stats" in given:
         _stats(argv)
-    elif "--score" in given:
+    elif "score" in given:
         _score(argv)
     else:
         _distill(argv)

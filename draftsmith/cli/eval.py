@@ -2,7 +2,7 @@
 
 from draftsmith.cli.output import finish
 from draftsmith_core.errors import InputError, RequirementError
-from draftsmith_core.options import parse
+from draftsmith_core.options import parse, typed
 from draftsmith_core.processes import is_main, require_single_process
 from eval.config import CompareConfig, EvalConfig, RenderConfig, WatchConfig
 from eval.request import check
@@ -11,7 +11,8 @@ from eval.request import check
 def run(argv: list[str]) -> None:
     """Measure drafts in distribution and out of it; or draw a report again, set two evaluations side by side, or
     watch a log."""
-    if any(word.partition("=")[0] == "--render" for word in argv):
+    given = typed(argv)
+    if "render" in given:
         again, as_json = parse(RenderConfig, "eval", argv)
         require_single_process("eval")
         from eval.evaluate import render
@@ -27,10 +28,10 @@ def run(argv: list[str]) -> None:
         if missed is not None:
             raise missed
         return
-    if any(word.partition("=")[0] == "--compare" for word in argv):
+    if "compare" in given:
         _compare(argv)
         return
-    if any(word.partition("=")[0] == "--watch" for word in argv):
+    if "watch" in given:
         _watch(argv)
         return
     config, as_json = parse(EvalConfig, "eval", argv)
