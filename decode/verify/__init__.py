@@ -65,7 +65,7 @@ class Verifier:
         if self.chains_only and not tree.is_chain:
             raise ValueError(
                 f"verifier '{self.name}' is valid on chains only, and this tree branches; "
-                f"use verifier mcsd or exact, or a tree such as chain:{tree.depth}"
+                f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree such as chain:{tree.depth}"
             )
         if drawing is None:
             return
