@@ -46,7 +46,7 @@ def _decide(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: P
     tree, drafted = min(seconds.items(), key=lambda each: each[1])
     pays = drafted < alone
     log.warning(
-        "--draft %s: %s takes %.2f times the time per token that the target takes alone, on a batch of %d rows; %s",
+        "--draft %s: %s takes %.2f times as long per token as the target alone, on a batch of %d rows; %s",
         config.draft,
         tree,
         drafted / alone,

@@ -234,7 +234,12 @@ class OwnCrossEntropy:
 
 
 def test_a_loss_of_ones_own(
-    tmp_path: Path, distilled: str, draft_dir: str, target_dir: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    distilled: str,
+    draft_dir: str,
+    target_dir: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def config(out: str, **more: Any) -> TrainConfig:
         sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}
@@ -255,6 +260,13 @@ def test_a_loss_of_ones_own(
     assert train(config("own-fkl", target=target_dir), loss=my_forward_kl)["fingerprint"] == record["fingerprint"]
     with pytest.raises(InputError, match="its objective is .*my_forward_kl.*, now it is .*OwnCrossEntropy"):
         train(config("own-fkl", target=target_dir), loss=OwnCrossEntropy())
+    # Executed from the text of a page: Python looks for its source there and finds half a sentence.
+    page = tmp_path / "page.md"
+    page.write_text("words (that do not end\n" * 5)
+    names: dict[str, Any] = {"forward_kl": my_forward_kl}
+    exec(compile("\n\ndef typed(draft_NV, *given):\n    return forward_kl(draft_NV, *given)\n", page, "exec"), names)
+    assert train(config("typed", target=target_dir), loss=names["typed"])["fingerprint"] == record["fingerprint"]
+    assert "custom:__main__.typed: its source is not found" in caplog.text
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (my_forward_kl, {}, "target: objective custom:.*my_forward_kl needs the target"),
         (my_forward_kl, {"objective": "jsd", "target": target_dir}, "objective: is jsd, and a `loss` was given"),

@@ -11,6 +11,7 @@ Legend: N tokens, V vocabulary.
 import hashlib
 import inspect
 import math
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -162,16 +163,18 @@ def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
     _check_temperature(temperature)
     if not callable(loss):
         raise InputError(f"loss: {loss!r} cannot be called; give a function of (draft_NV, target_NV, tokens_N)")
-    name = f"custom:{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+    name = f"custom:{getattr(loss, '__module__', None) or '__main__'}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
     return Objective(name, (Term(1.0, name, function=loss),), temperature)
 
 
 def loss_digest(loss: Callable[..., Any]) -> str | None:
-    """sha256 of the source text of a loss of one's own, so that a run does not continue with another; None unseen."""
+    """sha256 of the source text of a loss of one's own, so that a run does not continue with another; None where Python
+    does not find that text, as for functions that were compiled, typed into an interpreter or executed from a string.
+    """
     try:
         source = inspect.getsource(loss if hasattr(loss, "__qualname__") else type(loss))
-    except (OSError, TypeError):
-        return None  # typed into an interpreter, or compiled
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return None
     return hashlib.sha256(source.encode()).hexdigest()
 
 

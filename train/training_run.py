@@ -163,6 +163,8 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
     if loss is not None:
         identity["config"]["objective"] = objective.spec
         identity["loss_source"] = loss_digest(loss)
+        if identity["loss_source"] is None and is_main():
+            log.warning("%s: its source is not found; a run that continues takes it for the same loss", objective.spec)
     others = training.targets | heldout.targets
     if target is not None and others - {identity["target_fingerprint"]} and is_main():
         log.warning("data: was distilled from other weights than those of target %s", config.target)
