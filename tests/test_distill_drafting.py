@@ -182,7 +182,7 @@ def test_two_processes_decide_together(
     there.mkdir()
     run = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, cwd=there)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("times the time per token") == 1
+    assert run.stderr.count("times as long per token") == 1
     drafted = json.loads((there / "set" / "manifest.json").read_text())["drafted"]
     monkeypatch.chdir(tmp_path)
     seconds = {"": 2.0, drafted or "chain:1": 1.0 if drafted else 3.0}

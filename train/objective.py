@@ -163,7 +163,8 @@ def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
     _check_temperature(temperature)
     if not callable(loss):
         raise InputError(f"loss: {loss!r} cannot be called; give a function of (draft_NV, target_NV, tokens_N)")
-    name = f"custom:{getattr(loss, '__module__', None) or '__main__'}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+    module = getattr(loss, "__module__", None) or "__main__"
+    name = f"custom:{module}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
     return Objective(name, (Term(1.0, name, function=loss),), temperature)
 
 
