@@ -31,14 +31,7 @@ from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_
 from draftsmith_core.packages import require_package
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompt_rows import (
-    KEYS,
-    Record,
-    count_rows,
-    digest_of,
-    iterate_records,
-    parse_record,
-)
+from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line
 from draftsmith_core.run_directory import keeping

@@ -329,7 +329,9 @@ class Pair:
                 method = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
                 if method is None:
                     return Decoding(SpeculativeDecoder(self.target, **how), None, {}, None)
-                index = self._index(datastore)
+                index = datastore
+                if isinstance(index, str):
+                    index = SuffixIndex.build(read_documents(index, self.tokenizer))
                 made = _make_proposer(method.proposer, list(drafts.values()), index, self._fast)
                 decoder = SpeculativeDecoder(self.target, made, method.shape, method.verifier, **how)
             else:
@@ -340,11 +342,6 @@ class Pair:
         except ValueError as error:
             raise InputError(str(error)) from None
         return Decoding(decoder, method, drafts, index)
-
-    def _index(self, datastore: str | SuffixIndex | None) -> SuffixIndex | None:
-        if isinstance(datastore, str):
-            return SuffixIndex.build(read_documents(datastore, self.tokenizer))
-        return datastore
 
     def decode_batch(
         self,

@@ -179,10 +179,7 @@ def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
             f"use --quantize none"
         )
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
 
 

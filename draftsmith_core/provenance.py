@@ -65,12 +65,7 @@ def _words(config: Any, prefix: str) -> list[str]:
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
     """The part of every artifact's metadata that says how it was made."""
-    return {
-        "command": command,
-        "config": config,
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
+    return {"command": command, "config": config, "versions": versions(), "git_commit": git_commit()}
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:

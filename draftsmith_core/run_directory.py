@@ -86,16 +86,20 @@ def _lock(path: Path, out: str) -> int | None:
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
         os.close(descriptor)  # the run that held it has just ended and deleted the file; try again
-    host = socket.gethostname()
-    if holder.get("host", host) != host:
+    here = this_run()
+    if holder.get("host", here["host"]) != here["host"]:
         # Locks of some network file systems end at the machine; on all others this run has the right to go on.
         pid, there = holder.get("pid"), holder["host"]
         log.warning("%s: was being written by process %s on %s; make sure that it has ended", out, pid, there)
-    text = json.dumps({"host": host, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")})
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+    os.pwrite(descriptor, json.dumps(here).encode(), 0)
     _held.add(path.resolve())
     return descriptor
+
+
+def this_run() -> dict[str, Any]:
+    """What a lock file says of the run that holds it."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
 
 
 def _holder(descriptor: int) -> dict[str, Any]:

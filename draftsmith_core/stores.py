@@ -10,10 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +23,7 @@ from huggingface_hub.constants import HF_HOME
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_file
 from draftsmith_core.processes import is_main, on_main
-from draftsmith_core.run_directory import hold
+from draftsmith_core.run_directory import hold, this_run
 from draftsmith_core.sources import is_url
 
 # Copied last, so that a store that has it has everything.
@@ -114,8 +111,7 @@ class Workplace:
         return _storing(f"--out {self.out}", f"{self.directory} keeps what was made, and the same command continues")
 
     def _lock(self) -> None:
-        lock, holder = f"{self._path}/{_LOCK}", {}
-        here = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        lock, holder, here = f"{self._path}/{_LOCK}", {}, this_run()
         with _storing(f"--out {self.out}", "", InputError):
             self._store.makedirs(self._path, exist_ok=True)
             if self._store.exists(lock):

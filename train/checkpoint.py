@@ -259,11 +259,7 @@ def _restore_random_state(state: dict[str, Tensor]) -> None:
 
 
 def publish(
-    out: Path,
-    write: Callable[[Path], None],
-    tokenizer: Tokenizer | None,
-    record: dict[str, Any],
-    config: TrainConfig,
+    out: Path, write: Callable[[Path], None], tokenizer: Tokenizer | None, record: dict[str, Any], config: TrainConfig
 ) -> None:
     """Write the draft checkpoint into `out`: every file whole, `config.json` last, so that half of it cannot be loaded.
 

@@ -206,8 +206,7 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
         raise InputError(f"{source}: holds no rows; a row has `text`, or `messages` that end with an answer")
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     table = datasets.Dataset.from_dict(
-        {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks},
-        features=_FEATURES,
+        {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks}, features=_FEATURES
     )
     return table, hash_json([prompts, responses, blocks])
 

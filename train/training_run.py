@@ -17,22 +17,8 @@ from drafts.vocabulary import VocabularyMap
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import read_json, remove_leftovers
-from draftsmith_core.models import (
-    check_tokenizer,
-    context_length,
-    dtype_name,
-    fingerprint,
-    load_model,
-    vocabulary_size,
-)
-from draftsmith_core.processes import (
-    Terminated,
-    is_main,
-    leave_processes,
-    on_main,
-    terminable,
-    without_fsdp_variable,
-)
+from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
+from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping

@@ -56,7 +56,7 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
     tree = _best_tree(results, best)
     said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
     for kind in _kinds(results):
-        gain, decoding, speed = results.gain(best, kind), results.decoding(best, kind, tree=tree), None
+        gain, decoding = results.gain(best, kind), results.decoding(best, kind, tree=tree)
         parts = [f"alpha {figure(results.alpha(best, kind))}"]
         if gain is not None:
             parts.append(f"{figure(gain, signed=True)} over the draft it started from")

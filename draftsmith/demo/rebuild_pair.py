@@ -39,12 +39,7 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
     train = importlib.import_module("draftsmith.cli.train")
     for member in MEMBERS:
         words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
-        words += [
-            "--draft_config",
-            str(recipes / f"{member}.config.json"),
-            "--out",
-            str(out / f"{member}-run"),
-        ]
+        words += ["--draft_config", str(recipes / f"{member}.config.json"), "--out", str(out / f"{member}-run")]
         words += ["--device", device]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
             words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]

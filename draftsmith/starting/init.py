@@ -18,13 +18,7 @@ from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
 from decode.propose.network import fit_vocabulary
-from drafts.draft_vocabulary import (
-    check_draft_vocabulary,
-    count_vocabulary,
-    coverage,
-    trim,
-    write_draft_vocabulary,
-)
+from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
 from drafts.load import load_pair
 from drafts.make.fresh import fresh
 from drafts.make.prune import prune
@@ -203,11 +197,7 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     if longest is not None and longest < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in the target's context of {limit}")
     read = read_prompts(
-        config.prompts,
-        tokenizer,
-        prompt_tokens=config.prompt_tokens,
-        max_tokens=longest,
-        limit=config.max_prompts,
+        config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=longest, limit=config.max_prompts
     )
     if read.skipped:
         first = read.skipped[0]
