@@ -1,4 +1,5 @@
-"""A distilled set as one page to look at before training: how long, how it ended, how sure the target was, of what.
+"""A distilled set as one page to look at before training: lengths of prompts and answers, how answers ended, the
+target's entropy, shares of domains.
 
 Legend: R response tokens, K stored tokens at each.
 """

@@ -1,4 +1,6 @@
-"""`draftsmith merge`: as its drafts are given, or, with --greedy, of those that are worth it (arXiv 2203.05482)."""
+"""`draftsmith merge`: of all drafts that are named or, with --greedy, of those that together raise alpha (a greedy
+soup, arXiv 2203.05482).
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

@@ -48,7 +48,7 @@ _OFF = {
 
 
 class Configured(Protocol):
-    """A model, or what stands for one that runs elsewhere."""
+    """What has a generation config: a model that is loaded, or the settings of one that runs on a server."""
 
     @property
     def generation_config(self) -> Any:

@@ -140,8 +140,8 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(row.get("instruction"), str):
         # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
         kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
-        asked = "\n\n".join(part for key in ("instruction", "input") if (part := string(row, key, where).strip()))
-        output = string(row, "output", where)
+        asked = "\n\n".join(part for key in ("instruction", "input") if (part := text_of(row, key, where).strip()))
+        output = text_of(row, "output", where)
         answer = [{"role": "assistant", "content": output}] if output else []
         return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
     return row
@@ -286,7 +286,7 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
         ) from None
 
 
-def string(row: dict[str, Any], key: str, where: str) -> str:
+def text_of(row: dict[str, Any], key: str, where: str) -> str:
     """The text (or number, as text) under `key`, empty where there is none; InputError for anything else."""
     value = row.get(key)
     if value is None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
-from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, string, whole
+from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of, whole
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 log = logging.getLogger(__name__)
@@ -131,8 +131,8 @@ class PromptReader:
             self.unread.setdefault(name, record.number)
         self.from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
-        own = string(row, "id", where)
-        domain = string(row, "domain", where) or self.domain
+        own = text_of(row, "id", where)
+        domain = text_of(row, "domain", where) or self.domain
         if short or not ids:
             return Skipped(record.number, short or "empty prompt")
         limited = self.whole_chats or row.get("messages") is None
@@ -301,10 +301,10 @@ def answered(
     if turns[-1].get("tool_calls"):
         raise InputError(f"{where}: key 'messages': ends with calls of tools, whose tokens are not known")
     response: list[int] = tokenizer(turns[-1]["content"], add_special_tokens=False)["input_ids"]
-    return encode_messages(tokenizer, messages, where, tools), closed(response, tokenizer)
+    return encode_messages(tokenizer, messages, where, tools), with_eos(response, tokenizer)
 
 
-def closed(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """A text's tokens, and EOS where the tokenizer has one."""
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 

@@ -1,7 +1,7 @@
 """One round of adaptation: train the served draft on what was logged, compare, and switch it only if nothing is lost.
 
-A call is one round, which its log, its baseline and its options name: called again it finds the round done. It may be
-killed at any instant; the same call goes on. What calls it (cron, a workflow engine) is not ours.
+One call makes one round, named by a hash of the log, the baseline and the options: the same call again finds it done,
+or continues it where it was killed. When to call (cron, a workflow engine) is the user's to arrange.
 """
 
 import shutil

@@ -34,8 +34,8 @@ class EagleTrainee(HeadTrainee):
 
     draft: EagleHead
 
-    def __init__(self, *words: Any, noise: float = 0.1, depths: int = 5, **options: Any) -> None:
-        super().__init__(*words, **options)
+    def __init__(self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.noise, self.depths = noise, depths
 
     def forward(self, batch: Batch) -> LossSums:

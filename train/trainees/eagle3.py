@@ -27,8 +27,8 @@ class Eagle3Trainee(HeadTrainee):
 
     draft: Eagle3Head
 
-    def __init__(self, *words: Any, test_steps: int = 7, **options: Any) -> None:
-        super().__init__(*words, **options)
+    def __init__(self, *arguments: Any, test_steps: int = 7, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.test_steps = test_steps
         self.projection = OutputProjection(
             self.draft.lm_head, self.draft.borrowed.projection.scale, self.draft.borrowed.projection.softcap
