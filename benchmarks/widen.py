@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaForCausalLM
 
-from drafts.make.widen import widen
+from drafts.make.widen import Sizes, widen
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.options import parse
@@ -38,13 +38,7 @@ def main() -> None:
     model = load_model(options.model, device="cpu", dtype="float32")
     if not isinstance(model, LlamaForCausalLM):
         raise InputError(f"{options.model}: is a {type(model).__name__}; only LLaMAs can be widened")
-    wide = widen(
-        model,
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_hidden_layers=options.num_hidden_layers,
-        max_position_embeddings=options.max_position_embeddings,
-    )
+    wide = widen(model, **{key: size for key in Sizes.__annotations__ if (size := getattr(options, key)) is not None})
     wide.save_pretrained(options.out)
     load_tokenizer(options.model).save_pretrained(options.out)
     sys.stderr.write(f"{options.out}: {wide.num_parameters():,} parameters, from {model.num_parameters():,}\n")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class ScoreConfig:
         check_types(self)
         if not 1 <= self.teacher_top_k < 2**16:
             raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 1 to 65535")
-        if self.part_rows < 1:
-            raise InputError(f"part_rows: {self.part_rows} must be at least 1")
+        check_least(self, 1, "part_rows")
         if not self.domain:
             raise InputError("domain: is empty; give it a name")

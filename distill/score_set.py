@@ -21,6 +21,7 @@ from distill.score import score
 from distill.score_config import ScoreConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import (
     check_tokenizer,
     context_length,
@@ -77,9 +78,7 @@ def _score_set(config: ScoreConfig, command: str, place: Workplace) -> dict[str,
         source = _of_set(Path(config.score), tokenizer)
     elif next(iterate_records(config.score), None) is None:
         raise InputError(f"{config.score}: holds no rows")
-    model = load_model(
-        config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
-    )
+    model = load_model(config.target, **loading(config))
     check_tokenizer(config.target, model, tokenizer)
     if not Path(config.score).is_dir():
         source = _of_file(config, tokenizer, eos_ids(model))

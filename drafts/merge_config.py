@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 
 # Beyond this a merged draft is noise, and fp32 could overflow.
 _LARGEST = 100
@@ -43,9 +43,7 @@ class MergeConfig:
             raise InputError("target: --greedy needs it to measure by, and nothing else reads it")
         if self.greedy is not None and (self.base is not None or self._weighted()):
             raise InputError("greedy: chooses among several drafts by itself; leave out --base and weights")
-        for key in ("max_prompts", "max_new_tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        check_least(self, 1, "max_prompts", "max_new_tokens")
 
     def _weighted(self) -> bool:
         return any(weight is not None for _, weight in map(_source_and_weight, self.draft))

@@ -1,5 +1,8 @@
-"""The types of options that are given from Python, where no parser has looked at them. Needs no torch."""
+"""Checks of options that many commands share: the types that Python gave them, where no parser has looked, and the
+least that they may be. Needs no torch.
+"""
 
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -28,6 +31,14 @@ def check_types(config: Any, section: str = "") -> None:
             check_types(value, f"{section}{key}.")
         elif value is not given:
             object.__setattr__(config, key, value)  # the configs are frozen
+
+
+def check_least(config: object, least: int, *keys: str) -> None:
+    """InputError for the first of these options (dotted where grouped) that is given and below `least` or infinite."""
+    for key in keys:
+        value = operator.attrgetter(key)(config)
+        if value is not None and not least <= value < math.inf:
+            raise InputError(f"{key}: {value} must be at least {least}")
 
 
 def _plain(value: Any) -> Any:

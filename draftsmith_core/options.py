@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 import typing
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,13 @@ def option_types(cls: type, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + field.name] = kind
     return found
+
+
+def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
+    """A configuration from plain values, groups of options as dictionaries: what `dataclasses.asdict` gives."""
+    hints = typing.get_type_hints(cls)
+    groups = {key: from_values(hints[key], part) for key, part in values.items() if isinstance(part, dict)}
+    return cls(**{**values, **groups})
 
 
 def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:

@@ -7,7 +7,7 @@ from typing import Literal
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -59,8 +59,7 @@ class WatchConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.window < 1:
-            raise InputError(f"--window {self.window}: must be at least 1")
+        check_least(self, 1, "window")
         if not 0.0001 <= self.rate <= 0.5:
             raise InputError(f"--rate {self.rate:g}: must be from 0.0001 to 0.5, for example 0.05")
 
@@ -185,9 +184,6 @@ class PlanConfig:
         check_types(self)
         check_replaceable(Path(self.out), "--out")
         check_apart(self.out, [self.prompts])
-        for key in ("batch_size", "max_prompts", "confirm_prompts", "prompt_tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"--{key} {getattr(self, key)}: must be at least 1")
-        if self.max_new_tokens < 4:
-            raise InputError(f"--max_new_tokens {self.max_new_tokens}: must be at least 4")
+        check_least(self, 1, "batch_size", "max_prompts", "confirm_prompts", "prompt_tokens")
+        check_least(self, 4, "max_new_tokens")
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)

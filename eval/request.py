@@ -9,6 +9,7 @@ from functools import cached_property
 from decode import VERIFIERS, OnlineTrees, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
+from draftsmith_core.option_types import check_least
 from draftsmith_core.processes import launched
 from draftsmith_core.sampling_options import Sampling
 from draftsmith_core.suites import load_suite, suite_name
@@ -136,16 +137,9 @@ def check(config: EvalConfig) -> EvalRequest:
     if base not in drafts:
         near = difflib.get_close_matches(base, drafts, 1) or [", ".join(drafts)]
         raise InputError(f"--base {base}: no draft has this name; did you mean {near[0]}?")
-    for option, least in (
-        ("max_prompts", 1),
-        ("prompt_tokens", 1),
-        ("max_new_tokens", 1),
-        ("speed_prompts", 0),
-        ("batch_size", 1),
-        ("bootstrap", 100),
-    ):
-        if getattr(config, option) < least:
-            raise InputError(f"--{option} {getattr(config, option)}: must be at least {least}")
+    check_least(config, 1, "max_prompts", "prompt_tokens", "max_new_tokens", "batch_size")
+    check_least(config, 0, "speed_prompts")
+    check_least(config, 100, "bootstrap")
     for option, values in (("temperature", config.temperature), ("tree", config.tree), ("verifier", config.verifier)):
         if len(set(values)) < len(values):
             raise InputError(f"--{option}: {' '.join(map(str, values))} names one value twice")

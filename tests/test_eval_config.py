@@ -81,8 +81,8 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         ({"temperature": []}, "--temperature: name at least one"),
         ({"temperature": [-1.0]}, "--temperature: -1.0"),
         ({"top_p": 0.0}, "--top_p: 0.0"),
-        ({"max_prompts": 0}, "--max_prompts 0: must be at least 1"),
-        ({"bootstrap": 5}, "--bootstrap 5: must be at least 100"),
+        ({"max_prompts": 0}, "max_prompts: 0 must be at least 1"),
+        ({"bootstrap": 5}, "bootstrap: 5 must be at least 100"),
         ({"out": ""}, "--out: name the directory"),
     ],
 )

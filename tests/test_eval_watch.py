@@ -207,7 +207,7 @@ def test_a_log_that_is_rotated_is_followed(
         ("--watch {measured}/results.json --draft other", "draft 'other': not measured; there are mine"),
         ("--watch {measured}/results.json --rate 2", "--rate 2: must be from 0.0001 to 0.5"),
         ("--watch {measured}/results.json --temperature 0.3", "temperature 0.3: not measured; there are 1"),
-        ("--watch {measured}/results.json --window 0", "--window 0: must be at least 1"),
+        ("--watch {measured}/results.json --window 0", "window: 0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_watched_is_said_in_one_line(words: str, message: str, measured: Path, door: Door) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 from train.objective import parse_objective
 
 
@@ -73,9 +73,6 @@ class HeadOptions:
             if key not in _HEAD_OPTIONS[kind]:
                 known = ", ".join(sorted(_HEAD_OPTIONS[kind])) or "none"
                 raise InputError(f"head.{key}: kind {kind} has no such option; it has {known}")
-        for key in ("num_heads", "num_layers", "draft_vocab_size", "test_steps"):
-            if given.get(key, 1) < 1:
-                raise InputError(f"head.{key}: {given[key]} must be at least 1")
         if not 0 < given.get("step_decay", 1) <= 1:
             raise InputError(f"head.step_decay: {given['step_decay']} must be above 0 and at most 1")
         if not 0 <= given.get("noise", 0) < math.inf:
@@ -214,10 +211,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive = ("max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep")
-        for key in positive:
-            if getattr(self, key) < 1:
-                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        check_least(self, 1, "max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep", "steps")
         if not self.data:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
         self._check_kind()
@@ -244,8 +238,6 @@ class TrainConfig:
                 raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
         self._check_domains(objective.keep is not None or objective.depth is not None)
         self._check_lora()
-        if self.steps is not None and self.steps < 1:
-            raise InputError(f"steps: {self.steps} must be at least 1")
         if not 0 < self.epochs < math.inf:
             raise InputError(f"epochs: {self.epochs} must be above 0")
         if not 0 < self.heldout_fraction < 1:
@@ -340,11 +332,11 @@ class TrainConfig:
 
     def _check_kind(self) -> None:
         self.head.check(self.kind)
+        check_least(self, 1, "head.num_heads", "head.num_layers", "head.draft_vocab_size", "head.test_steps")
         policy = self.on_policy
         if not 0 <= policy.fraction <= 1:
             raise InputError(f"on_policy.fraction: {policy.fraction} must be at least 0 and at most 1")
-        if policy.max_new_tokens < 1:
-            raise InputError(f"on_policy.max_new_tokens: {policy.max_new_tokens} must be at least 1")
+        check_least(self, 1, "on_policy.max_new_tokens")
         if not 0 < policy.temperature < math.inf:
             raise InputError(f"on_policy.temperature: {policy.temperature} must be above 0")
         if policy.fraction > 0:

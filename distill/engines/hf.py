@@ -14,6 +14,7 @@ from distill.score import score
 from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_tree_file
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.sampling import generator
 from draftsmith_core.tokenization import Tokenizer
@@ -32,14 +33,8 @@ class HFEngine:
     takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        pair = load_pair(
-            config.target,
-            [] if config.draft is None else [config.draft],
-            device=config.device,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            tokenizer=tokenizer,
-        )
+        drafts = [] if config.draft is None else [config.draft]
+        pair = load_pair(config.target, drafts, tokenizer=tokenizer, **loading(config))
         self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
         self.max_prompt_tokens = None if pair.context is None else pair.context - config.max_new_tokens

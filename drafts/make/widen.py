@@ -15,27 +15,30 @@ Legend: h the old width, H the new one.
 """
 
 import copy
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
+class Sizes(TypedDict, total=False):
+    """What can be larger, under the names of a Llama config; what is left out stays as it is."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+
 @torch.no_grad()
-def widen(
-    model: LlamaForCausalLM,
-    *,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_hidden_layers: int | None = None,
-    max_position_embeddings: int | None = None,
-) -> LlamaForCausalLM:
+def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
     """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device.
 
     Raises ValueError, one line, for a shape that is smaller or that heads of the same size do not fill.
     """
     old = model.config
-    new = wide_config(old, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings)
+    new = wide_config(old, **sizes)
     # Built whole: the buffers of RoPE depend on the head size alone and come out as the old model's.
     wide = LlamaForCausalLM(new)
     new.widened_from = getattr(old, "widened_from", model.num_parameters())
@@ -59,26 +62,14 @@ def widen(
     return wide
 
 
-def wide_config(
-    old: LlamaConfig,
-    hidden_size: int | None,
-    intermediate_size: int | None,
-    num_hidden_layers: int | None,
-    max_position_embeddings: int | None,
-) -> LlamaConfig:
+def wide_config(old: LlamaConfig, **sizes: Unpack[Sizes]) -> LlamaConfig:
     """The configuration of the widened model; ValueError for a shape that cannot be had."""
     new = copy.deepcopy(old)
-    asked = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "max_position_embeddings": max_position_embeddings,
-    }
-    for key, value in asked.items():
-        if value is None:
-            continue
-        if value < getattr(old, key):
-            raise ValueError(f"{key}: {value} is less than the model's {getattr(old, key)}; widening only adds")
+    for key, there in [(key, getattr(old, key)) for key in Sizes.__annotations__]:
+        value = sizes.get(key, there)
+        assert isinstance(value, int)
+        if value < there:
+            raise ValueError(f"{key}: {value} is less than the model's {there}; widening only adds")
         setattr(new, key, value)
     rope = (old.rope_parameters or {}).get("rope_type", "default")
     if new.max_position_embeddings != old.max_position_embeddings and rope != "default":

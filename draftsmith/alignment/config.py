@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
 from train.config import Lora
@@ -163,9 +163,16 @@ class AlignConfig:
                 raise InputError(f"objective: {spec}: @adaspec needs a reference draft; use `draftsmith train` for it")
         if len(set(self.objective)) < len(self.objective):
             raise InputError(f"objective: {' '.join(self.objective)} names one twice")
-        for key, value, least in _bounds(self):
-            if value is not None and not least <= value < math.inf:
-                raise InputError(f"{key}: {value} must be at least {least}")
+        check_least(self, 1, "heldout_prompts", "prompt_tokens")
+        for part, keys in (
+            ("distill", ("num_samples", "max_new_tokens", "max_prompts", "batch_size", "part_rows")),
+            ("train", ("steps", "rows_per_step", "batch_size", "max_length", "eval_every", "save_every")),
+            ("eval", ("max_prompts", "max_new_tokens", "batch_size")),
+        ):
+            check_least(self, 1, *(f"{part}.{key}" for key in keys))
+        check_least(self, 0, "distill.general_texts", "train.warmup_steps", "eval.speed_prompts")
+        check_least(self, 0, "train.anchor_kl", "train.anchor_l2", "train.draft_vocab_size")
+        check_least(self, 100, "eval.bootstrap")
         check_sampling(self.distill.temperature, self.distill.top_k, self.distill.top_p, self.distill.min_p)
         for temperature in self.eval.temperature:
             check_sampling(temperature, None, None)
@@ -224,33 +231,3 @@ class AlignConfig:
     def compared(self) -> dict[str, str]:
         """The drafts that the evaluation compares with the one they started from."""
         return self.plain_drafts() | self.offered()
-
-
-def _bounds(config: AlignConfig) -> list[tuple[str, float | None, float]]:
-    """Option, value and the least that it may be."""
-    distill, train, measure = config.distill, config.train, config.eval
-    return [
-        ("heldout_prompts", config.heldout_prompts, 1),
-        ("prompt_tokens", config.prompt_tokens, 1),
-        ("distill.num_samples", distill.num_samples, 1),
-        ("distill.max_new_tokens", distill.max_new_tokens, 1),
-        ("distill.max_prompts", distill.max_prompts, 1),
-        ("distill.batch_size", distill.batch_size, 1),
-        ("distill.part_rows", distill.part_rows, 1),
-        ("distill.general_texts", distill.general_texts, 0),
-        ("train.steps", train.steps, 1),
-        ("train.warmup_steps", train.warmup_steps, 0),
-        ("train.rows_per_step", train.rows_per_step, 1),
-        ("train.batch_size", train.batch_size, 1),
-        ("train.max_length", train.max_length, 1),
-        ("train.eval_every", train.eval_every, 1),
-        ("train.save_every", train.save_every, 1),
-        ("train.anchor_kl", train.anchor_kl, 0),
-        ("train.anchor_l2", train.anchor_l2, 0),
-        ("train.draft_vocab_size", train.draft_vocab_size, 0),
-        ("eval.max_prompts", measure.max_prompts, 1),
-        ("eval.max_new_tokens", measure.max_new_tokens, 1),
-        ("eval.speed_prompts", measure.speed_prompts, 0),
-        ("eval.batch_size", measure.batch_size, 1),
-        ("eval.bootstrap", measure.bootstrap, 100),
-    ]

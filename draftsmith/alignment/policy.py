@@ -24,6 +24,7 @@ from drafts.merge_config import MergeConfig
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import dtype_name, eos_ids
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling_options import Sampling
@@ -170,13 +171,7 @@ def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Co
     assert (
         config.draft is not None and config.train.max_length is not None and config.distill.max_new_tokens is not None
     )
-    pair = load_pair(
-        config.target,
-        {"base": config.draft},
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    pair = load_pair(config.target, {"base": config.draft}, **loading(config))
     answers = heldout_answers(str(out / "distilled"), config.train.max_length, config.train.heldout_fraction)
     longest = min(config.distill.max_new_tokens, (pair.context or 1 << 30) - 2)
     texts = {"id": answers, "general": free_texts(pair, TEXTS, longest, config.seed)}

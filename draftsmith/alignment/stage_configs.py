@@ -8,6 +8,7 @@ from distill.config import DistillConfig
 from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.errors import InputError
+from draftsmith_core.model_options import loading
 from draftsmith_core.processes import launched
 from eval.config import EvalConfig
 from eval.request import NAME
@@ -15,13 +16,7 @@ from train.config import DraftKind, HeadOptions, Optim, TrainConfig
 
 
 def _common(config: AlignConfig) -> dict[str, Any]:
-    return {
-        "target": config.target,
-        "device": config.device,
-        "dtype": config.dtype,
-        "trust_remote_code": config.trust_remote_code,
-        "chat_template": config.chat_template,
-    }
+    return {"target": config.target, "chat_template": config.chat_template, **loading(config)}
 
 
 def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:

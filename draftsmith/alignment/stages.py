@@ -21,7 +21,7 @@ from distill.generate import distill
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import LoadedPair, load_pair
 from draftsmith.alignment.choices import Facts, complete, most_prompts
-from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
 from draftsmith.alignment.prompts import hold_out
@@ -33,7 +33,9 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
+from draftsmith_core.options import from_values
 from draftsmith_core.processes import (
     Terminated,
     is_main,
@@ -51,7 +53,6 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
 from eval.request import check
 from eval.results import Results
-from train.config import Lora
 from train.training_run import train
 
 # Where the work is done is no part of what is done.
@@ -207,7 +208,6 @@ def _started(config: AlignConfig, out: Path) -> AlignConfig:
         if start.exists():
             return
         say(f"init: {config.init} makes {start}")
-        words = {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
         made = init(
             InitConfig(
                 target=config.target,
@@ -217,7 +217,7 @@ def _started(config: AlignConfig, out: Path) -> AlignConfig:
                 prompts=config.prompts,
                 prompt_tokens=config.prompt_tokens,
                 seed=config.seed,
-                **words,  # type: ignore[arg-type]
+                **loading(config),
             )
         )
         for line in made.lines(1.0):
@@ -243,14 +243,8 @@ def _room(context: int, key: str, asked: int | None) -> int:
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     """Load everything once, so that what does not go together is refused before hours of work; measure it."""
     on_gpu = resolve_device(config.device).type == "cuda"
-    pair = load_pair(
-        config.target,
-        [config.draft] if config.draft else [],
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-        tokenizer=load_tokenizer(config.target, config.trust_remote_code, config.chat_template),
-    )
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    pair = load_pair(config.target, [config.draft] if config.draft else [], tokenizer=tokenizer, **loading(config))
     _check_draft_vocabulary(config, pair)
     id_only = _id_only(config, pair)
     if id_only and config.policy in ("balanced", "no_loss"):
@@ -320,14 +314,8 @@ def _continued(config: AlignConfig, file: Path) -> AlignConfig:
     """The options of the run that was begun here; InputError where this command asks for something else."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        parts: tuple[tuple[str, type], ...] = (
-            ("distill", DistillChoices),
-            ("train", TrainChoices),
-            ("eval", EvalChoices),
-        )
-        values["train"]["lora"] = Lora(**values["train"]["lora"])
-        there = AlignConfig(**{**values, **{key: part(**values[key]) for key, part in parts}})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, InputError) as error:
+        there = from_values(AlignConfig, values)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, AttributeError, InputError) as error:
         raise InputError(
             f"{file}: cannot be read as the options of a run ({error}); delete it, or name another --out"
         ) from None

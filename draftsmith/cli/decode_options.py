@@ -9,7 +9,7 @@ from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -89,11 +89,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for key in ("num_samples", "max_new_tokens", "batch_size", "prompt_tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
-        if self.max_prompts is not None and self.max_prompts < 1:
-            raise InputError(f"max_prompts: {self.max_prompts} must be at least 1")
+        check_least(self, 1, "num_samples", "max_new_tokens", "batch_size", "prompt_tokens", "max_prompts")
         if (self.prompt is None) == (self.prompts is None):
             raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
         _check_name("proposer", self.proposer, [*PROPOSERS, "none"])

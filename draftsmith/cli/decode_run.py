@@ -19,6 +19,7 @@ from draftsmith.outputs import Output, OutputRequest, Settings
 from draftsmith.pair import Decoding, Pair, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import resolve_device
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.progress import progress
@@ -129,11 +130,9 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     pair = load_pair(
         config.target,
         drafts,
-        device=config.device,
-        dtype=config.dtype,
+        **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
-        trust_remote_code=config.trust_remote_code,
         tokenizer=tokenizer,
         heterogeneous_vocab=config.heterogeneous_vocab,
         fast=config.fast,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_least, check_types
 
 # Options that only some methods read.
 _READ_BY = {
@@ -87,10 +87,8 @@ class InitConfig:
             raise InputError(
                 "keep: --method transplant keeps all layers of the donor; add --num_layers, or leave it out"
             )
-        sizes = ("num_layers", "intermediate_size", "num_heads", "draft_vocab_size")
-        for key in ("max_prompts", "max_new_tokens", "prompt_tokens", *sizes):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise InputError(f"{key}: {getattr(self, key)} must be at least 1")
+        check_least(self, 1, "max_prompts", "max_new_tokens", "prompt_tokens")
+        check_least(self, 1, "num_layers", "intermediate_size", "num_heads", "draft_vocab_size")
         if not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature: {self.temperature} must be 0 or more")
         reads = [key for key in ("intermediate_size", "num_heads") if getattr(self, key) is not None]

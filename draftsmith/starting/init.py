@@ -27,6 +27,7 @@ from drafts.make.transplant import transplant
 from draftsmith.starting.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, write_json_atomic
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import command_line, provenance
@@ -88,9 +89,7 @@ def init(config: InitConfig) -> Started:
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
-    pair = load_pair(
-        config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
-    )
+    pair = load_pair(config.target, **loading(config))
     target = pair.target
     texts = answer_texts(config, target, pair.tokenizer)
     draft, notes = _make(config, target, pair.tokenizer, texts)
@@ -167,9 +166,7 @@ def _make(
         )
         return draft, (f"layers {' '.join(map(str, kept))} of the target's {depth}, chosen as {keep}",)
     assert config.donor is not None
-    donor = load_model(
-        config.donor, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
-    )
+    donor = load_model(config.donor, **loading(config))
     notes: tuple[str, ...] = ()
     if config.num_layers is not None:
         donor, kept = prune(donor, num_layers=config.num_layers, keep=keep)
