@@ -51,7 +51,7 @@ def commands() -> str:
         "| 3 | done, and a requirement of `eval --require` is not met; one line each |\n"
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
-    for name, (_, what) in COMMANDS.items():
+    for name, (what, _) in COMMANDS.items():
         rows = "\n".join(f"| {' | '.join(row)} |" for row in options(options_of(name)))
         head = f"## {name}\n\n{what[0].upper()}{what[1:]}."
         parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")

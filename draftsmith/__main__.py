@@ -20,25 +20,26 @@ from draftsmith_core.errors import InputError, RequirementError, RunError  # noq
 from draftsmith_core.processes import Terminated  # noqa: E402
 from draftsmith_core.threads import settle_threads  # noqa: E402
 
-# command: (module with `run(argv)`, what it does). A module is imported when its command is called.
+# command: (what it does, its options). Its module is `draftsmith.cli.COMMAND`, imported when it is called; the options
+# are a dataclass as module:name, which completion and the documentation site read too.
 COMMANDS = {
-    "demo": ("draftsmith.cli.demo", "align the shipped nano pair, offline, in minutes"),
-    "align": ("draftsmith.cli.align", "distil, train, evaluate and report for a pair of your own"),
-    "init": ("draftsmith.cli.init", "a draft to start from: pruned, transplanted or fresh"),
-    "distill": ("draftsmith.cli.distill", "the target's own outputs for a set of prompts"),
-    "train": ("draftsmith.cli.train", "fit a draft to a distilled set"),
-    "merge": ("draftsmith.cli.merge", "interpolate between drafts, or average them"),
-    "decode": ("draftsmith.cli.decode", "generate with target and draft, losslessly"),
-    "eval": ("draftsmith.cli.eval", "what alignment bought, in distribution and out of it"),
-    "doctor": ("draftsmith.cli.doctor", "which engines will load a pair, and the commands that serve it"),
-    "export": ("draftsmith.cli.export", "a draft in the layout that another engine reads"),
-    "plan": ("draftsmith.cli.plan", "the tree with which a draft is fastest on this machine"),
+    "demo": ("align the shipped nano pair, offline, in minutes", "draftsmith.cli.demo:DemoConfig"),
+    "align": ("distil, train, evaluate and report for a pair of your own", "draftsmith.alignment.config:AlignConfig"),
+    "init": ("a draft to start from: pruned, transplanted or fresh", "draftsmith.starting.config:InitConfig"),
+    "distill": ("the target's own outputs for a set of prompts", "distill.config:DistillConfig"),
+    "train": ("fit a draft to a distilled set", "train.config:TrainConfig"),
+    "merge": ("interpolate between drafts, or average them", "drafts.merge_config:MergeConfig"),
+    "decode": ("generate with target and draft, losslessly", "draftsmith.cli.decode_options:DecodeConfig"),
+    "eval": ("what alignment bought, in distribution and out of it", "eval.config:EvalConfig"),
+    "doctor": ("which engines will load a pair, and the commands that serve it", "drafts.doctor_config:DoctorConfig"),
+    "export": ("a draft in the layout that another engine reads", "drafts.layouts.config:ExportConfig"),
+    "plan": ("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig"),
 }
 
 
 def usage() -> str:
     """The help of `draftsmith` itself."""
-    lines = [f"  {name:<9}{what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:<9}{what}" for name, (what, _) in COMMANDS.items()]
     return (
         f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
@@ -94,8 +95,8 @@ def _run(words: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         settle_threads(name)
-    module = "draftsmith.cli.completion" if name == "--print_shtab" else COMMANDS[name][0]
-    importlib.import_module(module).run(words[1:])
+    module = "completion" if name == "--print_shtab" else name
+    importlib.import_module(f"draftsmith.cli.{module}").run(words[1:])
     return 0
 
 

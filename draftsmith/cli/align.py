@@ -9,10 +9,8 @@ from draftsmith_core.options import parse, typed
 def run(argv: list[str]) -> None:
     """Align a draft with a target, and say what that bought; or one round of adaptation to a log."""
     if typed(argv) & {"from_log", "rollback"}:
-        _adapt(argv)
-        return
+        return _adapt(argv)
     config, as_json = parse(AlignConfig, "align", argv)
-    # Only now: these import torch, which takes seconds, and a mistyped option need not wait for it.
     from rich.console import Console
 
     from draftsmith.alignment import outcome

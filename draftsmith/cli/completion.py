@@ -7,25 +7,13 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.packages import require_package
 
 SHELLS = ("bash", "zsh", "tcsh")
-# The dataclass with the options of each command, as module:name. The documentation site reads it too.
-CONFIGS = {
-    "demo": "draftsmith.cli.demo:DemoConfig",
-    "align": "draftsmith.alignment.config:AlignConfig",
-    "init": "draftsmith.starting.config:InitConfig",
-    "distill": "distill.config:DistillConfig",
-    "train": "train.config:TrainConfig",
-    "merge": "drafts.merge_config:MergeConfig",
-    "decode": "draftsmith.cli.decode_options:DecodeConfig",
-    "eval": "eval.config:EvalConfig",
-    "doctor": "drafts.doctor_config:DoctorConfig",
-    "export": "drafts.layouts.config:ExportConfig",
-    "plan": "eval.config:PlanConfig",
-}
 
 
 def options_of(command: str) -> type:
     """The options dataclass of a command."""
-    module, _, name = CONFIGS[command].partition(":")
+    from draftsmith.__main__ import COMMANDS
+
+    module, _, name = COMMANDS[command][1].partition(":")
     found: type = getattr(importlib.import_module(module), name)
     return found
 
@@ -41,10 +29,10 @@ def run(argv: list[str]) -> None:
 
     parser = ArgumentParser(prog="draftsmith")
     commands = parser.add_subcommands()
-    for name in CONFIGS:
-        options: Any = ArgumentParser(prog=f"draftsmith {name}", description=COMMANDS[name][1])
+    for name, (what, _) in COMMANDS.items():
+        options: Any = ArgumentParser(prog=f"draftsmith {name}", description=what)
         options.add_argument("--config", action="config")
         options.add_argument("--json", action="store_true")
         options.add_class_arguments(options_of(name))
-        commands.add_subcommand(name, options, help=COMMANDS[name][1])
+        commands.add_subcommand(name, options, help=what)
     print(parser.get_completion_script(f"shtab-{argv[0]}"))

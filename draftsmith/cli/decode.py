@@ -16,7 +16,6 @@ def run(argv: list[str]) -> None:
         if "-h" in argv or "--help" in argv:
             print("\n" + terminal(shutil.get_terminal_size().columns))
         raise
-    # Only now: torch takes seconds to import, and a mistyped option need not wait for it.
     from draftsmith.cli.decode_run import decode
 
     summary, lines = decode(config)

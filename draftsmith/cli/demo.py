@@ -27,7 +27,6 @@ class DemoConfig:
 def run(argv: list[str]) -> None:
     """Run the demo, or rebuild its pair."""
     config, as_json = parse(DemoConfig, "demo", argv)
-    # Only now: these import torch, which takes seconds, and a mistyped option need not wait for it.
     import time
     from pathlib import Path
 

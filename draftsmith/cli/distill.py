@@ -6,7 +6,7 @@ from distill.config import DistillConfig
 from distill.score_config import ScoreConfig
 from draftsmith.cli.output import command_line, finish
 from draftsmith_core.options import parse, typed
-from draftsmith_core.processes import is_main, require_single_process
+from draftsmith_core.processes import require_single_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +19,14 @@ class StatsConfig:
 
 def run(argv: list[str]) -> None:
     """Make a distilled set; or add the target's distributions to one, or draw one."""
-    given = typed(argv)
-    if "stats" in given:
-        _stats(argv)
-    elif "score" in given:
-        _score(argv)
-    else:
-        _distill(argv)
+    for key, instead in (("stats", _stats), ("score", _score)):
+        if key in typed(argv):
+            return instead(argv)
+    _distill(argv)
 
 
 def _distill(argv: list[str]) -> None:
     config, as_json = parse(DistillConfig, "distill", argv)
-    # Only now: these import torch, which takes seconds, and a mistyped option need not wait for it.
     from distill.generate import distill
 
     summary = distill(config, command_line("distill", argv))
@@ -53,8 +49,7 @@ def _distill(argv: list[str]) -> None:
         lines += [drawn, *own["left_out_because"]]
     if summary["sampling_from_target"]:
         lines.append(f"sampling: {summary['sampling_from_target']}")
-    if is_main():
-        finish(summary, lines, as_json)
+    finish(summary, lines, as_json)
 
 
 def _score(argv: list[str]) -> None:
@@ -67,8 +62,7 @@ def _score(argv: list[str]) -> None:
         f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} skipped",
         *summary["skipped_because"],
     ]
-    if is_main():
-        finish(summary, lines, as_json)
+    finish(summary, lines, as_json)
 
 
 def _stats(argv: list[str]) -> None:

@@ -10,7 +10,6 @@ def run(argv: list[str]) -> None:
     """Every engine's verdict on a pair, and the commands that serve it."""
     config, as_json = parse(DoctorConfig, "doctor", argv)
     require_single_process("doctor")
-    # Only now: transformers takes seconds to import, and a mistyped option need not wait for it.
     from drafts.doctor import DRAFT_TOKENS, examine
 
     found = examine(config)

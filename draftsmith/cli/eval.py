@@ -3,7 +3,7 @@
 from draftsmith.cli.output import finish
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.options import parse, typed
-from draftsmith_core.processes import is_main, require_single_process
+from draftsmith_core.processes import require_single_process
 from eval.config import CompareConfig, EvalConfig, RenderConfig, WatchConfig
 from eval.request import check
 
@@ -11,44 +11,39 @@ from eval.request import check
 def run(argv: list[str]) -> None:
     """Measure drafts in distribution and out of it; or draw a report again, set two evaluations side by side, or
     watch a log."""
-    given = typed(argv)
-    if "render" in given:
-        again, as_json = parse(RenderConfig, "eval", argv)
-        require_single_process("eval")
-        from eval.evaluate import render
-        from eval.results import Results
-
-        missed: RequirementError | None = None
-        try:
-            Results.load(again.render).require(*again.require)
-        except RequirementError as error:
-            missed = error
-        report = str(render(again.render))
-        finish({"report": report}, [f"report:  {report}"], as_json)
-        if missed is not None:
-            raise missed
-        return
-    if "compare" in given:
-        _compare(argv)
-        return
-    if "watch" in given:
-        _watch(argv)
-        return
+    for key, instead in (("render", _render), ("compare", _compare), ("watch", _watch)):
+        if key in typed(argv):
+            return instead(argv)
     config, as_json = parse(EvalConfig, "eval", argv)
     check(config)
-    # After the options are checked, because these import torch, which takes seconds.
     from eval.evaluate import evaluate
     from eval.results import Results
     from eval.summary import summary
 
-    missed = None
+    missed: RequirementError | None = None
     try:
         results = evaluate(config)
     except RequirementError as error:
         results, missed = Results.load(config.out), error
     found = summary(results)
-    if is_main():
-        finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
+    finish(found, [f"results: {found['results']}", f"report:  {found['report']}"], as_json)
+    if missed is not None:
+        raise missed
+
+
+def _render(argv: list[str]) -> None:
+    again, as_json = parse(RenderConfig, "eval", argv)
+    require_single_process("eval")
+    from eval.evaluate import render
+    from eval.results import Results
+
+    missed: RequirementError | None = None
+    try:
+        Results.load(again.render).require(*again.require)
+    except RequirementError as error:
+        missed = error
+    report = str(render(again.render))
+    finish({"report": report}, [f"report:  {report}"], as_json)
     if missed is not None:
         raise missed
 

@@ -10,7 +10,6 @@ def run(argv: list[str]) -> None:
     """Write a draft for another engine; the record in `out` says what proves it."""
     config, as_json = parse(ExportConfig, "export", argv)
     require_single_process("export")
-    # Only now: torch takes seconds to import, and a mistyped option need not wait for it.
     from drafts.layouts.export import export
 
     summary = export(config)

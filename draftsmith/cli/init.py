@@ -12,7 +12,6 @@ def run(argv: list[str]) -> None:
     """Make a draft to start from, and say what it is worth before any training."""
     config, as_json = parse(InitConfig, "init", argv)
     require_single_process("init")
-    # After the options are checked: this imports torch, which takes seconds.
     from draftsmith.starting.init import init
 
     made = init(config)

@@ -10,7 +10,6 @@ def run(argv: list[str]) -> None:
     """Write the sum of drafts as a draft."""
     config, as_json = parse(MergeConfig, "merge", argv)
     require_single_process("merge")
-    # Only now: this imports torch, which takes seconds, and a mistyped option need not wait for it.
     from draftsmith.soup import merge
 
     summary = merge(config, command_line("merge", argv))

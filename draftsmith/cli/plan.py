@@ -12,7 +12,6 @@ def run(argv: list[str]) -> None:
     """Find the tree with which a draft is fastest here."""
     config, as_json = parse(PlanConfig, "plan", argv)
     require_single_process("plan")
-    # After the options are checked, because these import torch, which takes seconds.
     from eval.plan_run import plan, plan_lines
 
     found = plan(config)

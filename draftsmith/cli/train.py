@@ -8,8 +8,6 @@ from train.config import TrainConfig
 def run(argv: list[str]) -> None:
     """Fit a draft; the checkpoint is the directory `out`."""
     config, as_json = parse(TrainConfig, "train", argv)
-    # Only now: these take seconds to import, and a mistyped option need not wait for them.
-    from draftsmith_core.processes import is_main
     from train.training_run import train
 
     summary = train(config, command_line("train", argv))
@@ -18,5 +16,4 @@ def run(argv: list[str]) -> None:
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss {summary['heldout_loss']:.4f}"
         f"{alpha} at step {summary['best_step']}"
     ]
-    if is_main():
-        finish(summary, lines, as_json)
+    finish(summary, lines, as_json)
