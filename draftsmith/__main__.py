@@ -16,7 +16,7 @@ import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith_core.errors import InputError, RequirementError, RunError  # noqa: E402
+from draftsmith_core.errors import InputError, RequirementError, RunError, one_line  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
 from draftsmith_core.threads import settle_threads  # noqa: E402
 
@@ -129,7 +129,7 @@ def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
         _say(f"\n{called}: interrupted{_notes(interrupt)}", interrupt)
         return 130
     if isinstance(error, InputError | RunError):
-        _say(f"{called}: {' '.join(str(error).split())}", error)
+        _say(f"{called}: {one_line(error)}", error)
         return 2 if isinstance(error, InputError) else 1
     if isinstance(error, RequirementError):
         for line in error.unmet:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from decode.suffix_index import SuffixIndex
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import atomic_file, canonical_json, hash_json
 from draftsmith_core.prompt_rows import KEYS, iterate_rows, whole
 from draftsmith_core.prompts import check_messages
@@ -43,9 +43,8 @@ def load_index(path: Path, source: str) -> SuffixIndex:
             metadata = file.metadata() or {}
             index = SuffixIndex(file.get_tensor("text"), file.get_tensor("positions"))
     except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"{path}: no suffix index can be read from it ({reason}); remove it to build it again"
+            f"{path}: no suffix index can be read from it ({first_line(error)}); remove it to build it again"
         ) from None
     if metadata.get("source") != source:
         raise InputError(f"{path}: was built from another text or tokenizer; name another file, or remove this one")

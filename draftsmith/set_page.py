@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.io import read_json, write_text_atomic
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from eval.report.formats import percent, shortened
@@ -71,7 +71,7 @@ def _add(stats: Stats, path: Path) -> None:
         for batch in file.iter_batches(256, columns=names):
             _add_rows(stats, batch)
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
 def _add_rows(stats: Stats, batch: pa.RecordBatch) -> None:

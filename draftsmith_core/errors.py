@@ -27,3 +27,13 @@ class RequirementError(DraftsmithError):
 
 class RunError(DraftsmithError, RuntimeError):
     """The run could not finish although its input was good (a full disk, a lost process). Exit code 1."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line; its class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

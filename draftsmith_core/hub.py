@@ -10,7 +10,7 @@ from typing import Literal
 
 from huggingface_hub import constants
 
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import on_main
 
 # What a card on disk writes where a published one has the repository's name.
@@ -57,9 +57,8 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
         message = f"Upload by draftsmith: {directory.name}"
         api.create_commit(repository.repo_id, operations, repo_type=repo_type, commit_message=message)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        reason = " ".join(str(error).split())
         raise RunError(
-            f"push_to_hub {name}: {reason}; {directory} is complete, and the same command uploads it again"
+            f"push_to_hub {name}: {one_line(error)}; {directory} is complete, and the same command uploads it again"
         ) from None
     return str(repository)
 

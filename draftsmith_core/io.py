@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, one_line
 
 
 def canonical_json(value: Any) -> str:
@@ -122,7 +122,7 @@ def writing(path: Path, advice: str = "make room, and the same command continues
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
         # pyarrow sets the number and a sentence of its own; safetensors has the sentence alone.
-        reason = os.strerror(number) if number else " ".join(str(error).split())
+        reason = os.strerror(number) if number else one_line(error)
         raise RunError(f"{path}: cannot be written ({reason}); {advice}") from None
 
 

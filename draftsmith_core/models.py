@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import canonical_json
 from draftsmith_core.model_options import Quantize as Quantize
 from draftsmith_core.packages import require_package
@@ -153,8 +153,8 @@ def check_logits(name: str, model: PreTrainedModel) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{name}: fails on a forward of four tokens ({type(error).__name__}: {reason})") from None
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{name}: fails on a forward of four tokens ({what})") from None
     if not logits.isfinite().all():
         raise InputError(
             f"{name}: its logits are not finite although its weights are; {dtype_name(model)} may be too narrow for "

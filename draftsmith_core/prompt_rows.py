@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.sources import hub_has_address, is_url
 from draftsmith_core.suites import load_suite, suite_name, suite_rows
 
@@ -263,8 +263,7 @@ def _opened(source: str, wrong: str) -> Iterator[Any]:
         # A store's package has errors of its own.
         if not (is_url(source) or isinstance(error, OSError | pyarrow.ArrowException)):
             raise
-        said = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"{source}: {wrong} ({getattr(error, 'strerror', None) or said[0]})") from None
+        raise InputError(f"{source}: {wrong} ({getattr(error, 'strerror', None) or first_line(error)})") from None
 
 
 def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> Iterator[Record]:
@@ -279,9 +278,8 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
             yield Record(number, dict(row))
     except Exception as error:
         # The hub's client raises many kinds of error; for the user all mean that there is no such data set.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{source}: neither a file here nor a dataset that the hub gives ({reason}); "
+            f"{source}: neither a file here nor a dataset that the hub gives ({first_line(error)}); "
             f"check the path, or write owner/name:split"
         ) from None
 

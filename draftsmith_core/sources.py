@@ -19,7 +19,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.io import read_json, sha256_file
 
 _CONFIGS = ("config.json", "tokenizer_config.json")
@@ -113,7 +113,7 @@ def hub_has_address() -> bool:
 
 def why_not(name: str, error: Exception, what: str) -> str:
     """One line for what transformers or the hub's client raised: they use a dozen classes for a missing checkpoint."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error)
     if (pointer := lfs_pointer(*sorted(Path(name).glob("*")))) is not None:
         return pointer
     if "trust_remote_code" in text or "custom code" in text:

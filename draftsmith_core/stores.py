@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 from huggingface_hub.constants import HF_HOME
 
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.io import atomic_file
 from draftsmith_core.processes import is_main, on_main
 from draftsmith_core.run_directory import hold, this_run
@@ -162,7 +162,7 @@ def _open(url: str, option: str) -> tuple[Any, str]:
     except (ImportError, OSError, ValueError) as error:
         known = ", ".join(f"{name}://" for name in ("s3", "gs", "abfs", "file"))
         hint = f"; stores are {known} and others of fsspec" if isinstance(error, ValueError) else ""
-        raise InputError(f"{option}: {url}: {_reason(error)}{hint}") from None
+        raise InputError(f"{option}: {url}: {one_line(error)}{hint}") from None
     return store, path.rstrip("/")
 
 
@@ -186,8 +186,4 @@ def _storing(what: str, advice: str, kind: type[Exception] = RunError) -> Iterat
     try:
         yield
     except Exception as error:
-        raise kind(f"{what}: {_reason(error)}" + (f"; {advice}" if advice else "")) from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise kind(f"{what}: {one_line(error)}" + (f"; {advice}" if advice else "")) from None

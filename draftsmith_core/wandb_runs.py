@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.packages import require_package
 from draftsmith_core.provenance import RECORD, read_record
 
@@ -61,7 +61,7 @@ def _one_line(error: Exception) -> str:
     if hasattr(error, "errors"):
         # The full text of a validation error contains the value, which may be the key.
         return ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return " ".join(str(error).split()).rstrip(".")
+    return one_line(error).rstrip(".")
 
 
 def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[str, Any]:

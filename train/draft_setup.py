@@ -24,7 +24,7 @@ from drafts.heads import HEADS, Head, load_head, write_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
 from drafts.make.shape import filled, read_per_token, too_costly
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.processes import is_main
@@ -118,8 +118,7 @@ def read_shape(path: str) -> PretrainedConfig:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:
         # Configuration classes validate themselves with errors of several types, some of many lines.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: not a model that transformers can build ({reason})") from None
+        raise InputError(f"{path}: not a model that transformers can build ({first_line(error)})") from None
 
 
 def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.io import atomic_dir
 from draftsmith_core.packages import require_package
 from train.config import Lora
@@ -41,7 +41,7 @@ def attach(draft: PreTrainedModel, options: Lora) -> Any:
     try:
         adapted = peft.get_peft_model(draft, config)
     except ValueError as error:
-        raise InputError(f"lora.targets: {' '.join(str(error).split())}") from None
+        raise InputError(f"lora.targets: {one_line(error)}") from None
     if any(parameter.requires_grad for parameter in draft.get_output_embeddings().parameters()):
         raise InputError("lora.targets: names the output projection, which is not trained with LoRA; leave it out")
     return adapted

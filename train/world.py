@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from draftsmith_core.errors import RunError
+from draftsmith_core.errors import RunError, one_line
 from draftsmith_core.models import resolve_device
 from draftsmith_core.packages import require_package
 from draftsmith_core.processes import (
@@ -92,7 +92,7 @@ def make_world(config: TrainConfig) -> World:
                 project_dir=config.out + "/run" if config.tracker == "tensorboard" else None,
             )
     except ValueError as error:
-        raise RunError(f"accelerate could not bring the processes together: {_one_line(error)}") from None
+        raise RunError(f"accelerate could not bring the processes together: {one_line(error)}") from None
     check_process_count(accelerator.num_processes)
     if accelerator.device.type != device.type:
         raise RunError(
@@ -105,10 +105,6 @@ def make_world(config: TrainConfig) -> World:
         # Else transformers would shard every model while it is created, also one that only the main process creates.
         unset_hf_deepspeed_config()
     return World(accelerator, _sharing(wanted, accelerator), bf16, _reshards())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _check_launcher(wanted: LauncherRequest, bf16: bool) -> None:

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from distill.config import DistillConfig
 from distill.engines.protocol import Answer, AnswerRequest, Done
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.tokenization import Tokenizer
@@ -124,7 +124,7 @@ class RayEngine:
             for worker in self._workers:
                 ray.kill(worker)
         except (RayError, ConnectionError) as error:  # the cluster is gone, and they with it
-            log.warning("ray: %s", _first_line(error))
+            log.warning("ray: %s", first_line(error))
         self._workers.clear()
         if self._connected:
             ray.shutdown()
@@ -183,17 +183,17 @@ def _connect(address: str | None) -> str:
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         except (OSError, OverflowError) as error:
-            raise InputError(f"address: no Ray cluster at {address}: {_first_line(error)}") from None
+            raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}") from None
     # Ray handles SIGTERM by itself from then on, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, logging_level=logging.WARNING, include_dashboard=False if address == LOCAL else None)
     except Exception as error:  # of a start or a connection that fails Ray has no class of its own
         if address == LOCAL:
-            raise RunError(f"ray: no local cluster could be started ({_first_line(error)})") from None
+            raise RunError(f"ray: no local cluster could be started ({first_line(error)})") from None
         # Unless it is told to, Ray shows a token to no cluster that is named by its address.
         token = "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
-        raise InputError(f"address: no Ray cluster at {address}: {_first_line(error)}{token}") from None
+        raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}{token}") from None
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
@@ -237,10 +237,6 @@ def _result(reference: Any) -> Any:
         raise
     except RayActorError as error:
         often = f"{_RETRIES + 1} times over one group of rows or {_RESTARTS + 1} times in all"
-        raise RunError(f"ray: a worker died {often} ({_first_line(error)}); the same command continues") from None
+        raise RunError(f"ray: a worker died {often} ({first_line(error)}); the same command continues") from None
     except RayError as error:
-        raise RunError(f"ray: {_first_line(error)}; the same command continues") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(f"ray: {first_line(error)}; the same command continues") from None

@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from distill.config import DistillConfig
 from distill.engines.generation_settings import GenerationSettings, sampling_of
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer
@@ -49,7 +49,7 @@ class VLLMEngine:
                 seed=config.seed % 2**32,
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(f"{config.target}: vLLM cannot run it: {' '.join(str(error).split())[:300]}") from None
+            raise InputError(f"{config.target}: vLLM cannot run it: {one_line(error)[:300]}") from None
         model = self._llm.llm_engine.model_config
         self.max_prompt_tokens: int | None = model.max_model_len - config.max_new_tokens
         self.identity: dict[str, Any] = {"target_fingerprint": None, "target_dtype": str(model.dtype)}

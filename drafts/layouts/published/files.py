@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.sources import first_bytes, lfs_pointer
 
 _NO_PICKLE = "it is no file of torch.save"
@@ -95,9 +95,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
             f"{file.parent / 'model.safetensors'} where you trust it"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = reason if _torch_saved(file) else _NO_PICKLE
-        raise _damaged(file, reason) from None
+        raise _damaged(file, first_line(error) if _torch_saved(file) else _NO_PICKLE) from None
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise InputError(f"{file}: is no dictionary of tensors by name; a draft's weights are expected in it")
     return {str(name): tensor for name, tensor in found.items()}
