@@ -335,12 +335,7 @@ class Runner:
         return mask if mask.device.type == "cpu" else mask.contiguous()
 
     def _own(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: object,
-        keep_logits: int,
-        hidden_layers: Sequence[int],
+        self, tokens: Tensor, positions: Tensor, mask: object, keep_logits: int, hidden_layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         options: dict[str, object] = {"logits_to_keep": keep_logits} if self._trims_logits else {}
         if hidden_layers:

@@ -25,7 +25,7 @@ from decode.attention_masks import additive
 from decode.cache import TreeCache
 from decode.llama_forward import LeanForward, lean_forward
 from decode.packed_linear import Packs
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, first_line
 
 log = logging.getLogger(__name__)
 # One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's kernels accept.
@@ -237,12 +237,7 @@ class StaticForward:
         return logits, tuple(output.hidden_states[layer] for layer in self.hidden_layers)
 
     def _masks(
-        self,
-        offsets_BT: Tensor,
-        sees_BqT: Tensor,
-        length_B1: Tensor,
-        lead_B1: Tensor,
-        column: Tensor,
+        self, offsets_BT: Tensor, sees_BqT: Tensor, length_B1: Tensor, lead_B1: Tensor, column: Tensor
     ) -> dict[str, Tensor]:
         """Additive masks `[B, 1, q, P]` by kind of layer: a row's prefix, then the block as its tree says."""
         queries, total = sees_BqT.shape[1:]
@@ -350,7 +345,7 @@ def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Functi
         with torch.cuda.graph(graph, pool=pool):
             outputs = function(*held)
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise RunError(f"compile: a step cannot be recorded as a CUDA graph ({reason}); run without compile") from None
 
     def replay(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,16 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftsmith_core.errors import InputError
-from eval.bootstrap import (
-    Floats,
-    PromptSums,
-    Resamples,
-    bounds,
-    interval,
-    pooled_ratios,
-    resamples,
-    signs,
-)
+from eval.bootstrap import Floats, PromptSums, Resamples, bounds, interval, pooled_ratios, resamples, signs
 from eval.results import Results
 from eval.schema import Difference, Estimate, SuiteKind
 

@@ -13,14 +13,7 @@ from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, bounds, difference, estimate, interval, signs
 from eval.diagnose import BINS, Diagnosis
 from eval.groups import Group, Measured, Setting, joined
-from eval.schema import (
-    CalibrationRow,
-    CandidatesRow,
-    DiagnosisRows,
-    LostToken,
-    ViewedText,
-    WhyRow,
-)
+from eval.schema import CalibrationRow, CandidatesRow, DiagnosisRows, LostToken, ViewedText, WhyRow
 from eval.suites import Suite
 
 ENTROPY_BITS = (0.5, 1.5, 3.0)

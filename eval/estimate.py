@@ -108,11 +108,7 @@ def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def _read(
-    target: PreTrainedModel,
-    drafts: Mapping[str, Draft],
-    rows: Sequence[Continuation],
-    asked: _Asked,
-    first_row: int,
+    target: PreTrainedModel, drafts: Mapping[str, Draft], rows: Sequence[Continuation], asked: _Asked, first_row: int
 ) -> dict[str, list[Trace]]:
     """The traces of some rows by draft: one forward of the target, and one of every draft, over all of their tokens."""
     texts = _Texts.of(rows, target.device)

@@ -177,8 +177,7 @@ def _with_planned_tree(
     }
     options = {"batch_size": 1, "max_new_tokens": config.max_new_tokens, "seed": config.seed}
     found = cache.get(
-        {"what": "plan", **decided},
-        lambda: plan_now(pair.target, pair.drafts[draft], prompts, sampling, **options),
+        {"what": "plan", **decided}, lambda: plan_now(pair.target, pair.drafts[draft], prompts, sampling, **options)
     )
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, found)
