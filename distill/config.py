@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from decode.tree_spec import parse_tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
-from draftsmith_core.option_types import check_least, check_types
+from draftsmith_core.option_types import check_least, check_range, check_types
 from draftsmith_core.sampling_options import check_sampling
 
 
@@ -144,12 +144,10 @@ class DistillConfig:
         check_least(self, 1, "num_samples", "max_new_tokens", "batch_size", "part_rows", "prompt_tokens", "max_prompts")
         check_least(self, 1, "concurrency", "tensor_parallel_size", "max_requests", "max_tokens", "workers")
         check_least(self, 1, "min_response_tokens", "max_response_tokens")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise InputError(f"timeout_s: {self.timeout_s} must be above 0 seconds")
+        check_range(self, "(0, inf)", "timeout_s")
+        check_range(self, "[0, 65535]", "teacher_top_k")
         self._check_engine()
         self._check_draft()
-        if not 0 <= self.teacher_top_k < 2**16:
-            raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 0 to 65535")
         if self.split is not None and not 0 < self.split < 1:
             raise InputError(f"split: {self.split} must be between 0 and 1, such as 0.9")
         if self.split is not None and self.prompts.startswith("self:"):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_least, check_types
+from draftsmith_core.option_types import check_least, check_range, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class ScoreConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 1 <= self.teacher_top_k < 2**16:
-            raise InputError(f"teacher_top_k: {self.teacher_top_k} must be from 1 to 65535")
+        check_range(self, "[1, 65535]", "teacher_top_k")
         check_least(self, 1, "part_rows")
         if not self.domain:
             raise InputError("domain: is empty; give it a name")

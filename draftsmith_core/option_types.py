@@ -1,5 +1,5 @@
 """Checks of options that many commands share: the types that Python gave them, where no parser has looked, and the
-least that they may be. Needs no torch.
+bounds that they lie in. Needs no torch.
 """
 
 import math
@@ -34,11 +34,22 @@ def check_types(config: Any, section: str = "") -> None:
 
 
 def check_least(config: object, least: int, *keys: str) -> None:
-    """InputError for the first of these options (dotted where grouped) that is given and below `least` or infinite."""
+    """InputError for the first of these options that is given and below `least` or infinite."""
+    check_range(config, f"[{least}, inf)", *keys)
+
+
+def check_range(config: object, interval: str, *keys: str) -> None:
+    """InputError for the first of these options (dotted where grouped) that is given and outside of an interval, which
+    is written as in mathematics: `[0, 1)` is at least 0 and below 1.
+    """
+    low, high = map(float, interval[1:-1].split(","))
+    above, below = interval[0] == "(", interval[-1] == ")"
     for key in keys:
         value = operator.attrgetter(key)(config)
-        if value is not None and not least <= value < math.inf:
-            raise InputError(f"{key}: {value} must be at least {least}")
+        if value is None or (low <= value <= high and not (above and value == low) and not (below and value == high)):
+            continue
+        most = "" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}"
+        raise InputError(f"{key}: {value} must be {'above' if above else 'at least'} {low:g}{most}")
 
 
 def _plain(value: Any) -> Any:

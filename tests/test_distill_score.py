@@ -73,7 +73,7 @@ def test_a_negative_number_is_refused(target_dir: str, prompts_file: str, tmp_pa
     words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--out", tmp_path / "set"]
     code, out, err = door(*words, "--teacher_top_k", -1)
     assert (code, out) == (2, "")
-    assert err.strip().endswith("teacher_top_k: -1 must be from 0 to 65535")
+    assert err.strip().endswith("teacher_top_k: -1 must be at least 0 and at most 65535")
 
 
 def test_logits_that_are_not_finite_name_the_model(target_dir: str) -> None:

@@ -102,7 +102,7 @@ def test_two_processes_are_one(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--draft d --anchor_l2 -1", "anchor_l2: -1.0 must not be negative"),
+        ("--draft d --anchor_l2 -1", "anchor_l2: -1.0 must be at least 0"),
         ("--draft d --anchor_kl nan", "anchor_kl"),
         ("--draft_config c.json --anchor_kl 1", "anchor_kl: fresh weights have nothing to keep; name the `draft`"),
         ("--draft_config c.json --anchor_l2 1", "anchor_l2: fresh weights have nothing to keep; name the `draft`"),

@@ -116,7 +116,7 @@ def test_two_processes_are_one(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--lora.rank -1", "lora.rank: -1 must not be negative"),
+        ("--lora.rank -1", "lora.rank: -1 must be at least 0"),
         ("--lora.rank 0 --lora.alpha 3", "lora: is not used while lora.rank is 0"),
         ("--lora.alpha 0", "lora.alpha: 0.0 must be above 0"),
         ("--lora.dropout 1", "lora.dropout: 1.0 must be at least 0 and below 1"),

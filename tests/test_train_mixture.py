@@ -144,7 +144,7 @@ def test_two_processes_are_one(words: Words, tmp_path: Path, door: Door, launch:
         ("--data a --group_dro 1", "group_dro: needs several domains"),
         ("--data a --mixing_temperature 2", "mixing_temperature: needs several domains"),
         ("--data a b --mixing_temperature 0", "mixing_temperature: 0.0 must be above 0"),
-        ("--data a b --group_dro -1", "group_dro: -1.0 must not be negative"),
+        ("--data a b --group_dro -1", "group_dro: -1.0 must be at least 0"),
         ("--data a b --group_dro 1 --packing true", "group_dro: rows of several documents"),
         ("--data a b --group_dro 1 --objective tvd@e2e --target t", "group_dro: is for language models, without"),
         ("--data a b --group_dro 1 --kind medusa --target t", "group_dro: is for language models"),

@@ -1,11 +1,10 @@
 """The options of `draftsmith train`. Every key may be given in the YAML file or on the command line."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_least, check_types
+from draftsmith_core.option_types import check_least, check_range, check_types
 from train.objective import parse_objective
 
 
@@ -67,18 +66,12 @@ class HeadOptions:
     """The most that directory may hold, GiB; 16."""
 
     def check(self, kind: str) -> None:
-        """InputError for an option that the kind does not have, or a value out of range."""
+        """InputError for an option that the kind does not have."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         for key in given:
             if key not in _HEAD_OPTIONS[kind]:
                 known = ", ".join(sorted(_HEAD_OPTIONS[kind])) or "none"
                 raise InputError(f"head.{key}: kind {kind} has no such option; it has {known}")
-        if not 0 < given.get("step_decay", 1) <= 1:
-            raise InputError(f"head.step_decay: {given['step_decay']} must be above 0 and at most 1")
-        if not 0 <= given.get("noise", 0) < math.inf:
-            raise InputError(f"head.noise: {given['noise']} must not be negative")
-        if not 0 < given.get("features_gib", 1) < math.inf:
-            raise InputError(f"head.features_gib: {given['features_gib']} must be above 0")
         if "features_gib" in given and "features" not in given:
             raise InputError("head.features_gib: goes with head.features, the directory that it bounds")
 
@@ -211,7 +204,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_least(self, 1, "max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep", "steps")
+        self._check_ranges()
         if not self.data:
             raise InputError("data: is empty; name a distilled set or a .jsonl/.parquet file")
         self._check_kind()
@@ -227,8 +220,6 @@ class TrainConfig:
             raise InputError("reference: @adaspec compares with a draft that was distilled already; name it")
         if self.reference is not None and not objective.needs_reference:
             raise InputError("reference: only an objective that ends in @adaspec has one; leave it out")
-        if not 0 <= self.replay_fraction < 1:
-            raise InputError(f"replay_fraction: {self.replay_fraction} must be at least 0 and below 1")
         if self.replay and self.replay_fraction == 0:
             raise InputError("replay_fraction: is 0, so `replay` would not be used; set it, such as to 0.3")
         if self.replay_fraction > 0 and not self.replay:
@@ -238,34 +229,22 @@ class TrainConfig:
                 raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
         self._check_domains(objective.keep is not None or objective.depth is not None)
         self._check_lora()
-        if not 0 < self.epochs < math.inf:
-            raise InputError(f"epochs: {self.epochs} must be above 0")
-        if not 0 < self.heldout_fraction < 1:
-            raise InputError(f"heldout_fraction: {self.heldout_fraction} must be above 0 and below 1")
-        optim = self.optim
-        if not 0 < optim.lr < math.inf:
-            raise InputError(f"optim.lr: {optim.lr} must be above 0")
-        for key, value in (("beta1", optim.beta1), ("beta2", optim.beta2)):
-            if not 0 <= value < 1:
-                raise InputError(f"optim.{key}: {value} must be at least 0 and below 1")
-        for key, value in (
-            ("optim.weight_decay", optim.weight_decay),
-            ("optim.warmup_steps", optim.warmup_steps),
-            ("optim.final_lr_fraction", optim.final_lr_fraction),
-            ("optim.clip_norm", optim.clip_norm),
-            ("patience", self.patience),
-            ("anchor_kl", self.anchor_kl),
-            ("anchor_l2", self.anchor_l2),
-        ):
-            if not 0 <= value < math.inf:
-                raise InputError(f"{key}: {value} must not be negative")
+
+    def _check_ranges(self) -> None:
+        check_least(self, 1, "max_length", "batch_size", "accumulation", "eval_every", "save_every", "keep", "steps")
+        check_least(self, 1, "head.num_heads", "head.num_layers", "head.draft_vocab_size", "head.test_steps")
+        check_least(self, 1, "on_policy.max_new_tokens")
+        check_least(self, 0, "optim.weight_decay", "optim.warmup_steps", "optim.final_lr_fraction", "optim.clip_norm")
+        check_least(self, 0, "patience", "anchor_kl", "anchor_l2", "group_dro", "lora.rank", "head.noise")
+        check_range(self, "(0, inf)", "epochs", "optim.lr", "mixing_temperature", "lora.alpha")
+        check_range(self, "(0, inf)", "on_policy.temperature", "head.features_gib")
+        check_range(self, "[0, 1)", "replay_fraction", "optim.beta1", "optim.beta2", "lora.dropout")
+        check_range(self, "(0, 1)", "heldout_fraction")
+        check_range(self, "(0, 1]", "head.step_decay")
+        check_range(self, "[0, 1]", "on_policy.fraction")
 
     def _check_domains(self, selects: bool) -> None:
         """InputError for options of several domains that this run cannot follow."""
-        if not 0 < self.mixing_temperature < math.inf:
-            raise InputError(f"mixing_temperature: {self.mixing_temperature} must be above 0")
-        if not 0 <= self.group_dro < math.inf:
-            raise InputError(f"group_dro: {self.group_dro} must not be negative")
         for key, used, domains in (
             ("mixing_temperature", self.mixing_temperature != 1, len(self.data)),
             ("group_dro", self.group_dro > 0, len(self.data) + bool(self.replay)),
@@ -299,8 +278,6 @@ class TrainConfig:
 
     def _check_lora(self) -> None:
         lora = self.lora
-        if lora.rank < 0:
-            raise InputError(f"lora.rank: {lora.rank} must not be negative")
         if not lora.rank:
             if lora != Lora():
                 raise InputError("lora: is not used while lora.rank is 0; leave it out, or set the rank")
@@ -309,10 +286,6 @@ class TrainConfig:
             raise InputError("lora.rank: updates a language model that is there; name it as `draft`, with kind lm")
         if self.anchor_l2:
             raise InputError("anchor_l2: with lora the weights themselves stay as they are; leave out one of them")
-        if not 0 < (1.0 if lora.alpha is None else lora.alpha) < math.inf:
-            raise InputError(f"lora.alpha: {lora.alpha} must be above 0")
-        if not 0 <= lora.dropout < 1:
-            raise InputError(f"lora.dropout: {lora.dropout} must be at least 0 and below 1")
 
     def _check_unused(self) -> None:
         """InputError for an option that was set and that this run would not use."""
@@ -332,13 +305,7 @@ class TrainConfig:
 
     def _check_kind(self) -> None:
         self.head.check(self.kind)
-        check_least(self, 1, "head.num_heads", "head.num_layers", "head.draft_vocab_size", "head.test_steps")
         policy = self.on_policy
-        if not 0 <= policy.fraction <= 1:
-            raise InputError(f"on_policy.fraction: {policy.fraction} must be at least 0 and at most 1")
-        check_least(self, 1, "on_policy.max_new_tokens")
-        if not 0 < policy.temperature < math.inf:
-            raise InputError(f"on_policy.temperature: {policy.temperature} must be above 0")
         if policy.fraction > 0:
             if self.target is None:
                 raise InputError("target: on_policy needs the target, which must score what the draft generates")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_least, check_types
+from draftsmith_core.option_types import check_least, check_range, check_types
 from draftsmith_core.sampling_options import check_sampling
 from eval.request import parse_named
 from train.config import Lora
@@ -193,10 +193,8 @@ class AlignConfig:
                 raise InputError(f"ood: the name {name!r} is taken by --id; a set is either ID or OOD")
         if self.id and self.heldout_prompts is not None:
             raise InputError("heldout_prompts: --id names the evaluation prompts, so none are held out; leave it out")
-        fraction = self.train.replay_fraction
-        if fraction is not None and not 0 <= fraction < 1:
-            raise InputError(f"train.replay_fraction: {fraction} must be at least 0 and below 1")
-        if fraction and self.distill.general_texts == 0:
+        check_range(self, "[0, 1)", "train.replay_fraction")
+        if self.train.replay_fraction and self.distill.general_texts == 0:
             raise InputError("distill.general_texts: is 0, and train.replay_fraction replays them; leave one out")
         if self.policy in ("balanced", "no_loss") and self.draft is None and self.init is None:
             raise InputError(f"policy: {self.policy} goes back towards the draft that was started from; name --draft")

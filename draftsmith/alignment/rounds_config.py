@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.alignment.config import DistillChoices, EvalChoices, Policy, TrainChoices
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_types
+from draftsmith_core.option_types import check_range, check_types
 from eval.require import Requirement
 
 
@@ -57,8 +57,7 @@ class AdaptConfig:
             raise InputError("rollback: only switches the draft back; leave out --from_log and --baseline")
         if not self.rollback and not (self.from_log and self.baseline):
             raise InputError("from_log: a round needs --from_log LOG.jsonl and --baseline results.json")
-        if not 0 < self.recent_fraction < 1:
-            raise InputError(f"recent_fraction: {self.recent_fraction} must be above 0 and below 1")
+        check_range(self, "(0, 1)", "recent_fraction")
         for pattern in self.redact:
             try:
                 re.compile(pattern)

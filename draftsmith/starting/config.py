@@ -1,6 +1,5 @@
 """The options of `draftsmith init`; needs no torch."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,8 +88,7 @@ class InitConfig:
             )
         check_least(self, 1, "max_prompts", "max_new_tokens", "prompt_tokens")
         check_least(self, 1, "num_layers", "intermediate_size", "num_heads", "draft_vocab_size")
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature: {self.temperature} must be 0 or more")
+        check_least(self, 0, "temperature")
         reads = [key for key in ("intermediate_size", "num_heads") if getattr(self, key) is not None]
         reads += ["keep measured"] if self.keep == "measured" else []
         if reads and self.prompts is None:
