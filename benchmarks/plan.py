@@ -67,7 +67,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
 
     pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
     prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)
-    planner = Planner.of(
+    planner = Planner(
         pair.target,
         pair.drafts["draft"],
         prompts[: config.prompts],

@@ -77,6 +77,13 @@ class Arm:
         self.late_s.append(seconds)
         self.all_steps, self.all_tokens, self.all_s = self.all_steps + 1, self.all_tokens + tokens, self.all_s + seconds
 
+    def record(self) -> dict[str, int | float | None]:
+        """What it gave so far: steps, and tokens per step."""
+        return {
+            "steps": self.all_steps,
+            "tokens_per_step": self.all_tokens / self.all_steps if self.all_steps else None,
+        }
+
     def bound(self, steps: float) -> float:
         """The upper confidence bound of the speed, when `steps` count of all arms together."""
         return (self.mean + math.sqrt(2 * self.variance * math.log(steps) / self.steps)) / self.step_s

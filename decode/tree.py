@@ -4,9 +4,10 @@ Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the
 drafted node. With M indexing the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from decode.bandit import Bandit
 
@@ -32,6 +33,8 @@ class Tree:
     every verifier valid. Raises ValueError when a parent does not come before its child or when depths or sibling
     groups are interleaved.
     """
+
+    grows: ClassVar[bool] = False  # whether the draft's confidence gives it its shape
 
     parents: tuple[int, ...]
     stop: float = 0.0
@@ -95,10 +98,12 @@ class Tree:
         """True when no node has more than one child."""
         return self.size == self.depth
 
-    @property
-    def grows(self) -> bool:
-        """Whether the draft's confidence gives it its shape."""
-        return False
+
+def tree_of_paths(paths: Collection[tuple[int, ...]]) -> Tree:
+    """The tree whose nodes have these paths of ranks from the root; every path's beginnings are among them."""
+    # Sorted within a depth: siblings are neighbours, by rank, in the order of their parents.
+    order = {path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
+    return Tree(tuple(order.get(path[:-1], -1) for path in order))
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class DynamicTree:
     first, so that what is kept hangs together. Levels end early when the best `nodes` would gain less than `gain` in
     expected accepted tokens (OPT-Tree's threshold; 0 never does).
     """
+
+    grows: ClassVar[bool] = True
 
     depth: int
     beam: int
@@ -157,11 +164,6 @@ class DynamicTree:
         """True when no node has more than one child."""
         return self.beam == 1
 
-    @property
-    def grows(self) -> bool:
-        """Whether the draft's confidence gives it its shape."""
-        return True
-
 
 @dataclass(frozen=True)
 class OnlineTrees:
@@ -204,12 +206,7 @@ class OnlineTrees:
     def record(self) -> list[dict[str, str | int | float | None]]:
         """What was decoded so far with every arm, "none" first: steps, tokens per step of a row, seconds per step."""
         return [
-            {
-                "tree": name,
-                "steps": arm.all_steps,
-                "tokens_per_step": arm.all_tokens / arm.all_steps if arm.all_steps else None,
-                "step_s": arm.all_s / arm.all_steps if arm.all_steps else None,
-            }
+            {"tree": name, **arm.record(), "step_s": arm.all_s / arm.all_steps if arm.all_steps else None}
             for name, arm in zip(("none", *self.names), self.bandit.arms, strict=True)
         ]
 

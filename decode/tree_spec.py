@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import MAX_NODES, DynamicTree, OnlineTrees, Tree, TreeShape
+from decode.tree import MAX_NODES, DynamicTree, OnlineTrees, Tree, TreeShape, tree_of_paths
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _static(content: object) -> Tree:
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_NODES:
         raise ValueError(f"{key}: expected a list of 1 to {MAX_NODES} nodes, such as {_STATIC[key]}")
     if key == "paths":
-        entries = _parents(entries)
+        return replace(_of_paths(entries), stop=_number(fields.get("stop", 0.0), "stop", _STATIC))
     if not all(_is_whole(parent) for parent in entries):
         raise ValueError(f"parents: expected whole numbers, such as {_STATIC['parents']}")
     return Tree(tuple(entries), _number(fields.get("stop", 0.0), "stop", _STATIC))
@@ -264,8 +264,8 @@ def _planned_arms(content: object) -> OnlineTrees:
     return OnlineTrees(tuple(name for name, _ in arms), tuple(tree for _, tree in arms))
 
 
-def _parents(paths: Sequence[object]) -> tuple[int, ...]:
-    """Parents in breadth-first order from paths of child ranks."""
+def _of_paths(paths: Sequence[object]) -> Tree:
+    """The tree of paths of child ranks; ValueError where they do not make one."""
     known: set[tuple[int, ...]] = set()
     for path in paths:
         if not isinstance(path, list) or not path or not all(_is_whole(rank) and rank >= 0 for rank in path):
@@ -273,15 +273,13 @@ def _parents(paths: Sequence[object]) -> tuple[int, ...]:
         if tuple(path) in known:
             raise ValueError(f"path {_shown(repr(path))}: listed twice; list it once")
         known.add(tuple(path))
-    # Sorted within a depth: siblings are neighbours, by rank, in the order of their parents.
-    order = {path: node for node, path in enumerate(sorted(known, key=lambda path: (len(path), path)))}
-    for *above, rank in order:
+    for *above, rank in sorted(known, key=lambda path: (len(path), path)):
         parent, path = _shown(repr(above)), _shown(repr([*above, rank]))
-        if above and tuple(above) not in order:
+        if above and tuple(above) not in known:
             raise ValueError(f"path {path}: its parent {parent} is not listed; list {parent} too")
-        if rank and (*above, rank - 1) not in order:
+        if rank and (*above, rank - 1) not in known:
             raise ValueError(f"path {path}: its sibling of rank {rank - 1} is not listed; ranks have no gaps")
-    return tuple(order[path[:-1]] if len(path) > 1 else -1 for path in order)
+    return tree_of_paths(known)
 
 
 def _sequoia(content: object) -> Tree:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distill.generate import distill as distill
     from distill.score_config import ScoreConfig as ScoreConfig
     from distill.score_set import score_set as score_set
-    from drafts.doctor import examine as doctor
+    from drafts.doctor import examine
     from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
@@ -50,8 +50,10 @@ if TYPE_CHECKING:
     from eval.plan_run import plan as plan
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
-    from train.losses import LOSSES as losses  # noqa: N811
+    from train.losses import LOSSES
     from train.training_run import train as train
+
+    doctor, losses = examine, LOSSES
 
 # Public name: (module, its name there). One line per name; the block above tells type checkers the same.
 _PUBLIC = {
@@ -92,44 +94,7 @@ _PUBLIC = {
     "write_set_page": ("draftsmith.set_page", "write_set_page"),
 }
 
-__all__ = [
-    "AdaptConfig",
-    "AlignConfig",
-    "DistillConfig",
-    "DoctorConfig",
-    "DraftsmithError",
-    "EvalConfig",
-    "ExportConfig",
-    "InitConfig",
-    "InputError",
-    "MergeConfig",
-    "Output",
-    "Pair",
-    "PlanConfig",
-    "RequirementError",
-    "Results",
-    "RunError",
-    "ScoreConfig",
-    "SpeculativeDecoder",
-    "TrainConfig",
-    "__version__",
-    "adapt",
-    "align",
-    "compare",
-    "decide",
-    "distill",
-    "doctor",
-    "evaluate",
-    "export",
-    "init",
-    "load_pair",
-    "losses",
-    "merge",
-    "plan",
-    "score_set",
-    "train",
-    "write_set_page",
-]
+__all__ = [*_PUBLIC, "__version__"]
 
 
 if not TYPE_CHECKING:  # a type checker that saw this function would take any name for a public one

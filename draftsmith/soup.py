@@ -14,7 +14,6 @@ from drafts.merge import merge as merge_drafts
 from drafts.merge import merge_states
 from drafts.merge_config import MergeConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import eos_ids
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling import Sampling
 from eval import measure
@@ -50,8 +49,7 @@ def _chosen(config: MergeConfig) -> tuple[list[str], dict[str, float]]:
     prompts = read_prompts(config.greedy, pair.tokenizer, limit=config.max_prompts).prompts
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_size": _BATCH, "seed": 0}
     sampling = Sampling(temperature=1.0)
-    answers = measure.baseline(pair.target, prompts, sampling, eos_ids(pair.target), **options)
-    rows = [row for row in measure.continuations(prompts, answers) if row.output_ids]
+    rows = [row for row in measure.answers(pair.target, prompts, sampling, **options) if row.output_ids]
 
     def alphas(models: Mapping[str, PreTrainedModel]) -> dict[str, float]:
         read = measure_alphas(pair.target, models, rows, sampling, batch_size=_BATCH)

@@ -69,6 +69,11 @@ class ResolvedSampling:
         return f"{values} from the target's generation_config.json" if values else ""
 
 
+def sampling_options(config: Any) -> dict[str, Any]:
+    """Of the options of a command, those that `resolve_sampling` takes."""
+    return {key: getattr(config, key) for key in _SAMPLING}
+
+
 def resolve_sampling(
     name: str,
     target: Configured,

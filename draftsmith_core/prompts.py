@@ -209,6 +209,11 @@ def read_prompts(
     return PromptSet(source, tuple(prompts), tuple(skipped), rows, more, reader.from_text)
 
 
+def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
+    """All runs of `length` tokens of a prompt."""
+    return {tuple(ids[start : start + length]) for start in range(len(ids) - length + 1)}
+
+
 def content_id(ids: Sequence[int]) -> str:
     """The id of a prompt that has none of its own: its `prompt_hash`, as 16 hex digits."""
     return f"{prompt_hash(ids):016x}"

@@ -6,7 +6,7 @@ difference is over those, paired; else over each one's own prompts, drawn indepe
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +68,7 @@ def compare(first: Results, second: Results, *, bootstrap: int = 2000, seed: int
         ours, theirs = _cells(first, second, figure), _cells(second, first, figure)
         rows = [_row(figure, key, ours[key], theirs[key], bootstrap, seed) for key in ours if key in theirs]
         clear = signs([bounds(row.difference) for row in rows])
-        found += [Compared(**{**row.__dict__, "sign": sign}) for row, sign in zip(rows, clear, strict=True)]
+        found += [replace(row, sign=sign) for row, sign in zip(rows, clear, strict=True)]
     if not found:
         have = [
             f"{', '.join(r.drafts)} on {', '.join(r.domains())} at T = {', '.join(f'{t:g}' for t in r.temperatures)}"

@@ -1,14 +1,14 @@
 """From what `eval.diagnose` kept to rows of results.json: gains by kind of position, calibration, tokens."""
 
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from draftsmith_core.prompts import Prompt
+from draftsmith_core.prompts import token_runs
 from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, bounds, difference, estimate, interval, signs
 from eval.diagnose import BINS, Diagnosis
@@ -85,25 +85,18 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     where: dict[tuple[int, ...], set[int]] = defaultdict(set)
     known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
     for index, prompt in enumerate(known):
-        for gram in _ngrams(prompt):
+        for gram in token_runs(prompt.ids, NGRAM):
             where[gram].add(index)
     places = {id(prompt): index for index, prompt in enumerate(known)}
     found: dict[str, list[float]] = {}
     for suite in suites:
         found[suite.name] = []
         for prompt in suite.prompts:
-            shared: dict[int, int] = defaultdict(int)
-            grams = _ngrams(prompt)
-            for gram in grams:
-                for index in where.get(gram, ()):
-                    shared[index] += 1
+            grams = token_runs(prompt.ids, NGRAM)
+            shared = Counter(index for gram in grams for index in where.get(gram, ()))
             shared.pop(places.get(id(prompt), -1), None)
             found[suite.name].append(max(shared.values(), default=0) / max(1, len(grams)))
     return found
-
-
-def _ngrams(prompt: Prompt) -> set[tuple[int, ...]]:
-    return {prompt.ids[start : start + NGRAM] for start in range(len(prompt.ids) - NGRAM + 1)}
 
 
 def _range(value: float, edges: Sequence[float]) -> tuple[int, str]:

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.generation_defaults import resolve_sampling
+from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main
 from draftsmith_core.provenance import command_line, provenance
@@ -118,13 +119,11 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     pair = load_pair(
         config.target,
         request.drafts,
-        device=config.device,
-        dtype=config.dtype,
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
-        trust_remote_code=config.trust_remote_code,
         tokenizer=tokenizer,
         heterogeneous_vocab=config.heterogeneous_vocab,
+        **loading(config),
     )
     for method in request.methods:
         for name, draft in pair.drafts.items():
@@ -191,14 +190,8 @@ def _with_planned_tree(
 
 def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:
     """The options with top_k, top_p and min_p as the target's generation config has them where they were left open."""
-    found = resolve_sampling(
-        config.target,
-        target,
-        temperature=max(config.temperature),
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-    )
+    options = {**sampling_options(config), "temperature": max(config.temperature)}
+    found = resolve_sampling(config.target, target, **options)
     if found.note and is_main():
         sys.stderr.write(f"eval: {found.note}\n")
     sampling = found.sampling

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from decode import PROPOSERS, Generation, SpeculativeDecoder, Tree
 from drafts.load import Draft, kind_of
+from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt
@@ -136,6 +137,13 @@ def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> l
         Continuation(prompt.id, prompt.ids, output)
         for prompt, output in zip(prompts, baseline["output_ids"], strict=True)
     ]
+
+
+def answers(
+    target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
+) -> list[Continuation]:
+    """What the target continues prompts with up to its own end tokens; `options` as `baseline` takes them."""
+    return continuations(prompts, baseline(target, prompts, sampling, eos_ids(target), **options))
 
 
 @torch.inference_mode()

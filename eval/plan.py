@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A pair, what it is planned for, and the decoders that it is timed with."""
+    """A pair, what it is planned for, and the decoders that it is timed with, with weights packed once for all."""
 
     target: PreTrainedModel
     draft: Draft
@@ -86,23 +87,16 @@ class Planner:
     batch_size: int
     max_new_tokens: int
     seed: int
-    proposer: Proposer
-    packs: Packs
 
-    @staticmethod
-    def of(
-        target: PreTrainedModel,
-        draft: Draft,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        batch_size: int,
-        max_new_tokens: int,
-        seed: int,
-    ) -> "Planner":
-        """With weights packed once for all decoders."""
-        proposer = PROPOSERS[kind_of(draft)].make(draft)
-        return Planner(target, draft, prompts, sampling, batch_size, max_new_tokens, seed, proposer, Packs(target))
+    @cached_property
+    def proposer(self) -> Proposer:
+        """Of the draft's kind."""
+        return PROPOSERS[kind_of(self.draft)].make(self.draft)
+
+    @cached_property
+    def packs(self) -> Packs:
+        """The target's weights."""
+        return Packs(self.target)
 
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
         """ValueError where the draft cannot draft this shape."""
@@ -125,16 +119,8 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     started = time.perf_counter()
     prompts, sampling = planner.prompts, planner.sampling
     advance(1, "the target's answers")
-    answers = measure.baseline(
-        planner.target,
-        prompts,
-        sampling,
-        eos_ids(planner.target),
-        max_new_tokens=planner.max_new_tokens,
-        batch_size=TEXT_BATCH,
-        seed=planner.seed,
-    )
-    rows = measure.continuations(prompts, answers)
+    options = {"max_new_tokens": planner.max_new_tokens, "batch_size": TEXT_BATCH, "seed": planner.seed}
+    rows = measure.answers(planner.target, prompts, sampling, **options)
     positions = sum(len(row.output_ids) for row in rows)
     ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS * 2 or sampling.greedy else FEW_RANKS
     deepest = depth_limit(planner.draft)

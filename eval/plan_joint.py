@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode import Tree
+from decode.tree import tree_of_paths
 from decode.tree_spec import kary
 
 Floats = NDArray[np.float64]
@@ -73,18 +74,13 @@ class JointRuns:
             if value >= 0:
                 break
             chosen.append(path)
-            trees.append(_tree(chosen))
+            trees.append(tree_of_paths(chosen))
             if path[-1] + 1 < self.ranks:
                 after = (*path[:-1], path[-1] + 1)
                 heapq.heappush(waiting, (-self.value(after), after))
             if len(path) < depth:
                 heapq.heappush(waiting, (-self.value((*path, 0)), (*path, 0)))
         return trees
-
-
-def _tree(paths: list[Path]) -> Tree:
-    order = {path: number for number, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
-    return Tree(tuple(order[path[:-1]] if len(path) > 1 else -1 for path in order))
 
 
 def kary_space(nodes: int, depth: int, ranks: int) -> dict[str, Tree]:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from drafts.load import Draft, kind_of, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling
+from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import write_json_atomic
+from draftsmith_core.model_options import loading
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.provenance import provenance
@@ -38,11 +39,9 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     pair = load_pair(
         config.target,
         {"draft": config.draft},
-        device=config.device,
-        dtype=config.dtype,
         quantize=config.quantize,
-        trust_remote_code=config.trust_remote_code,
         tokenizer=tokenizer,
+        **loading(config),
     )
     draft = pair.drafts["draft"]
     # A step that is timed stands behind two thirds of a prompt and its answer, and goes on from there.
@@ -54,18 +53,11 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         sys.stderr.write(f"plan: {long} prompts skipped: longer than the {room} tokens that leave room\n")
     if not prompts:
         raise InputError(f"--prompts {config.prompts}: none fits {room} tokens; lower --max_new_tokens")
-    found = resolve_sampling(
-        config.target,
-        pair.target,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-    )
+    found = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if found.note:
         sys.stderr.write(f"plan: {found.note}\n")
     try:
-        planner = Planner.of(
+        planner = Planner(
             pair.target,
             draft,
             prompts,
@@ -101,7 +93,7 @@ def plan_now(
 ) -> dict[str, Any]:
     """A plan made on the spot, on the first prompts and with short answers, for `--tree auto`."""
     few, tokens = prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, max_new_tokens))
-    planner = Planner.of(target, draft, few, sampling, batch_size=batch_size, max_new_tokens=tokens, seed=seed)
+    planner = Planner(target, draft, few, sampling, batch_size=batch_size, max_new_tokens=tokens, seed=seed)
     with progress("plan", STEPS) as advance:
         return plan_pair(planner, confirm_prompts=len(few), advance=advance)
 

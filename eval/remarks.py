@@ -16,7 +16,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import is_main
-from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes
+from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from eval.config import EvalConfig
 from eval.schema import ModelRow, Remark, SpeedConditions
 from eval.suites import Suite
@@ -86,22 +86,18 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
     """Those of `others` that share at least `SIMILAR` of their token 5-grams with one of `known`."""
-    shingles = [_shingles(prompt) for prompt in known]
+    shingles = [token_runs(prompt.ids, SHINGLE) for prompt in known]
     where: dict[tuple[int, ...], list[int]] = {}
     for index, found in enumerate(shingles):
         for shingle in found:
             where.setdefault(shingle, []).append(index)
     near = []
     for prompt in others:
-        own = _shingles(prompt)
+        own = token_runs(prompt.ids, SHINGLE)
         shared = Counter(index for shingle in own for index in where.get(shingle, ()))
         if any(count / (len(own) + len(shingles[index]) - count) >= SIMILAR for index, count in shared.items()):
             near.append(prompt)
     return near
-
-
-def _shingles(prompt: Prompt) -> set[tuple[int, ...]]:
-    return {prompt.ids[start : start + SHINGLE] for start in range(len(prompt.ids) - SHINGLE + 1)}
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:

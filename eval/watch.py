@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from drafts.load import Draft, draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError, RequirementError
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.prompt_rows import whole
 from draftsmith_core.prompts import check_messages, check_tools
@@ -76,13 +77,7 @@ def watch(config: WatchConfig) -> dict[str, Any]:
         raise InputError(f"--watch {log}: no such file; name a .jsonl file that requests and responses are written to")
     baseline = read_baseline(config)
     target_row, draft_row = (baseline.results.document["models"][name] for name in ("target", baseline.draft))
-    pair = load_pair(
-        target_row["name"],
-        {baseline.draft: draft_row["name"]},
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    pair = load_pair(target_row["name"], {baseline.draft: draft_row["name"]}, **loading(config))
     draft = pair.drafts[baseline.draft]
     for row, model in ((target_row, pair.target), (draft_row, draft)):
         if draft_fingerprint(model) != row["fingerprint"]:

@@ -71,10 +71,7 @@ class RouterProposer(Proposer):
 
     def record(self) -> list[dict[str, int | float | None]]:
         """By draft: the steps of rows that it drafted so far, and tokens per step."""
-        return [
-            {"steps": arm.all_steps, "tokens_per_step": arm.all_tokens / arm.all_steps if arm.all_steps else None}
-            for arm in self.bandit.arms
-        ]
+        return [arm.record() for arm in self.bandit.arms]
 
 
 class RouterSession:

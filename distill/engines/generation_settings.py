@@ -3,23 +3,17 @@
 from transformers import GenerationConfig
 
 from distill.config import DistillConfig
-from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling
+from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling, sampling_options
 from draftsmith_core.models import end_tokens
 from draftsmith_core.tokenization import Tokenizer
 
 
 def sampling_of(config: DistillConfig, target: Configured) -> ResolvedSampling:
     """What the options give, and for those that are left open the target's generation config, else temperature 1."""
-    mixture = [temperature for temperature, _ in config.mixture()]
-    return resolve_sampling(
-        config.target,
-        target,
-        temperature=max(mixture) if mixture else config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        default_temperature=1.0,
-    )
+    options = sampling_options(config)
+    if mixture := [temperature for temperature, _ in config.mixture()]:
+        options["temperature"] = max(mixture)
+    return resolve_sampling(config.target, target, **options, default_temperature=1.0)
 
 
 class GenerationSettings:

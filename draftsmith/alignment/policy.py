@@ -25,7 +25,7 @@ from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.model_options import loading
-from draftsmith_core.models import dtype_name, eos_ids
+from draftsmith_core.models import dtype_name
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
@@ -64,8 +64,8 @@ def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> 
     """What the target writes by itself at temperature 1: `count` texts of at most `max_new_tokens`."""
     prompts = read_prompts(f"self:{count}", pair.tokenizer).prompts
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": 16, "seed": seed}
-    written = measure.baseline(pair.target, prompts, Sampling(temperature=1.0), eos_ids(pair.target), **options)
-    return [row for row in measure.continuations(prompts, written) if row.output_ids]
+    written = measure.answers(pair.target, prompts, Sampling(temperature=1.0), **options)
+    return [row for row in written if row.output_ids]
 
 
 def heldout_answers(distilled: str, max_length: int, fraction: float) -> list[Continuation]:

@@ -18,6 +18,7 @@ from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.outputs import Output, OutputRequest, Settings
 from draftsmith.pair import Decoding, Pair, load_pair
 from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import sampling_options
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import resolve_device
@@ -61,13 +62,12 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
     require_single_process("decode")
     pair, decoding = _load(config)
     if not decoding.lossless and decoding.method is not None:
-        print(
-            f"draftsmith decode: warning: verifier {decoding.method.verifier.name} is lossy; "
-            f"above temperature 0 the outputs do not follow the target's distribution",
-            file=sys.stderr,
+        _say(
+            f"warning: verifier {decoding.method.verifier.name} is lossy; above temperature 0 the outputs do not "
+            f"follow the target's distribution"
         )
     prompts = _prompts(config, pair)
-    sampling = pair.sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+    sampling = pair.sampling(**sampling_options(config))
     settings = pair.settings(
         sampling.sampling,
         max_new_tokens=config.max_new_tokens,
@@ -76,16 +76,14 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         ignore_eos=config.ignore_eos,
     )
     if isinstance(decoding.decoder.tree, OnlineTrees) and not sampling.sampling.greedy:
-        print(
-            f"draftsmith decode: {config.tree} chooses by the clock what is drafted: above temperature 0 another run "
-            f"with this seed draws other outputs from the same distribution",
-            file=sys.stderr,
+        _say(
+            f"{config.tree} chooses by the clock what is drafted: above temperature 0 another run with this seed draws "
+            f"other outputs from the same distribution"
         )
     if decoding.method is not None and decoding.method.proposer == "router" and not sampling.sampling.greedy:
-        print(
-            "draftsmith decode: router learns from request to request: above temperature 0 an output depends on those "
-            "before it, and a run that was interrupted goes on with other draws of the same distribution",
-            file=sys.stderr,
+        _say(
+            "router learns from request to request: above temperature 0 an output depends on those before it, and a "
+            "run that was interrupted goes on with other draws of the same distribution"
         )
     requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
     work = DecodeRun(config, pair, decoding, settings, requests)
@@ -100,9 +98,12 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
     return summary, in_words(summary, streamed)
 
 
+def _say(line: str) -> None:
+    print(f"draftsmith decode: {line}", file=sys.stderr)
+
+
 def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     """The pair and its decoder; what can be refused from the options and small files is refused before loading."""
-
     if config.compile and resolve_device(config.device).type != "cuda":
         raise InputError("compile: CUDA graphs need a CUDA device, and there is none here; leave it out")
     kinds = {}
@@ -114,7 +115,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     if config.tree == "auto" and (len(config.draft) != 1 or config.proposer is not None):
         raise InputError("tree: auto plans for one --draft, without --proposer; name one, or write a tree")
     if method is None and tree is not None and planned_without_a_draft(tree):
-        print(f"draftsmith decode: {tree}: no draft is faster here, so the target decodes alone", file=sys.stderr)
+        _say(f"{tree}: no draft is faster here, so the target decodes alone")
         tree = None
     drafts = config.draft if method is not None else []
     if method is not None and drafts and PROPOSERS[method.proposer].needs not in ("models", "head"):
@@ -149,7 +150,7 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     from eval.plan import planned_tree
     from eval.plan_run import plan_now, planned_now
 
-    sampling = pair.sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+    sampling = pair.sampling(**sampling_options(config))
     (draft,) = pair.drafts.values()
     found = plan_now(
         pair.target,
@@ -160,21 +161,15 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    print(f"draftsmith decode: {planned_now(found)}; `draftsmith plan` keeps a plan", file=sys.stderr)
+    _say(f"{planned_now(found)}; `draftsmith plan` keeps a plan")
     return None if found["pays"] is False else planned_tree(found)
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
-
     room = pair.room(config.max_new_tokens)
     if config.prompts is not None:
-        return read_prompts(
-            config.prompts,
-            pair.tokenizer,
-            prompt_tokens=config.prompt_tokens,
-            max_tokens=room,
-            limit=config.max_prompts,
-        )
+        limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
+        return read_prompts(config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     assert config.prompt is not None
     chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
@@ -183,16 +178,12 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     if room is not None and len(ids) > room:
         raise InputError(f"--prompt: has {len(ids)} tokens, more than the {room} that fit")
     if chat:
-        print(
-            "draftsmith decode: --prompt is asked as a user's turn of the chat template; --raw continues it",
-            file=sys.stderr,
-        )
+        _say("--prompt is asked as a user's turn of the chat template; --raw continues it")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
 def _outputs(work: DecodeRun, finished: int = 0) -> Iterator[Output]:
     """Outputs of all requests from `finished` on, in order, batch by batch."""
-
     size = work.config.batch_size
     with progress("decode", len(work.requests), finished) as advance:
         for start in range(finished, len(work.requests), size):
@@ -203,7 +194,6 @@ def _outputs(work: DecodeRun, finished: int = 0) -> Iterator[Output]:
 
 def _identity(work: DecodeRun, prompts: PromptSet) -> str:
     """What a run that was interrupted must agree in with the one that continues it."""
-
     options = {key: value for key, value in dataclasses.asdict(work.config).items() if key not in _NOT_IDENTITY}
     options |= dataclasses.asdict(work.settings.sampling)
     return hash_json([options, prompts.digest, work.decoding.identity()])
@@ -211,7 +201,6 @@ def _identity(work: DecodeRun, prompts: PromptSet) -> str:
 
 def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:
     """Outputs go to `.OUT.partial` batch by batch; their rows become OUT at the end. A killed run continues it."""
-
     partial = out.with_name(f".{out.name}.partial")
     with hold(out, file=True), keeping(lambda: partial.is_file() and len(partial.read_bytes().splitlines()) > 1):
         outputs = _finished(partial, identity, work.config.batch_size)
