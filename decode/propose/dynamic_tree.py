@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode.propose.network import Frontier, Network
+from decode.propose.network import Frontier, Network, NetworkSession
 from decode.propose.protocol import Outcome, Proposal
 from decode.runner import Block
 from decode.tree import DynamicTree
@@ -22,7 +22,7 @@ from decode.tree_batch import grow_batch
 from draftsmith_core.sampling import Sampling, probs
 
 
-class DynamicTreeSession:
+class DynamicTreeSession(NetworkSession):
     """A network drafting trees of its own shape for the rows of one `generate` call."""
 
     def __init__(self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device) -> None:
@@ -80,14 +80,6 @@ class DynamicTreeSession:
             for path, row, number in zip(outcome.paths, candidates, numbers, strict=True)
         ]
         self.network.commit(expanded, outcome)
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self.network.select_rows(rows)
-
-    def join(self, other: "DynamicTreeSession") -> None:
-        """Take the rows of another session behind this one's."""
-        self.network.join(other.network)
 
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The `beam` best tokens below each node and their log-confidences, from logits `[B, ..., 1, V]`; the node

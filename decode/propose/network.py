@@ -76,6 +76,20 @@ class Network(Protocol):
         """Take the rows of another network of the same kind behind this one's."""
 
 
+class NetworkSession:
+    """A session whose rows are those of one network."""
+
+    network: Network
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self.network.select_rows(rows)
+
+    def join(self, other: "NetworkSession") -> None:
+        """Take the rows of another session behind this one's."""
+        self.network.join(other.network)
+
+
 def _forget(*tensors: Tensor) -> None:
     return
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.bandit import Bandit
-from decode.propose.network import Network
+from decode.propose.network import Network, NetworkSession
 from decode.propose.protocol import Outcome, Proposal, Session
 from decode.tree import Tree
 from decode.tree_batch import TreeBatch
@@ -22,7 +22,7 @@ from decode.tree_batch import TreeBatch
 clock: Callable[[], float] = time.perf_counter
 
 
-class OnlineSession:
+class OnlineSession(NetworkSession):
     """The sessions of all arms over one network, whose cache they share; arm 0 drafts nothing."""
 
     def __init__(
@@ -60,14 +60,10 @@ class OnlineSession:
             self.network.skip(outcome)
             self._behind = True
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self.network.select_rows(rows)
-
-    def join(self, other: "OnlineSession") -> None:
+    def join(self, other: NetworkSession) -> None:
         """Take the rows of another session behind this one's. The step timed with their prefill is left out."""
         if self._behind:
             self.network.catch_up()
             self._behind = False
-        self.network.join(other.network)
+        super().join(other)
         self._emitted = None

@@ -117,7 +117,7 @@ class RouterSession:
         self.rows += other.rows
         for number, (session, theirs) in enumerate(zip(self.sessions, other.sessions, strict=True)):
             self._catch_up(number)
-            session.join(theirs)  # type: ignore[arg-type]
+            session.join(theirs)
 
     def _catch_up(self, number: int) -> None:
         if self._behind[number]:

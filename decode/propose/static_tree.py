@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode.propose.drafting_plan import DraftingPlan, Level
-from decode.propose.network import Frontier, Network
+from decode.propose.network import Frontier, Network, NetworkSession
 from decode.propose.protocol import Outcome, Proposal
 from decode.tree import Drawing
 from decode.tree_batch import TreeBatch, grow_batch
@@ -42,7 +42,7 @@ class Grown(NamedTuple):
     inputs_Be: Tensor | None
 
 
-class StaticTreeSession:
+class StaticTreeSession(NetworkSession):
     """A network drafting one static tree for the rows of one `generate` call."""
 
     def __init__(
@@ -193,14 +193,6 @@ class StaticTreeSession:
     def _number(self, node: int) -> int | None:
         number = self.plan.number_of[node]
         return number if number is not None and number < self._forwarded else None
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self.network.select_rows(rows)
-
-    def join(self, other: "StaticTreeSession") -> None:
-        """Take the rows of another session behind this one's."""
-        self.network.join(other.network)
 
     def _draw(self, logits_BeV: Tensor, level: Level, u_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Children of the expanded nodes of one depth, `[B, e, K]`, -1 for those that do not exist, and q."""

@@ -1,8 +1,9 @@
 """Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
 
 This module needs no torch, so that help texts and option checks can read the table at once; the code of a rule is
-imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)` in a file of this package and enter
-it in the table. A rule of your own need not be in the table: pass a `Verifier` to `SpeculativeDecoder`.
+imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of
+this package and enter it in the table. A rule of your own need not be in the table: pass a `Verifier` to
+`SpeculativeDecoder`.
 
 Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -84,14 +85,16 @@ class Verifier:
 
 
 def _in(module: str) -> Rule:
-    """The function `verify` of a module of this package, imported when it is first called."""
-
-    found: list[Rule] = []
+    """The function `verify` of a module of this package, imported when it is first called; that of `exact` in its place
+    at temperature 0, where every rule comes to it.
+    """
+    found: dict[str, Rule] = {}
 
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
-        if not found:
-            found.append(import_module(f"decode.verify.{module}").verify)
-        return found[0](proposal, p_BMV, u_BU)
+        name = "exact" if u_BU is None else module
+        if name not in found:
+            found[name] = import_module(f"decode.verify.{name}").verify
+        return found[name](proposal, p_BMV, u_BU)
 
     return run
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.exact import verify as exact
 from decode.verify.tree_walk import Verdict, chain_nodes, finish, hit_by_target, walk
 from draftsmith_core.sampling import draw
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Accept the longest prefix that passes its own test; what comes before need not have passed.
 
     w(0) = 1 and w(i) = min(1, w(i - 1) p(x)/q(x)) for the i-th token x. Prefix i passes with the
@@ -22,8 +21,6 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     norm((w p - q)+), and at the end of the chain from p. A deterministic chain has one-hot q, for which the
     rule is `exact`.
     """
-    if u_BU is None:
-        return exact(proposal, p_BMV, None)
     tree, rows, depth = proposal.tree, p_BMV.shape[0], proposal.tree.depth
     if proposal.q_BEV is None or depth == 0:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)

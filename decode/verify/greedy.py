@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.exact import verify as exact
 from decode.verify.tree_walk import Node, Verdict, draw_rank, known_empty, residual, walk
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """At each node one step of speculative sampling for the drawn child; at its refusal a draw from norm((p - r)+),
     which may hit a top child and then accepts it. r is what the drawn child was drawn from: q without the top tokens,
     renormalised. With one child per node this is speculative sampling.
     """
-    if u_BU is None:
-        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, decide_at_node, per_node=2)
 
 

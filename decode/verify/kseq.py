@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.exact import verify as exact
 from decode.verify.tree_walk import Node, Verdict, first, known_empty, walk
 
 HALVINGS = 20  # of [1, k]; rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance, never exactness
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Accept the first child with u < p(x) / (rho q(x)); when none is, draw from p less what acceptance has taken.
 
     With beta = sum min(q, p / rho), the chance that one child is accepted, k children accept x with probability
@@ -22,8 +21,6 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     negative when g <= rho; the smallest such rho accepts most, at least 1 - 1/e of the best possible. k counts the
     children on offer; for one this is speculative sampling.
     """
-    if u_BU is None:
-        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, decide_at_node, per_node=None)
 
 

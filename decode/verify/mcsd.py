@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.exact import verify as exact
 from decode.verify.tree_walk import Node, Rows, Verdict, hit_by_target, known_empty, residual, rows_of, walk
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Try the children of each node in drawing order, from the root down.
 
     Child x is accepted with probability min(1, p(x)/q(x)). At a refusal p becomes norm((p - q)+), and x leaves q, which
     is renormalised: the next sibling was drawn from that. When all are refused the token is drawn from what p has
     become; at a leaf, from the target's distribution there. A deterministic child counts as q(x) = 1.
     """
-    if u_BU is None:
-        return exact(proposal, p_BMV, None)
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
     return walk(proposal, p_BMV, u_BU, lambda node: try_in_turn(node, replacement=False), per_node=None)

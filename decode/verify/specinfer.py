@@ -6,16 +6,13 @@ arXiv 2401.06706).
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.exact import verify as exact
 from decode.verify.mcsd import try_in_turn
 from decode.verify.tree_walk import Verdict, walk
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Try the children of each node in drawing order: child x drawn from q is accepted with probability
     min(1, p(x)/q(x)), and at a refusal p becomes norm((p - q)+). q stays as it is, and a repeated token is refused
     again.
     """
-    if u_BU is None:
-        return exact(proposal, p_BMV, None)
     return walk(proposal, p_BMV, u_BU, lambda node: try_in_turn(node, replacement=True), per_node=None)

@@ -14,13 +14,13 @@ from decode.verify.tree_walk import Verdict, chain_nodes, finish, known_empty, r
 from draftsmith_core.sampling import draw
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Accept token x with probability min(1, p(x)/q(x)); at the first refusal draw from norm((p - q)+).
 
     After a fully accepted chain the last token is drawn from p. All depths are tested at once.
     """
-    if u_BU is None or proposal.tree.depth == 0:
-        return exact(proposal, p_BMV, None if u_BU is None else u_BU[:, -1:])
+    if proposal.tree.depth == 0:
+        return exact(proposal, p_BMV, u_BU[:, -1:])
     tree, rows, depth = proposal.tree, p_BMV.shape[0], proposal.tree.depth
     u_BU = u_BU.to(p_BMV.device)
     rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)

@@ -16,13 +16,13 @@ EPSILON = 0.09  # no token of at least this probability is refused
 DELTA = 0.3  # at high entropy the bound falls to delta exp(-entropy); delta = sqrt(epsilon), as in the paper
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Child x is plausible when p(x) > min(epsilon, delta exp(-H(p))). The longest path of plausible tokens is
     accepted, the one most probable under the target among equals, and the next token is drawn from p at its end.
 
     At temperature 0 p is one-hot, and only the most probable token is plausible: plain token equality.
     """
-    if u_BU is None or proposal.tree.depth == 0:
+    if proposal.tree.depth == 0:
         return exact(proposal, p_BMV, u_BU)
     tree, tokens_BM = proposal.tree, proposal.tokens_BM
     rows = len(tokens_BM)

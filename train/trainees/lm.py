@@ -3,7 +3,7 @@
 Legend: B rows, T tokens, N valid response tokens, M selected ones of them, H hidden size, V vocabulary.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -93,112 +93,79 @@ class LMTrainee(nn.Module):
             drafted_N = tokens_N < len(self.ids_D)
             weights_N = drafted_N.float() if self.objective.reads_tokens else None
             tokens_N = tokens_N.clamp_max(len(self.ids_D) - 1)
+        valid = _ValidTokens(rows_N, tokens_N, hidden_NH, teacher, weights_N)
         if self.reference is not None:
-            sums = self._selected(self.reference, batch, hidden_NH, teacher, rows_N, tokens_N)
+            sums = self._selected(valid, batch, self.reference)
         elif self.training and self.domain_scale_K is not None:
-            sums = self._by_domain(batch, hidden_NH, teacher, rows_N, tokens_N, weights_N, self.domain_scale_K)
+            sums = self._by_domain(valid, batch, self.domain_scale_K)
         elif self.objective.depth is not None:
-            sums = self._of_drafts(hidden_NH, teacher, tokens_N, _sequences(batch)[rows_N], self.objective.depth)
+            sums = self._of_drafts(valid, batch, self.objective.depth)
         else:
-            sums = self._projected(hidden_NH, teacher, tokens_N, self.objective, weights_N)
+            sums = self._projected(valid, self.objective)
         if self.anchor is None or self.anchor_objective is None:
             return sums
         before = replace(self.anchor.projection, rows_D=self.ids_D)
         base = LiveTeacher(self._states(self.anchor, batch, rows_N), before)
-        kept = self._projected(hidden_NH, base, tokens_N, self.anchor_objective, alpha=False)
+        kept = self._projected(replace(valid, teacher=base, weights_N=None), self.anchor_objective, alpha=False)
         return replace(sums, loss=sums.loss + kept.loss)
 
     def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
         return _at(frozen.read(batch, self.training)[1], rows_N)
 
-    def _measures(
-        self, hidden_NH: Tensor, projection: OutputProjection, teacher: Teacher | None, tokens_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return token_measures(hidden_NH, projection, teacher, tokens_N, self.objective, self.chunk)
+    def _measures(self, valid: "_ValidTokens", projection: OutputProjection) -> tuple[Tensor, Tensor, Tensor]:
+        return token_measures(valid.hidden_NH, projection, valid.teacher, valid.tokens_N, self.objective, self.chunk)
 
-    def _projected(
-        self,
-        hidden_NH: Tensor,
-        teacher: Teacher | None,
-        tokens_N: Tensor,
-        objective: Objective,
-        weights_N: Tensor | None = None,
-        alpha: bool = True,
-    ) -> LossSums:
-        weight_VH, bias_V = self.projection.weight_VH, self.projection.bias_V
+    def _projected(self, valid: "_ValidTokens", objective: Objective, alpha: bool = True) -> LossSums:
         return projected(
-            hidden_NH, weight_VH, bias_V, teacher, tokens_N, weights_N, objective, self.chunk, self.projection, alpha
+            valid.hidden_NH,
+            self.projection.weight_VH,
+            self.projection.bias_V,
+            valid.teacher,
+            valid.tokens_N,
+            valid.weights_N,
+            objective,
+            self.chunk,
+            self.projection,
+            alpha,
         )
 
-    def _by_domain(
-        self,
-        batch: Batch,
-        hidden_NH: Tensor,
-        teacher: Teacher | None,
-        rows_N: Tensor,
-        tokens_N: Tensor,
-        weights_N: Tensor | None,
-        scale_K: Tensor,
-    ) -> LossSums:
+    def _by_domain(self, valid: "_ValidTokens", batch: Batch, scale_K: Tensor) -> LossSums:
         """Each domain's tokens as much as they count in this step; and each domain's loss, by which that changes."""
         assert batch.domains_B is not None
-        losses_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
-        if weights_N is None:
-            weights_N = torch.ones_like(losses_N)
+        losses_N, *measured = self._measures(valid, self.projection)
+        weights_N = torch.ones_like(losses_N) if valid.weights_N is None else valid.weights_N
         losses_N = losses_N * weights_N
-        domain_N = batch.domains_B[rows_N // batch.labels_BT.shape[1]]
+        domain_N = batch.domains_B[valid.rows_N // batch.labels_BT.shape[1]]
         losses_K = torch.zeros(len(scale_K), dtype=torch.float64, device=losses_N.device)
         losses_K.index_add_(0, domain_N, losses_N.double())
-        weights_N = weights_N * scale_K[domain_N].to(losses_N.dtype)
-        sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
+        sums = self._weighted(valid, weights_N * scale_K[domain_N].to(losses_N.dtype), *measured)
         return replace(sums, domain_loss_K=losses_K)
 
-    def _of_drafts(
-        self, hidden_NH: Tensor, teacher: Teacher | None, tokens_N: Tensor, sequence_N: Tensor, depth: int
-    ) -> LossSums:
+    def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
         """The loss of whole drafts: `tvd` of every token, with what the tokens around it make it worth."""
-        tvd_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
-        loss_N, weights_N = draft_losses(1 - tvd_N, sequence_N, depth)
-        sums = self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
+        tvd_N, *measured = self._measures(valid, self.projection)
+        loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
+        sums = self._weighted(valid, weights_N, *measured)
         return replace(sums, loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
 
-    def _weighted(
-        self,
-        hidden_NH: Tensor,
-        teacher: Teacher | None,
-        tokens_N: Tensor,
-        weights_N: Tensor,
-        alpha_N: Tensor,
-        missing_N: Tensor,
-    ) -> LossSums:
-        """Sums in which only tokens with a weight have a loss; alpha is over all of them."""
-        kept_M = weights_N.nonzero().squeeze(1)
-        kept = None if teacher is None else teacher.select(kept_M)
-        sums = self._projected(
-            hidden_NH[kept_M], kept, tokens_N[kept_M], self.objective, weights_N[kept_M], alpha=False
-        )
-        count = torch.tensor(len(tokens_N), device=hidden_NH.device)
-        alpha = alpha_N.sum()
-        measured = count if teacher is not None else torch.zeros_like(count)
-        missing = missing_N.sum() if is_partial(teacher) else None
-        return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
-
-    def _selected(
-        self,
-        reference: FrozenTarget,
-        batch: Batch,
-        hidden_NH: Tensor,
-        teacher: Teacher | None,
-        rows_N: Tensor,
-        tokens_N: Tensor,
-    ) -> LossSums:
+    def _selected(self, valid: "_ValidTokens", batch: Batch, reference: FrozenTarget) -> LossSums:
         """The loss of the tokens that AdaSPEC selects; alpha is over all valid tokens."""
-        losses_N, alpha_N, missing_N = self._measures(hidden_NH, self.projection, teacher, tokens_N)
-        reference_NH = self._states(reference, batch, rows_N)
-        reference_N, _, _ = self._measures(reference_NH, reference.projection, teacher, tokens_N)
+        losses_N, *measured = self._measures(valid, self.projection)
+        of_reference = replace(valid, hidden_NH=self._states(reference, batch, valid.rows_N))
+        reference_N, *_ = self._measures(of_reference, reference.projection)
         assert self.objective.keep is not None
-        weights_N = adaspec_weights(losses_N - reference_N, _sequences(batch)[rows_N], self.objective.keep)
-        return self._weighted(hidden_NH, teacher, tokens_N, weights_N, alpha_N, missing_N)
+        sequence_N = _sequences(batch)[valid.rows_N]
+        weights_N = adaspec_weights(losses_N - reference_N, sequence_N, self.objective.keep)
+        return self._weighted(valid, weights_N, *measured)
+
+    def _weighted(self, valid: "_ValidTokens", weights_N: Tensor, alpha_N: Tensor, missing_N: Tensor) -> LossSums:
+        """Sums in which only tokens with a weight have a loss; alpha is over all of them."""
+        sums = self._projected(valid.with_weights(weights_N), self.objective, alpha=False)
+        count = torch.tensor(len(valid.tokens_N), device=valid.tokens_N.device)
+        alpha = alpha_N.sum()
+        measured = count if valid.teacher is not None else torch.zeros_like(count)
+        missing = missing_N.sum() if is_partial(valid.teacher) else None
+        return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:
@@ -212,6 +179,27 @@ class LMTrainee(nn.Module):
             return batch.stored
         # A row beyond the last is one of a token that the draft does not have.
         return replace(batch.stored, top_ids_NK=draft_rows(self.ids_D, batch.stored.top_ids_NK))
+
+
+@dataclass(frozen=True, eq=False)
+class _ValidTokens:
+    """The valid tokens of a batch: their places in it, the draft's states there, the teacher, and what each token's
+    loss is multiplied with (None for 1).
+    """
+
+    rows_N: Tensor
+    tokens_N: Tensor
+    hidden_NH: Tensor
+    teacher: Teacher | None
+    weights_N: Tensor | None
+
+    def with_weights(self, weights_N: Tensor) -> "_ValidTokens":
+        """Those that have a weight, with it."""
+        kept_M = weights_N.nonzero().squeeze(1)
+        teacher = None if self.teacher is None else self.teacher.select(kept_M)
+        return _ValidTokens(
+            self.rows_N[kept_M], self.tokens_N[kept_M], self.hidden_NH[kept_M], teacher, weights_N[kept_M]
+        )
 
 
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:
