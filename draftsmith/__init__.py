@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distill.generate import distill as distill
     from distill.score_config import ScoreConfig as ScoreConfig
     from distill.score_set import score_set as score_set
-    from drafts.doctor import examine
+    from drafts.doctor import examine as doctor
     from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
@@ -50,10 +50,8 @@ if TYPE_CHECKING:
     from eval.plan_run import plan as plan
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
-    from train.losses import LOSSES
+    from train.losses import LOSSES as losses  # noqa: N811
     from train.training_run import train as train
-
-    doctor, losses = examine, LOSSES
 
 # Public name: (module, its name there). One line per name; the block above tells type checkers the same.
 _PUBLIC = {
@@ -94,7 +92,9 @@ _PUBLIC = {
     "write_set_page": ("draftsmith.set_page", "write_set_page"),
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+# Type checkers take a name for public that keeps its own; the others must stand here by themselves.
+__all__ = ["__version__", "doctor", "losses"]
+__all__ += [name for name in _PUBLIC if name not in __all__]
 
 
 if not TYPE_CHECKING:  # a type checker that saw this function would take any name for a public one
