@@ -22,7 +22,7 @@ from drafts.load import first_difference
 from drafts.merge_config import MergeConfig
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json, writing
+from draftsmith_core.io import atomic_dir, check_dir_replaceable, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.provenance import RECORD, command_line, difference, provenance, read_record
@@ -76,6 +76,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     sources = [source for source, _ in weights] + ([] if config.base is None else [config.base])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another, or delete it")
+    check_dir_replaceable(out, "--out")
     kinds = {source: head_kind(source) or "draft-lm" for source in sources}
     if len(set(kinds.values())) > 1:
         said = ", ".join(f"{source} is {kind}" for source, kind in kinds.items())

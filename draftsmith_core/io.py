@@ -135,6 +135,16 @@ def make_dir(path: Path, option: str) -> None:
         raise InputError(f"{option}: {str(path)!r} cannot be made a directory ({reason})") from None
 
 
+def check_dir_replaceable(path: Path, option: str) -> None:
+    """InputError, beginning with `option`, for a directory that `atomic_dir` cannot put in its place: the one that the
+    command runs in, or one above it, would go from under it; below a file there is none.
+    """
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise InputError(f"{option} {path}: is where this command runs, and would be replaced; name a directory in it")
+    if above := next((each for each in path.absolute().parents if each.exists() and not each.is_dir()), None):
+        raise InputError(f"{option} {path}: {above} is no directory; name another place")
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with atomic_file(path) as temporary:
@@ -176,6 +186,8 @@ def read_json_value(path: Path, what: str) -> Any:
         raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None
+    except ValueError:  # what is left to fail is a number of thousands of digits
+        raise InputError(f"{path}: holds a number of too many digits; expected {what}") from None
 
 
 def read_tree_file(path: str) -> object:

@@ -27,6 +27,11 @@ def check_types(config: Any, section: str = "") -> None:
         value = _plain(given)
         if not _fits(value, wanted):
             raise InputError(f"{section}{key}: expected {_in_words(wanted)}, got {given!r}")
+        if key == "out" and isinstance(value, str) and not value.strip():
+            raise InputError(f"--out {value!r}: is empty; name where to write")
+        if key == "out" and isinstance(value, str) and value.startswith("~"):
+            # Python's own files would lie in a directory named ~, Parquet's in the home directory.
+            raise InputError(f"--out {value}: the shell has not expanded ~; write a space before it, or the whole path")
         if is_dataclass(value):
             check_types(value, f"{section}{key}.")
         elif value is not given:

@@ -152,7 +152,7 @@ def _is_option(word: str) -> bool:
 def _scalar(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (ValueError, yaml.YAMLError):  # 2026-02-30 is read as a day, and is none
         return text
 
 
@@ -200,6 +200,12 @@ def _keys(node: yaml.MappingNode, name: str, prefix: str, types: dict[str, Any])
             places |= _keys(value_node, name, f"{key}.", types)
         elif key not in types:
             raise InputError(f"{where}: {key}: unknown key{_nearest(key, list(types))}")
+        else:
+            try:
+                yaml.constructor.SafeConstructor().construct_document(value_node)
+            except (ValueError, yaml.YAMLError) as error:  # 2026-02-30 is read as a day, and is none
+                reason = getattr(error, "problem", None) or str(error).partition(";")[0]
+                raise InputError(f"{where}: {key}: cannot be read ({reason}); put text in quotes") from None
         places[key] = where
     return places
 

@@ -73,6 +73,8 @@ def _stored_row(record: Record, source: str) -> dict[str, Any]:
             raise InputError(f"{where}: nested too deeply to be a row") from None
         except json.JSONDecodeError as error:
             raise InputError(f"{where}: not valid JSON ({error.msg}); write one object a line") from None
+        except ValueError:  # what is left to fail is a number of thousands of digits
+            raise InputError(f"{where}: holds a number of too many digits; shorten it, or write it as text") from None
         if not isinstance(row, dict):
             raise InputError(f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}")
     return row

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,12 @@ def test_choices_follow_what_is_given() -> None:
     assert chosen(prompts=20_000, on_gpu=True).distill.num_samples == 1
     with pytest.raises(ds.InputError, match="prompts: 2 can be used, and too few are left"):
         chosen(prompts=2)
+    # A policy that was asked for needs answers to choose by; that is said before anything is drawn.
+    assert chosen(prompts=8).policy == "balanced"
+    config = replace(config, heldout_prompts=1, distill=replace(config.distill, num_samples=1))
+    assert chosen(prompts=8).policy == "id"
+    with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and of 7 prompts too few"):
+        complete(replace(config, policy="no_loss"), facts(prompts=8))
     # The rows of a step are shared by the processes.
     assert 32 % (4 * (chosen(processes=4).train.batch_size or 0)) == 0
     # What the base knew is kept where there is a language model to go back to, and general text to replay.

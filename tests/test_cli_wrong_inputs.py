@@ -13,6 +13,9 @@ DISTILL = "distill --target {target} --prompts {prompts} --out out"
 TRAIN = "train --target {target} --draft {draft} --data {prompts} --out out"
 EVAL = "eval --target {target} --draft a={draft} --id b={prompts} --out out"
 ALIGN = "align --target {target} --draft {draft} --prompts {prompts} --out out"
+INIT = "init --target {target} --method prune --out out"
+EXPORT = "export --draft {draft} --format hf --out out"
+MERGE = "merge --base {target} --draft {draft}=0.5 --out out"
 
 # The command line, and what its one line must say.
 WRONG = [
@@ -33,6 +36,9 @@ WRONG = [
     (DECODE + " --device tpu", "--device tpu"),
     (DECODE + " --dtype int8", "--dtype int8"),
     (DECODE + " --json maybe", "unexpected word"),
+    *((f"{each} --out=", "--out '': is empty") for each in (DECODE, DISTILL, TRAIN, EVAL, ALIGN, INIT, "demo")),
+    *((f"{each} --out=~/a", "the shell has not expanded ~") for each in (DECODE, DISTILL, TRAIN, ALIGN, EXPORT)),
+    *((f"{each} --out .", "is where this command runs") for each in (INIT, EXPORT, MERGE)),
     # decode
     ("decode --target {target}", "give either --prompt TEXT or --prompts FILE"),
     (DECODE + " --prompts {prompts}", "give either --prompt TEXT or --prompts FILE"),
@@ -98,6 +104,7 @@ WRONG = [
     (EVAL + " --bootstrap 1", "at least 100"),
     # align
     ("align --target {target} --out out", "--prompts: is missing"),
+    (ALIGN + " --draft=", "draft: '' is empty"),
     (ALIGN + " --objective jsdd", "jsdd"),
     (ALIGN + " --objective ce ce", "names one twice"),
     (ALIGN + " --ood {prompts}", "expected NAME=VALUE"),

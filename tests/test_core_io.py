@@ -14,6 +14,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
+    check_dir_replaceable,
     hash_json,
     make_dir,
     read_json,
@@ -124,6 +125,22 @@ def test_reading_json_names_the_place(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(InputError, match="cannot be read"):
         read_json(tmp_path / "latin.json", "a manifest")
+    (tmp_path / "long.json").write_text('{"a": ' + "9" * 5000 + "}")
+    with pytest.raises(InputError, match=r"long\.json: holds a number of too many digits; expected a manifest"):
+        read_json(tmp_path / "long.json", "a manifest")
+
+
+def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "a")
+    for out in (".", "..", "b/..", str(tmp_path / "a")):
+        with pytest.raises(InputError, match="^--out .*: is where this command runs, and would be replaced"):
+            check_dir_replaceable(Path(out), "--out")
+    with pytest.raises(InputError, match=r"^--out ../file/x/y: .*/file is no directory"):
+        check_dir_replaceable(Path("../file/x/y"), "--out")
+    for out in ("b", "c", "c/d", "../e"):
+        check_dir_replaceable(Path(out), "--out")
 
 
 def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:

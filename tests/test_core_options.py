@@ -138,6 +138,8 @@ def test_misuse_is_one_line(words: list[str], expected: str) -> None:
         ("name: a\nwords: b\n", ":2: words: expected a list"),
         ("name: a\ncount: -1\n", ":2: count: -1 must not be negative"),
         ("name: a\ncolour: blue\n", ":2: colour: expected"),
+        ("name: a\ncolour: 2026-02-30\n", ":2: colour: cannot be read (day is out of range for month)"),
+        ("name: a\ncount: " + "9" * 5000 + "\n", ":2: count: cannot be read (Exceeds the limit"),
         ("name: a\n  count: 1\n", ":2: not valid YAML"),
         ("name: [a\n", "not valid YAML"),
         ("name: a\x00\n", "not valid YAML"),

@@ -192,6 +192,7 @@ BAD_ROWS = [
     ('{"prompt": "a", "id": "\\ud83d"}', 1, "key 'id': character 1"),
     ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', 1, r"key 'messages\[0\].content': character 1"),
     ('{"prompt": "a"}\n' + "[" * 100_000, 2, "nested too deeply|not valid JSON"),
+    ('{"prompt": "a", "id": ' + "9" * 5000 + "}", 1, "holds a number of too many digits"),
 ]
 
 

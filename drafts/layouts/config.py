@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json
+from draftsmith_core.io import check_dir_replaceable, read_json
 from draftsmith_core.option_types import check_types
 
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf", "openvino"]
@@ -37,6 +37,7 @@ class ExportConfig:
             raise InputError(f"out: {self.out} is a file; name a directory")
         if path.resolve() == Path(self.draft).resolve():
             raise InputError(f"out: {self.out} is the draft itself; choose another directory")
+        check_dir_replaceable(path, "--out")
         record = path / "draftsmith.json"
         earlier = record.is_file() and "export" in read_json(record, "the record of an export")
         if path.is_dir() and any(path.iterdir()) and not earlier:

@@ -73,6 +73,11 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         )
     samples = choose("distill", "num_samples", 4 if prompts < 500 else 2 if prompts < 5000 else 1, f"{prompts} prompts")
     few = max(1, round(config.train.heldout_fraction * prompts)) * samples < 2
+    if few and config.policy not in (None, "id"):
+        raise InputError(
+            f"policy: {config.policy} chooses by held-out answers, and of {prompts} prompts too few are held out; "
+            f"add some, or use --policy id"
+        )
     id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
     policy = choose("", "policy", "id" if id_only else "balanced", id_only or "docs/robust.md")
     if policy == "id" and config.plain:

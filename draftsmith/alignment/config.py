@@ -152,6 +152,8 @@ class AlignConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.draft is not None and not self.draft.strip():
+            raise InputError(f"draft: {self.draft!r} is empty; name a draft, or leave it out for a fresh EAGLE head")
         if self.init is not None and self.draft is not None:
             raise InputError("init: makes the draft to start from, and --draft names one; give one of the two")
         if (self.donor is not None) != (self.init == "transplant"):

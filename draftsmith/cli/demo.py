@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith.cli.output import finish
+from draftsmith_core.option_types import check_types
 from draftsmith_core.options import parse
 
 
@@ -22,6 +23,9 @@ class DemoConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """Of the models: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 def run(argv: list[str]) -> None:
