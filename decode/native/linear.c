@@ -35,6 +35,13 @@
 #define SLICE 128
 #define MOST_ROWS 256
 #define INLINE static inline __attribute__((always_inline))
+/* Up to so many rows the processor's own prefetching keeps up with the stream of weights, and fetches of ours only take
+   its place: on AMD's Zen a row is 5 to 10 % faster without them in 16 bits, 15 % and more in fp32. Elsewhere not tried. */
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+#define STREAMED(kind) ((kind) == CODES ? 0 : (kind) == FP32 ? 5 : 3)
+#else
+#define STREAMED(kind) 0
+#endif
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -309,7 +316,7 @@ INLINE void panel_over_rows(
         const char *slice = panel + (kind == CODES ? i / BLOCK * BLOCK_BYTES : i * PANEL * BYTES(kind));
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
         const char *ahead = slice + bytes;
-        size_t lines = bytes / 64;
+        size_t lines = rows <= STREAMED(kind) ? 0 : bytes / 64;
         int once = kind != FP32 && rows > (kind == CODES ? TILE : 2 * TILE);
         rows_over_slice(kind, table, rows, x + i, inputs, slice, count, sums, ahead, lines, once ? wide : NULL);
     }
