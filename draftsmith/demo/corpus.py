@@ -60,8 +60,10 @@ def _tidy(text: str) -> str:
 
 
 @cache
-def _modules() -> tuple[tuple[str, ast.Module, str], ...]:
-    """(dotted name, syntax tree, source) of every module of the standard library that parses."""
+def _modules() -> tuple[tuple[str, str, str], ...]:
+    """(dotted name, prose, code) of every module of the standard library that parses: its docstrings, each under the
+    name of what it documents, and its source without them.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py")):
@@ -71,47 +73,46 @@ def _modules() -> tuple[tuple[str, ast.Module, str], ...]:
         try:
             with tokenize.open(path) as file:
                 source = file.read()
-            found.append((".".join(parts), ast.parse(source), source))
+            tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 and friends ship files that are wrong on purpose
+        # The tree is not kept: those of a whole library are millions of objects, over which each collection of garbage
+        # would go for as long as they live.
+        name = ".".join(parts)
+        found.append((name, *_prose_and_code(name, tree, source)))
     return tuple(found)
 
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _documented(tree: ast.Module) -> Iterator[_Documented]:
-    for node in ast.walk(tree):
-        if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:
-            yield node
+def _prose_and_code(name: str, tree: ast.Module, source: str) -> tuple[str, str]:
+    entries, lines = [], source.splitlines()
+    documented = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None
+    ]
+    for node in sorted(documented, key=lambda node: getattr(node, "lineno", 0)):
+        title = name if isinstance(node, ast.Module) else node.name
+        entries.append(f"{title}\n\n{_tidy(ast.get_docstring(node) or '')}")
+        docstring = node.body[0]
+        assert docstring.end_lineno is not None
+        for number in range(docstring.lineno - 1, docstring.end_lineno):
+            lines[number] = ""
+    return "\n\n".join(entries), _tidy("\n".join(lines))
 
 
 def prose_documents() -> list[Document]:
-    """Help topics, and for every module its docstrings, each under the name of what it documents."""
+    """Help topics, and for every module its docstrings."""
     topics = importlib.import_module("pydoc_data.topics").topics
     documents = [Document(f"topic {name}", _tidy(text)) for name, text in sorted(topics.items())]
-    for name, tree, _ in _modules():
-        entries = []
-        for node in sorted(_documented(tree), key=lambda node: getattr(node, "lineno", 0)):
-            title = name if isinstance(node, ast.Module) else node.name
-            entries.append(f"{title}\n\n{_tidy(ast.get_docstring(node) or '')}")
-        if entries:
-            documents.append(Document(f"module {name}", "\n\n".join(entries)))
-    return documents
+    return documents + [Document(f"module {name}", prose) for name, prose, _ in _modules() if prose]
 
 
 def code_documents() -> list[Document]:
     """Every module's source without its docstrings (those are prose)."""
-    documents = []
-    for name, tree, source in _modules():
-        lines = source.splitlines()
-        for node in _documented(tree):
-            docstring = node.body[0]
-            assert docstring.end_lineno is not None
-            for number in range(docstring.lineno - 1, docstring.end_lineno):
-                lines[number] = ""
-        documents.append(Document(f"module {name}", _tidy("\n".join(lines))))
-    return documents
+    return [Document(f"module {name}", code) for name, _, code in _modules()]
 
 
 def unicode_documents() -> list[Document]:
