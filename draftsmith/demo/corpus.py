@@ -19,7 +19,7 @@ import re
 import sysconfig
 import tokenize
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
