@@ -1,7 +1,9 @@
 """Which models a token tree can be run through, and how far: everything is read from the model, nothing is run."""
 
+import sys
 from collections.abc import Sequence
-from inspect import signature
+from inspect import getsource, signature
+from itertools import takewhile
 
 from transformers import PreTrainedModel
 
@@ -43,8 +45,16 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         raise ValueError(
             f"{name} uses attention '{attention}', which takes no tree mask; load it with attn_implementation='sdpa'"
         )
+    if getattr(config, "num_hidden_layers", None) == 0:
+        raise ValueError(f"{name} has no layers (num_hidden_layers in its config.json is 0); use another model")
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
+    if (window is not None or "sliding_attention" in (types or ())) and not _reads_windows(model):
+        # Transformers' cache would drop keys that the forward without a cache sees: no output is the model's own.
+        raise ValueError(
+            f"{name} attends to all tokens, and its config.json sets a sliding window, which only the cache would "
+            f"follow; take sliding_window (and layer_types) out of config.json"
+        )
     if types is None:
         # Without layer_types a window applies to every layer (Mistral, Phi-3).
         return {"full_attention": None} if window is None else {"sliding_attention": window}
@@ -52,6 +62,15 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         if each not in _FULL + _SLIDING:
             raise ValueError(f"{name} has layers of type '{each}'; only full and sliding attention can verify a tree")
     return {each: window if each in _SLIDING else None for each in sorted(set(types))}
+
+
+def _reads_windows(model: PreTrainedModel) -> bool:
+    """Whether the code of a model knows sliding windows; true where its code cannot be read."""
+    own = takewhile(lambda each: each is not PreTrainedModel, type(model).__mro__)
+    try:
+        return any("sliding_window" in getsource(sys.modules[each.__module__]) for each in own)
+    except (OSError, TypeError):
+        return True
 
 
 def check_context(name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -7,10 +7,12 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    MistralForCausalLM,
     PreTrainedModel,
 )
 
 from decode import DraftModelProposer, SpeculativeDecoder
+from decode.supported_models import attention_windows
 from draftsmith_core.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -43,11 +45,17 @@ def tiny(kind: str, **options: Any) -> PreTrainedModel:
         ("bloom", "BloomForCausalLM does not take position_ids"),
         ("gpt_neo", "masks by a table of its own"),
         ("lfm2", "layers of type 'conv'"),
+        ("llama", "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window"),
+        ("olmo2", "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window"),
+        ("qwen2", "Qwen2ForCausalLM has no layers"),
     ],
 )
 def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
     options: dict[str, dict[str, Any]] = {
         "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "llama": {"sliding_window": 8},
+        "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "qwen2": {"num_hidden_layers": 0},
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
     }
     with pytest.raises(ValueError, match=reason) as caught:
@@ -76,3 +84,15 @@ def test_within_its_window_a_model_decodes_and_beyond_it_is_refused(kind: str) -
             assert output == generate(target, [1, 2, 3], count)
         with pytest.raises(ValueError, match=f"go beyond the window of 24 tokens.*lower max_new_tokens to {room}"):
             decoder.generate([[1, 2, 3]], GREEDY, room + 1)
+
+
+class Renamed(MistralForCausalLM):
+    """A class of one's own, whose file says nothing of windows."""
+
+
+def test_a_window_of_the_class_below_is_a_window() -> None:
+    model = tiny("mistral", sliding_window=8)
+    model.__class__ = Renamed
+    assert attention_windows(model) == {"sliding_attention": 8}
+    model.config.sliding_window = None
+    assert attention_windows(model) == {"full_attention": None}
