@@ -28,7 +28,16 @@ from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
 from draftsmith.outputs import Output, OutputRequest, Settings, make_output
-from draftsmith.pair_inputs import check_integers, check_sampling_numbers, is_integer, is_one_prompt, source_text
+from draftsmith.pair_inputs import (
+    check_flags,
+    check_integers,
+    check_loading,
+    check_sampling_numbers,
+    is_integer,
+    is_one_prompt,
+    source_text,
+    texts,
+)
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
 from draftsmith_core.model_options import Quantize
@@ -118,6 +127,8 @@ def load_pair(
     (its name); the first outputs then take longer.
     Raises InputError, one line, for what cannot be loaded or does not fit the target.
     """
+    flags = {"trust_remote_code": trust_remote_code, "heterogeneous_vocab": heterogeneous_vocab, "fast": fast}
+    check_loading(tokenizer, compile, **flags)
     sources: Sequence[str] | dict[str, str]
     if isinstance(draft, Mapping):
         sources = {name: source_text("draft", each) for name, each in draft.items()}
@@ -202,8 +213,10 @@ class Pair:
         """
         check_integers(max_new_tokens=max_new_tokens, seed=seed, batch_size=batch_size)
         check_sampling_numbers(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-        if isinstance(stop, bytes) or not all(isinstance(text, str) for text in stop or ()):
-            raise InputError(f"stop: expected a text or a list of texts, got {stop!r}")
+        check_flags(ignore_eos=ignore_eos)
+        stops = texts("stop", stop)
+        if on_tokens is not None and not callable(on_tokens):
+            raise InputError(f"on_tokens: expected a function, got {on_tokens!r}")
         decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
         if batch_size < 1:
             raise InputError(f"batch_size: {batch_size} must be at least 1")
@@ -213,7 +226,7 @@ class Pair:
                 self.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).sampling,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
-                stop=[stop] if isinstance(stop, str) else stop,
+                stop=stops,
                 ignore_eos=ignore_eos,
             )
         except ValueError as error:
@@ -223,7 +236,7 @@ class Pair:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
             repeats: Counter[str] = Counter()
-            encoded = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+            encoded = [self.encode(each, f"prompts[{i}]") for i, each in enumerate(prompts)]  # type: ignore[arg-type]
             named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
         room = self.room(max_new_tokens)
         for number, prompt in enumerate(named):
@@ -238,18 +251,18 @@ class Pair:
             outputs += self.decode_batch(decoding.decoder, requests, settings, on_tokens)
         return outputs[0] if one else outputs
 
-    def encode(self, prompt: OnePrompt) -> list[int]:
+    def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
         if isinstance(prompt, str):
-            return encode_text(self.tokenizer, whole(prompt, "prompt", "prompt"))
+            return encode_text(self.tokenizer, whole(prompt, "prompt", where))
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or tensor of ids
         size = vocabulary_size(self.target)
         if isinstance(items, Sequence) and not isinstance(items, bytes):
             if items and isinstance(items[0], Mapping):
-                return encode_messages(self.tokenizer, check_messages(list(items), "prompt"), "prompt")
+                return encode_messages(self.tokenizer, check_messages(list(items), where), where)
             if all(is_integer(item) and 0 <= item < size for item in items):
                 return [int(item) for item in items]
-        raise InputError(f"prompt: expected a text, a chat or token ids from 0 to {size - 1}")
+        raise InputError(f"{where}: expected a text, a chat or token ids from 0 to {size - 1}")
 
     def room(self, max_new_tokens: int) -> int | None:
         """The longest prompt, in tokens, that leaves room for `max_new_tokens` in every model; None without a limit."""
@@ -286,16 +299,16 @@ class Pair:
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
         """A decoder for this method of drafting, chosen as `generate` says; the last call's where it is the same."""
-        key = (draft if isinstance(draft, str | None) else tuple(draft), proposer, tree, verifier, datastore)
+        names = None if draft is None else tuple(texts("draft", draft))
+        key = (names, proposer, tree, verifier, datastore)
         if self._last is None or self._last[0] != key:
             self._last = None
-            self._last = (key, self._decoding(self._chosen(draft), proposer, tree, verifier, datastore))
+            self._last = (key, self._decoding(self._chosen(names), proposer, tree, verifier, datastore))
         return self._last[1]
 
-    def _chosen(self, draft: str | Sequence[str] | None) -> dict[str, Draft]:
-        if draft is None:
+    def _chosen(self, names: Sequence[str] | None) -> dict[str, Draft]:
+        if names is None:
             return self.drafts
-        names = [draft] if isinstance(draft, str) else list(draft)
         for name in names:
             if name not in self.drafts:
                 raise InputError(

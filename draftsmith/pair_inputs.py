@@ -14,6 +14,30 @@ def check_integers(**numbers: object) -> None:
             raise InputError(f"{key}: expected a whole number, got {number!r}")
 
 
+def check_flags(**flags: object) -> None:
+    """InputError, naming the option, where one of these is neither True nor False: the text "no" would count as yes."""
+    for key, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{key}: expected True or False, got {flag!r}")
+
+
+def check_loading(tokenizer: object, compiler: object, **flags: object) -> None:
+    """InputError for options of `load_pair` that are of another type; its own checks say the rest."""
+    check_flags(**flags)
+    if not isinstance(compiler, bool | str):
+        raise InputError(f"compile: expected True, False or the name of a torch.compile backend, got {compiler!r}")
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise InputError(f"tokenizer: expected a tokenizer that is loaded already, or None, got {tokenizer!r}")
+
+
+def texts(key: str, given: object) -> list[str]:
+    """A text, several or None as a list; InputError, naming the option, for anything else: a set has no order."""
+    several = [given] if isinstance(given, str) else () if given is None else given
+    if not isinstance(several, Sequence) or not all(isinstance(text, str) for text in several):
+        raise InputError(f"{key}: expected a text or a list of texts, got {given!r}")
+    return list(several)
+
+
 def check_sampling_numbers(**numbers: object) -> None:
     """InputError, naming the option, where one of these is neither None nor a number, which top_k has to be whole."""
     for key, number in numbers.items():

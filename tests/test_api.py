@@ -186,6 +186,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "seed": "x"}, "seed: expected a whole number, got 'x'"),
     ({"prompts": "a", "batch_size": 1.5}, "batch_size: expected a whole number, got 1.5"),
     ({"prompts": "a", "stop": [5]}, r"stop: expected a text or a list of texts, got \[5\]"),
+    ({"prompts": "a", "stop": 5}, "stop: expected a text or a list of texts, got 5"),
+    ({"prompts": "a", "stop": b"a"}, "stop: expected a text or a list of texts, got b'a'"),
+    ({"prompts": "a", "draft": 5}, "draft: expected a text or a list of texts, got 5"),
+    ({"prompts": "a", "draft": {"a", "b"}}, "draft: expected a text or a list of texts, got {"),
+    ({"prompts": "a", "on_tokens": 5}, "on_tokens: expected a function, got 5"),
+    ({"prompts": "a", "ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
     ({"prompts": "a", "tree": ["chain:4"]}, "tree: expected a spec such as chain:4, or a Tree"),
     ({"prompts": "a", "verifier": print}, "verifier: expected a name, or a Verifier with your function as its `run`"),
     ({"prompts": "a", "proposer": DraftModelProposer}, "proposer: expected a name, or an object that follows"),
@@ -193,7 +199,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": b"dog"}, "found bytes"),
     ({"prompts": torch.tensor(1)}, "found Tensor"),
     ({"prompts": [True, False]}, "expected a text, a chat or token ids"),
-    ({"prompts": ["a", None]}, "expected a text, a chat or token ids"),
+    ({"prompts": ["a", None]}, r"prompts\[1\]: expected a text, a chat or token ids"),
+    ({"prompts": ["a", "\ud800"]}, r"prompts\[1\]: key 'prompt': character 1 is half"),
     ({"prompts": [1.0, 2.0]}, "expected a text, a chat or token ids"),
     ({"prompts": [{"role": "user"}]}, "content"),
 ]
@@ -205,6 +212,22 @@ def test_what_is_wrong_is_one_line(pair: Pair, options: dict[str, Any], told: st
         pair.generate(**options)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ds.DraftsmithError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"trust_remote_code": "no"}, "trust_remote_code: expected True or False, got 'no'"),
+        ({"fast": None}, "fast: expected True or False, got None"),
+        ({"tokenizer": "gpt2"}, "tokenizer: expected a tokenizer that is loaded already, or None, got 'gpt2'"),
+        ({"compile": 3}, "compile: expected True, False or the name of a torch.compile backend, got 3"),
+        ({"compile": "indctor"}, "compile: 'indctor' is no torch.compile backend; there are .*inductor"),
+    ],
+)
+def test_a_pair_is_loaded_with_what_it_takes(target_dir: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ds.InputError, match=told) as caught:
+        ds.load_pair(target_dir, device="cpu", **options).generate("a", max_new_tokens=4)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_list_is_an_empty_list(pair: Pair) -> None:
