@@ -72,8 +72,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     measured in `draftsmith.soup`.
     """
     assert config.greedy is None
-    out, weights = Path(config.out), config.weights()
-    sources = [source for source, _ in weights] + ([] if config.base is None else [config.base])
+    out, weights, sources = Path(config.out), config.weights(), config.sources()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another, or delete it")
     check_dir_replaceable(out, "--out")
@@ -92,7 +91,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     }
     write = _merged_model if kind == "draft-lm" else _merged_head
     with writing(out, "nothing was kept"), atomic_dir(out) as directory:
-        record["fingerprint"] = write(config, weights, directory)
+        record["fingerprint"] = write(config, directory)
         if (hashes := _trained_prompts(sources)) is not None:
             write_prompt_hashes(directory, hashes)
         (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
@@ -100,19 +99,19 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     return {"checkpoint": str(out), "kind": kind, "weights": dict(weights), "fingerprint": record["fingerprint"]}
 
 
-def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], directory: Path) -> str:
+def _merged_model(config: MergeConfig, directory: Path) -> str:
     """Merge language models into a directory; the fingerprint of the result."""
-    first = weights[0][0]
+    first, *others = config.sources()
     tokenizer = find_tokenizer(first, config.trust_remote_code)
     model = load_model(first, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
     states = {first: model.state_dict()}
-    for source in [source for source, _ in weights[1:]] + ([] if config.base is None else [config.base]):
+    for source in others:
         other = load_model(source, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
         _check_same_shape(first, model.config.to_dict(), source, other.config.to_dict())
         _check_same_tokens(first, tokenizer, source, find_tokenizer(source, config.trust_remote_code))
         states[source] = other.state_dict()
-    ids_D = _shared_draft_vocabulary([source for source, _ in weights], config.base, vocabulary_size(model))
-    model.load_state_dict(_merged(config, weights, states))
+    ids_D = _shared_draft_vocabulary(config, vocabulary_size(model))
+    model.load_state_dict(_merged(config, states))
     model.save_pretrained(directory)
     if ids_D is not None:
         write_draft_vocabulary(directory, ids_D)
@@ -121,47 +120,46 @@ def _merged_model(config: MergeConfig, weights: Sequence[tuple[str, float]], dir
     return fingerprint(model)
 
 
-def _shared_draft_vocabulary(drafts: Sequence[str], base: str | None, size: int) -> Tensor | None:
+def _shared_draft_vocabulary(config: MergeConfig, size: int) -> Tensor | None:
     """The tokens that all of these drafts draft; InputError where one drafts others. None: the whole vocabulary.
 
     A base may draft all tokens: where it does, what is merged keeps the rows that its drafts were trained in.
     """
-    first = read_draft_vocabulary(drafts[0], size)
-    for source in [*drafts[1:], *([] if base is None else [base])]:
+    first, *others = config.sources()
+    ids_D = read_draft_vocabulary(first, size)
+    for source in others:
         other = read_draft_vocabulary(source, size)
-        if source == base and other is None:
+        if source == config.base and other is None:
             continue
-        same = first is other if first is None or other is None else torch.equal(first, other)
+        same = ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)
         if not same:
             raise InputError(
-                f"{source}: drafts other tokens than {drafts[0]} ({FILE}); merge drafts of one draft vocabulary"
+                f"{source}: drafts other tokens than {first} ({FILE}); merge drafts of one draft vocabulary"
             )
-    return first
+    return ids_D
 
 
-def _merged_head(config: MergeConfig, weights: Sequence[tuple[str, float]], directory: Path) -> str:
+def _merged_head(config: MergeConfig, directory: Path) -> str:
     """Merge heads, which are their tensors and a config, into a directory; the fingerprint of the result."""
-    first = weights[0][0]
+    first = config.sources()[0]
     shape = read_json(Path(first) / "config.json", "the config of a head")
     states = {}
-    for source in [source for source, _ in weights] + ([] if config.base is None else [config.base]):
+    for source in config.sources():
         _check_same_shape(first, shape, source, read_json(Path(source) / "config.json", "the config of a head"))
         file = Path(source) / "model.safetensors"
         try:
             states[source] = load_file(file)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file}: cannot be read ({error}); name heads that draftsmith has written") from None
-    merged = _merged(config, weights, states)
+    merged = _merged(config, states)
     save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
     return hash_tensors(shape, sorted(merged.items()))
 
 
-def _merged(
-    config: MergeConfig, weights: Sequence[tuple[str, float]], states: Mapping[str, State]
-) -> dict[str, Tensor]:
+def _merged(config: MergeConfig, states: Mapping[str, State]) -> dict[str, Tensor]:
     base = None if config.base is None else states[config.base]
-    return merge_states([(states[source], weight) for source, weight in weights], base)
+    return merge_states([(states[source], weight) for source, weight in config.weights()], base)
 
 
 def _check_same_shape(first: str, shape: Mapping[str, Any], source: str, other: Mapping[str, Any]) -> None:

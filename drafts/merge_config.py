@@ -76,6 +76,10 @@ class MergeConfig:
             raise InputError(f"--draft {twice}: is named twice (as a draft, or as draft and base); name it once")
         return [(source, 1 / len(found) if weight is None else weight) for source, weight in found]
 
+    def sources(self) -> list[str]:
+        """The drafts, and after them the base, where there is one."""
+        return [source for source, _ in self.weights()] + ([] if self.base is None else [self.base])
+
 
 def _source_and_weight(word: str) -> tuple[str, float | None]:
     source, equals, text = word.rpartition("=")

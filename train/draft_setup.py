@@ -198,15 +198,14 @@ def make_trainee(
     objective: Objective,
     world: World,
     draft: Draft,
-    target: PreTrainedModel | None,
-    reference: PreTrainedModel | None,
-    anchor: PreTrainedModel | None = None,
-    memory: StateMemory | None = None,
+    frozen: Mapping[str, PreTrainedModel],
+    memory: StateMemory | None,
 ) -> nn.Module:
     """The trainee of this kind of draft, on this process's device, set up as the options say.
 
     memory: of the frozen models of a language model; `state_memory` says which.
     """
+    target, anchor = frozen.get("target"), frozen.get("anchor")
     if config.anchor_l2 and world.sharing.startswith("zero"):
         raise InputError(
             "anchor_l2: adds to gradients, which DeepSpeed keeps to itself; launch with configs/accelerate/ddp.yaml or "
@@ -221,7 +220,7 @@ def make_trainee(
     near = None if anchor is None else (anchor, config.anchor_kl)
     cache = None if target is None else _feature_cache(config, world, (-1,), target)
     trainee = TRAINEES["lm"](
-        draft, objective, target, reference, config.packing, anchor=near, cache=cache, memory=memory
+        draft, objective, target, frozen.get("reference"), config.packing, anchor=near, cache=cache, memory=memory
     )
     if config.gradient_checkpointing:
         if not draft.supports_gradient_checkpointing:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,10 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         on_main(lambda: make_inputs(recipe))
         config = smoke_config(recipe)
     mapping, tokenizer = other_tokenizer(config, data_tokenizer := _tokenizer(config))
-    target = None if mapping is not None else _frozen(config, config.target, world)
-    reference = _frozen(config, config.reference, world)
-    anchor = _frozen(config, config.draft if config.anchor_kl else None, world)
+    anchor = config.draft if config.anchor_kl else None
+    named = {"target": None if mapping else config.target, "reference": config.reference, "anchor": anchor}
+    frozen = {which: _frozen(config, name, world) for which, name in named.items() if name is not None}
+    target = frozen.get("target")
     with world.accelerator.main_process_first():
         training, heldout = _examples(config, data_tokenizer, mapping)
     torch.manual_seed(config.seed)
@@ -138,14 +140,14 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
             )
         assert isinstance(draft, PreTrainedModel)
         lora.attach(draft, config.lora)
-    _check_models(config, draft, target, reference, tokenizer)
+    _check_models(config, draft, frozen, tokenizer)
     for examples in (training, heldout):
         _check_data(config, objective, examples, draft, target)
     sizes = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
     draft_setup.announce_draft_vocabulary(draft, training, sizes)
     if mapping is not None:
         announce(len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out, mapping)
-    identity = _identity(config, world, training, heldout, draft, target, reference)
+    identity = _identity(config, world, training, heldout, draft, frozen)
     if loss is not None:
         identity["config"]["objective"] = objective.spec
         identity["loss_source"] = loss_digest(loss)
@@ -164,10 +166,8 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, Tra
         log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
     steps = config.steps or math.ceil(config.epochs * len(training) / identity["rows_per_step"])
     run = PreparedRun(config, world, Path(config.out), tokenizer, target, training, heldout, identity)
-    named = {"target": target, "reference": reference, "anchor": anchor}
-    frozen = {name: model for name, model in named.items() if model is not None}
     memory = draft_setup.state_memory(config, objective, world, frozen, training, heldout, steps)
-    trainee = draft_setup.make_trainee(config, objective, world, draft, target, reference, anchor, memory)
+    trainee = draft_setup.make_trainee(config, objective, world, draft, frozen, memory)
     answerer = draft_setup.make_answerer(config, world, draft, target)
     job = TrainingJob(config, objective.spec, world, trainee, training, heldout, steps, run.run_dir, answerer, frozen)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
@@ -194,18 +194,18 @@ def _identity(
     training: Examples,
     heldout: Examples,
     draft: Draft,
-    target: PreTrainedModel | None,
-    reference: PreTrainedModel | None,
+    frozen: Mapping[str, PreTrainedModel],
 ) -> dict[str, Any]:
     """Everything that decides what a run computes; as JSON, because it is compared with what was written."""
+    fingerprints = {name: fingerprint(model) for name, model in frozen.items() if name != "anchor"}
     identity = {
         "config": {key: value for key, value in asdict(config).items() if key not in _NOT_IDENTITY},
         "data": training.digest,
         "heldout_data": heldout.digest,
-        "target_fingerprint": fingerprint(target) if target is not None else None,
-        "reference_fingerprint": fingerprint(reference) if reference is not None else None,
+        "target_fingerprint": fingerprints.get("target"),
+        "reference_fingerprint": fingerprints.get("reference"),
         "initial_fingerprint": draft_fingerprint(draft),
-        "target_dtype": dtype_name(target) if target is not None else None,
+        "target_dtype": dtype_name(frozen["target"]) if "target" in frozen else None,
         "precision": "bf16" if world.bf16 else "fp32",
         "rows_per_step": config.batch_size * config.accumulation * world.size,
     }
@@ -280,9 +280,7 @@ def _publish(run: PreparedRun, position: checkpoint.Position, command: str) -> d
     return record
 
 
-def _frozen(config: TrainConfig, name: str | None, world: World) -> PreTrainedModel | None:
-    if name is None:
-        return None
+def _frozen(config: TrainConfig, name: str, world: World) -> PreTrainedModel:
     return load_model(name, device=str(world.device), dtype=config.dtype, trust_remote_code=config.trust_remote_code)
 
 
@@ -294,16 +292,16 @@ def _tokenizer(config: TrainConfig) -> Tokenizer | None:
 def _check_models(
     config: TrainConfig,
     draft: Draft,
-    target: PreTrainedModel | None,
-    reference: PreTrainedModel | None,
+    frozen: Mapping[str, PreTrainedModel],
     tokenizer: Tokenizer | None,
 ) -> None:
     """InputError unless draft, target, reference and tokenizer belong together and reach `max_length`."""
+    target = frozen.get("target")
     draft_name = config.draft or config.draft_config or "draft"
     # Fresh weights come without a tokenizer that could differ from the target's.
     if config.draft is not None and target is not None and tokenizer is not None:
         check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
-    models = [(config.target, target), (config.reference, reference)]
+    models = [(config.target, target), (config.reference, frozen.get("reference"))]
     if isinstance(draft, PreTrainedModel):
         models.insert(0, (draft_name, draft))
         if tokenizer is not None:

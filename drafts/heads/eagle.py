@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
+    FeatureHead,
     LayerConfig,
     attention,
     init_layer,
@@ -26,7 +27,6 @@ from drafts.heads.llama_layer import (
     layer_like,
     layer_to_json,
     llama_parts,
-    mask_and_positions,
 )
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import generator
@@ -66,7 +66,7 @@ class EagleConfig:
         return config
 
 
-class EagleHead(ReadsLastState, nn.Module):
+class EagleHead(ReadsLastState, FeatureHead):
     """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output projection."""
 
     kind: ClassVar[str] = "eagle"
@@ -94,41 +94,14 @@ class EagleHead(ReadsLastState, nn.Module):
         init_layer(head.layers, random)
         return head.to(device=target.device, dtype=target.dtype)
 
-    def states(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
+    def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
         """The predicted features `[B, T, H]` of `forward`, without the logits that they give."""
         dtype = self.fc.weight.dtype
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
-        mask, positions = mask_and_positions(states_BTH, attention_mask, position_ids, past_key_values)
-        states_BTH = self.layers[0](
-            states_BTH,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=past_key_values,
-            position_embeddings=self.rotary.tables(states_BTH, positions),
-        )
+        states_BTH = self.layers[0](states_BTH, **self.attending(states_BTH, *attending))
         return states_BTH
 
-    def forward(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, T, V]` of the token after each input token, and the predicted features `[B, T, H]` under them.
-
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. The mask is 4-D and
-        additive (or boolean), `[B or 1, 1, T, cached + T]`; None is causal attention after what is cached. Positions
-        default to those that follow the cached ones.
-        """
-        states_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
-        return self.borrowed.project(states_BTH), states_BTH
+    def logits(self, states_BTH: Tensor) -> Tensor:
+        """`[B, T, V]`, the target's own of the predicted features."""
+        return self.borrowed.project(states_BTH)

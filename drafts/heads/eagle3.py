@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import from_offsets, offsets, to_target
 from drafts.heads.borrowed import borrow
 from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
+    FeatureHead,
     LayerConfig,
     attention,
     init_layer,
@@ -29,7 +30,6 @@ from drafts.heads.llama_layer import (
     layer_like,
     layer_to_json,
     llama_parts,
-    mask_and_positions,
 )
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
@@ -156,30 +156,21 @@ class _MidLayer(nn.Module):
         self.self_attn = attention(layer, llama, 2 * hidden)
         self.mlp = LlamaMLP(llama)
 
-    def forward(
-        self,
-        embedded_BTH: Tensor,
-        features_BTH: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, embedded_BTH: Tensor, features_BTH: Tensor, **attending: Any) -> Tensor:
         """The next features `[B, T, H]`, before the head's final norm."""
         normed_BTH = self.hidden_norm(features_BTH)
         both = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], dim=-1)
-        attended, _ = self.self_attn(
-            hidden_states=both,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
+        attended, _ = self.self_attn(hidden_states=both, **attending)
         states: Tensor = (normed_BTH if self.norm_before_residual else features_BTH) + attended
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
 
-class Eagle3Head(nn.Module):
-    """Fused target states or own features in; logits over the draft vocabulary and the next own features out."""
+class Eagle3Head(FeatureHead):
+    """Fused target states or own features in; logits over the draft vocabulary and the next own features out.
+
+    The features that it reads are `fuse` of the target's states, or its own.
+    """
 
     kind: ClassVar[str] = "eagle3"
     config_type = Eagle3Config
@@ -291,14 +282,7 @@ class Eagle3Head(nn.Module):
         normed: Tensor = states_BTH if self.config.norm_output else self.norm(states_BTH)
         return normed
 
-    def states(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
+    def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
         """The head's own features `[B, T, H]` of `forward`, without the logits that they give: before its norm, unless
         the config has `norm_output`.
         """
@@ -306,26 +290,12 @@ class Eagle3Head(nn.Module):
         own = self.config.own_embedding
         embedded_BTH = self.embed_tokens(input_ids_BT) if own else self.borrowed.embed(input_ids_BT, dtype)
         features_BTH = features_BTH.to(dtype)
-        mask, positions = mask_and_positions(features_BTH, attention_mask, position_ids, past_key_values)
-        tables = self.rotary.tables(features_BTH, positions)
-        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, mask, tables, past_key_values)
+        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **self.attending(features_BTH, *attending))
         return self.norm(g_BTH) if self.config.norm_output else g_BTH
 
-    def forward(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, T, D]` of the token after each input token, and its own features `[B, T, H]` for a next step.
-
-        `features_BTH[:, t]` is `fuse` of the states, or the head's own feature, at the position before token
-        `input_ids_BT[:, t]`. Mask and positions as for `EagleHead.forward`.
-        """
-        g_BTH = self.states(input_ids_BT, features_BTH, attention_mask, position_ids, past_key_values)
-        return self.borrowed.finish(self.lm_head(self.normed(g_BTH))), g_BTH
+    def logits(self, g_BTH: Tensor) -> Tensor:
+        """`[B, T, D]`, of its own features."""
+        return self.borrowed.finish(self.lm_head(self.normed(g_BTH)))
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""

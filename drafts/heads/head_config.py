@@ -46,6 +46,7 @@ class HeadsConfig:
     """How many heads, and how many residual blocks each has."""
 
     kind: ClassVar[str]
+    architecture: ClassVar[str]
 
     hidden_size: int
     vocab_size: int
@@ -67,6 +68,17 @@ class HeadsConfig:
         check_equal(where, "hidden_size", config.hidden_size, parts.hidden_size)
         check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
         return config
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config.json."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            f"{self.kind}_num_heads": self.num_heads,
+            f"{self.kind}_num_layers": self.num_layers,
+        }
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, num_heads: int, num_layers: int) -> Self:

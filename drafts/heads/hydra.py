@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.head_config import HeadsConfig, setting
+from drafts.heads.medusa import ResBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraConfig(HeadsConfig):
     """How many heads, how many residual blocks each has, and what heads of the authors' code have besides."""
 
-    kind = "hydra"
+    kind, architecture = "hydra", "HydraHeads"
 
     own_projection: bool = False
     """Every head has an output projection, with a bias; otherwise all use the target's."""
@@ -42,30 +43,21 @@ class HydraConfig(HeadsConfig):
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
         return {
-            "architectures": ["HydraHeads"],
-            "model_type": "hydra",
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "hydra_num_heads": self.num_heads,
-            "hydra_num_layers": self.num_layers,
+            **super().to_json(),
             **({"hydra_own_projection": True} if self.own_projection else {}),
             **({"hydra_skip_bias": True} if self.skip_bias else {}),
         }
 
 
-class _Block(nn.Module):
-    """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero; where sizes agree S is fixed."""
+class _FirstBlock(ResBlock):
+    """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero."""
 
     def __init__(self, inputs: int, outputs: int, skip_bias: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.skip = nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs, bias=skip_bias)
-        if isinstance(self.skip, nn.Linear):
-            nn.init.eye_(self.skip.weight)
-            if skip_bias:
-                nn.init.zeros_(self.skip.bias)
+        super().__init__(inputs, outputs)
+        self.skip = nn.Linear(inputs, outputs, bias=skip_bias)
+        nn.init.eye_(self.skip.weight)
+        if skip_bias:
+            nn.init.zeros_(self.skip.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`."""
@@ -86,8 +78,8 @@ class HydraHeads(ReadsLastState, nn.Module):
         hidden = config.hidden_size
         self.heads = nn.ModuleList(
             nn.Sequential(
-                _Block((d + 2) * hidden, hidden, config.skip_bias),
-                *(_Block(hidden, hidden, False) for _ in range(config.num_layers - 1)),
+                _FirstBlock((d + 2) * hidden, hidden, config.skip_bias),
+                *(ResBlock(hidden, hidden) for _ in range(config.num_layers - 1)),
             )
             for d in range(config.num_heads)
         )

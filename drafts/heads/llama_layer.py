@@ -1,4 +1,4 @@
-"""The LLaMA decoder layer of EAGLE heads: its sizes on disk, its modules, its default mask and positions.
+"""The LLaMA decoder layer of EAGLE heads: its sizes on disk, its modules, how a head makes features through it.
 
 Legend: B rows, T tokens, P cached tokens.
 """
@@ -182,23 +182,56 @@ def attention(layer: LayerConfig, llama: LlamaConfig, inputs: int) -> nn.Module:
     return module
 
 
-def mask_and_positions(
-    states_BTH: Tensor, mask: Tensor | None, positions: Tensor | None, past_key_values: Cache | None
-) -> tuple[Tensor | None, Tensor]:
-    """Those that are given, else causal attention after the P cached tokens, and positions `[1, T]` that follow them.
+class FeatureHead(nn.Module):
+    """A head that makes its next features, through one LLaMA layer, from features and the tokens after them."""
 
-    The mask is additive, `[1, 1, T, P + T]`, or None where sdpa's own causal rule is right: without a mask sdpa aligns
-    the queries with the first keys, and with a cache they belong to the last.
-    """
-    past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-    queries = states_BTH.shape[1]
-    if mask is None and past > 0 and queries > 1:
-        least = torch.finfo(states_BTH.dtype).min
-        mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
-        mask = mask.triu(past + 1)[None, None]
-    if positions is None:
-        positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
-    return mask, positions
+    rotary: Rotary
+
+    def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
+        """The next features `[B, T, H]` of `forward`, without the logits that they give."""
+        raise NotImplementedError
+
+    def logits(self, states_BTH: Tensor) -> Tensor:
+        """What the head predicts where its features are these."""
+        raise NotImplementedError
+
+    def forward(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> tuple[Tensor, Tensor]:
+        """Logits of the token after each input token, and the features `[B, T, H]` under them, for a next step.
+
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. `attending` is what the
+        method of this name takes after the states.
+        """
+        states_BTH = self.states(input_ids_BT, features_BTH, *attending)
+        return self.logits(states_BTH), states_BTH
+
+    def attending(
+        self,
+        states_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> dict[str, Any]:
+        """What the layer's attention takes: what is given, else causal attention after the P cached tokens, and
+        positions `[1, T]` that follow them.
+
+        The mask is additive (one that is given may be boolean), `[B or 1, 1, T, P + T]`, or None where sdpa's own
+        causal rule is right: without a mask sdpa aligns the queries with the first keys, and with a cache they belong
+        to the last.
+        """
+        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        queries = states_BTH.shape[1]
+        if mask is None and past > 0 and queries > 1:
+            least = torch.finfo(states_BTH.dtype).min
+            mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
+            mask = mask.triu(past + 1)[None, None]
+        if positions is None:
+            positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
+        return {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary.tables(states_BTH, positions),
+        }
 
 
 @torch.no_grad()

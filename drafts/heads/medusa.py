@@ -21,34 +21,25 @@ from drafts.heads.head_config import HeadsConfig
 class MedusaConfig(HeadsConfig):
     """How many heads, and how many residual blocks each has."""
 
-    kind = "medusa"
+    kind, architecture = "medusa", "MedusaModel"
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        return {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "medusa_num_heads": self.num_heads,
-            "medusa_num_layers": self.num_layers,
-            # Serving engines read the one pair of names or the other.
-            "num_heads": self.num_heads,
-            "num_hidden_layers": self.num_layers,
-        }
+        # Serving engines read the one pair of names or the other.
+        return {**super().to_json(), "num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
 
 
 class ResBlock(nn.Module):
     """x + SiLU(Wx + b), which is the identity while W and b are zero."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.linear = nn.Linear(inputs, outputs)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """`[..., H]` to `[..., H]`."""
+        """`[..., inputs]` to `[..., outputs]`, which are as many here."""
         return states + nn.functional.silu(self.linear(states))
 
 
@@ -62,7 +53,8 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         hidden = config.hidden_size
         super().__init__(
             nn.Sequential(
-                *(ResBlock(hidden) for _ in range(config.num_layers)), nn.Linear(hidden, config.vocab_size, bias=False)
+                *(ResBlock(hidden, hidden) for _ in range(config.num_layers)),
+                nn.Linear(hidden, config.vocab_size, bias=False),
             )
             for _ in range(config.num_heads)
         )
