@@ -8,7 +8,6 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
-import difflib  # noqa: E402
 import importlib  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
@@ -16,7 +15,7 @@ import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith_core.errors import InputError, RequirementError, RunError, one_line  # noqa: E402
+from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
 from draftsmith_core.threads import settle_threads  # noqa: E402
 
@@ -83,8 +82,7 @@ def _run(words: list[str]) -> int:
         return 0
     name = words[0]
     if name not in COMMANDS and name != "--print_shtab":
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
+        hint = nearest(name, COMMANDS, "the commands are")
         print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
         return 2
     # A terminal or pipe that cannot show a character shows its escape instead of ending the run.

@@ -3,7 +3,8 @@
 `InputError` and `RunError` are also a `ValueError` and a `RuntimeError`, so code that catches those catches them.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 
 
 class DraftsmithError(Exception):
@@ -37,3 +38,9 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(word: str, known: Collection[str], otherwise: str = "use one of") -> str:
+    """What to say of an unknown word: the known one that it resembles, or `otherwise` and all of them."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"

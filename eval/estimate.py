@@ -331,38 +331,24 @@ def measure_alphas(
     sampling: Sampling,
     methods: Sequence[Method] = (),
     *,
-    batch_size: int,
-    max_logits: int = MAX_LOGITS,
     roots: Sequence[RootStep] = (),
     diagnose: bool = False,
     seed: int = 0,
-    names: Mapping[str, str] | None = None,
-    tick: Tick = no_tick,
+    **options: Any,
 ) -> dict[str, AlphaMeasurement]:
     """Of every draft, per row: the expected acceptance of one token under three rules, summed in fp64 over the
     positions that predict a response token, EOS included; and what decoding with `methods` is expected to count.
 
     `rows` hold the target's own continuations, so that the mean over positions is over its own distribution. `roots`
-    are simulated at some of the positions (`eval.headroom`), from `seed`. Otherwise as `read_traces`.
+    are simulated at some of the positions (`eval.headroom`), from `seed`. Otherwise as `read_traces`, which takes the
+    `options`.
     """
     lengths = [(len(row.prompt_ids), len(row.output_ids)) for row in rows]
     ids, vocabulary = [row.id for row in rows], vocabulary_size(target)
     sums = {name: RootSums(roots, lengths, ids, vocabulary, seed) for name in (drafts if roots else ())}
     diagnosers = {name: Diagnoser(rows, sampling, seed) for name in (drafts if diagnose else ())}
-    read = read_traces(
-        target,
-        drafts,
-        rows,
-        sampling,
-        methods,
-        batch_size=batch_size,
-        max_logits=max_logits,
-        roots=sums,
-        diagnosers=diagnosers,
-        seed=seed,
-        names=names,
-        tick=tick,
-    )
+    asked = {"roots": sums, "diagnosers": diagnosers, "seed": seed, **options}
+    read = read_traces(target, drafts, rows, sampling, methods, **asked)
     found: dict[str, AlphaMeasurement] = {}
     for name, traces in read.items():
         counts = {method.name: predict(method, sampling, traces) for method in methods}

@@ -1,13 +1,12 @@
 """Every reason to refuse an evaluation before a model is loaded, and the options taken apart."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from decode import VERIFIERS, OnlineTrees, TreeShape, default_verifier, parse_tree
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.option_types import check_least
 from draftsmith_core.processes import launched
@@ -99,8 +98,7 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
             raise InputError(f"--tree {spec}: learns as it decodes; name the trees that it chooses from")
         for name in verifiers or [default_verifier(tree)]:
             if name not in VERIFIERS:
-                near = difflib.get_close_matches(name, VERIFIERS, 1) or [", ".join(VERIFIERS)]
-                raise InputError(f"--verifier {name}: unknown; did you mean {near[0]}?")
+                raise InputError(f"--verifier {name}: unknown; {nearest(name, VERIFIERS)}")
             method = Method(spec, name)
             try:
                 # Draft models and heads have every drawing of siblings of a static tree, so the rule gets its first
@@ -135,8 +133,7 @@ def check(config: EvalConfig) -> EvalRequest:
             raise InputError(f"--ood {name}: the name is taken by --id {name}; a set is either ID or OOD")
     base = config.base if config.base is not None else next(iter(drafts))
     if base not in drafts:
-        near = difflib.get_close_matches(base, drafts, 1) or [", ".join(drafts)]
-        raise InputError(f"--base {base}: no draft has this name; did you mean {near[0]}?")
+        raise InputError(f"--base {base}: no draft has this name; {nearest(base, drafts)}")
     check_least(config, 1, "max_prompts", "prompt_tokens", "max_new_tokens", "batch_size")
     check_least(config, 0, "speed_prompts")
     check_least(config, 100, "bootstrap")

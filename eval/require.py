@@ -9,14 +9,13 @@ What is left out of the brackets means every: every draft but the base (the base
 is no gain), every prompt set, every temperature, every tree. All of them must meet the requirement. Imports no torch.
 """
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith_core.errors import InputError, RequirementError
+from draftsmith_core.errors import InputError, RequirementError, nearest
 from eval.results import Results
 from eval.schema import Difference, Estimate, TransferRow
 
@@ -92,9 +91,7 @@ class Requirement:
             raise InputError(f"{where}: expected FIGURE[DOMAIN] >= NUMBER, such as {_EXAMPLE!r}")
         figure, inside, sign, number = found.groups()
         if figure not in FIGURES:
-            near = difflib.get_close_matches(figure, FIGURES, 1)
-            fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(FIGURES)}"
-            raise InputError(f"{where}: no figure {figure!r}; {fix}")
+            raise InputError(f"{where}: no figure {figure!r}; {nearest(figure, FIGURES)}")
         keys = ("draft", "T") + (("tree", "verifier") if figure in _PER_METHOD else ())
         wanted: dict[str, str] = {}
         for word in (inside or "").split():
@@ -154,8 +151,7 @@ class Requirement:
         if key == "T" and re.fullmatch(r"[0-9]*\.?[0-9]+", value):
             value = f"{float(value):g}"
         if value not in known:
-            near = difflib.get_close_matches(value, known, 1)
-            fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            fix = nearest(value, known, "there are")
             raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return [value]
 

@@ -1,12 +1,11 @@
 """The options of `draftsmith decode`. Needs no torch, so that help texts and option checks are quick."""
 
-import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode import PROPOSERS, VERIFIERS
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import check_apart, check_replaceable
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.option_types import check_least, check_types
@@ -111,6 +110,4 @@ class DecodeConfig:
 
 def _check_name(key: str, name: str | None, known: Collection[str]) -> None:
     if name is not None and name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-        raise InputError(f"{key}: {name!r} is unknown; {fix}")
+        raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
