@@ -5,6 +5,7 @@ Nothing heavy is imported until processes meet, so that commands can ask who the
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,13 @@ def launched() -> int:
 def is_main() -> bool:
     """Whether this is the process of rank 0, which writes files and messages for all."""
     return _whole("RANK", 0) == 0
+
+
+def say(line: str) -> None:
+    """To standard error, once however many processes there are."""
+    if is_main():
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def _whole(variable: str, otherwise: int) -> int:

@@ -4,7 +4,6 @@ What can be refused from the name and small files is refused here, before transf
 """
 
 import socket
-import sys
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.io import read_json, sha256_file
+from draftsmith_core.processes import say
 
 _CONFIGS = ("config.json", "tokenizer_config.json")
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -214,4 +214,4 @@ def _version(path: Path) -> str:
 def announce_remote_code(name: str) -> None:
     """Say on standard error, once, which code `--trust_remote_code` will run, and of which commit."""
     for file, version in remote_files(name).items():
-        sys.stderr.write(f"{name}: running {file} ({version}), as --trust_remote_code allows\n")
+        say(f"{name}: running {file} ({version}), as --trust_remote_code allows")

@@ -1,7 +1,6 @@
 """One evaluation from its configuration to results.json, report.html and plots/."""
 
 import os
-import sys
 import time
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -18,7 +17,7 @@ from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
-from draftsmith_core.processes import is_main, join_processes, launched, on_main
+from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer
@@ -141,9 +140,9 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     for name, draft in pair.drafts.items() if is_main() else ():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
             prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
-            sys.stderr.write(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}\n")
-    for line in remarks.of_counts(config, suites) if is_main() else ():
-        sys.stderr.write(f"eval: {line}\n")
+            say(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}")
+    for line in remarks.of_counts(config, suites):
+        say(f"eval: {line}")
     found = [
         *remarks.of_sets(config, suites),
         *remarks.of_prompts(suites),
@@ -181,9 +180,7 @@ def _with_planned_tree(
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, found)
     kept = " (kept from before)" * (cache.reused > 0)
-    sys.stderr.write(
-        f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(found)}\n"
-    )
+    say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(found)}")
     tree = found["tree"].get("spec") or f"auto:{file}"
     return replace(config, tree=list(dict.fromkeys(tree if each == "auto" else each for each in config.tree)))
 
@@ -192,7 +189,7 @@ def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig
     """The options with top_k, top_p and min_p as the target's generation config has them where they were left open."""
     options = {**sampling_options(config), "temperature": max(config.temperature)}
     found = resolve_sampling(config.target, target, **options)
-    if found.note and is_main():
-        sys.stderr.write(f"eval: {found.note}\n")
+    if found.note:
+        say(f"eval: {found.note}")
     sampling = found.sampling
     return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)

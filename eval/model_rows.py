@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from drafts.load import Draft, draft_fingerprint, kind_of
-from draftsmith_core.io import read_json
 from draftsmith_core.memory import peak_memory
 from draftsmith_core.models import (
     context_length,
@@ -20,6 +19,7 @@ from draftsmith_core.models import (
     quantization,
     vocabulary_size,
 )
+from draftsmith_core.provenance import read_record
 from eval.measurement_cache import MeasurementCache
 from eval.schema import ModelRow, Training
 
@@ -51,10 +51,7 @@ def model_row(name: str, model: Draft) -> ModelRow:
 
 def _training(checkpoint: Path) -> Training | None:
     """What the checkpoint's own record says of its alignment; None for hub names and other people's directories."""
-    record = checkpoint / "draftsmith.json"
-    if not record.is_file():
-        return None
-    values = read_json(record, "the record of a draft checkpoint")
+    values = read_record(checkpoint)
     try:
         tokens, steps = values["data"]["response_tokens"], values["steps"]
         batch = values["config"]["batch_size"] * values["config"]["accumulation"] * values["processes"]
@@ -66,7 +63,7 @@ def _training(checkpoint: Path) -> Training | None:
             best_step=values["best_step"],
         )
     except KeyError:
-        return None  # trained on text and not aligned, as the base draft that comes with the demo
+        return None  # none, or trained on text and not aligned, as the base draft that comes with the demo
 
 
 def identity(model: ModelRow) -> list[str]:

@@ -1,6 +1,5 @@
 """`draftsmith plan` behind its options: load, plan, write."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.model_options import loading
+from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.provenance import provenance
@@ -48,14 +48,14 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     room = (pair.context or 2**31) - config.max_new_tokens
     prompts = [prompt for prompt in read.prompts if len(prompt.ids) <= room]
     for skip in read.skipped:
-        sys.stderr.write(f"plan: row {skip.row} skipped: {skip.reason}\n")
+        say(f"plan: row {skip.row} skipped: {skip.reason}")
     if long := len(read.prompts) - len(prompts):
-        sys.stderr.write(f"plan: {long} prompts skipped: longer than the {room} tokens that leave room\n")
+        say(f"plan: {long} prompts skipped: longer than the {room} tokens that leave room")
     if not prompts:
         raise InputError(f"--prompts {config.prompts}: none fits {room} tokens; lower --max_new_tokens")
     found = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if found.note:
-        sys.stderr.write(f"plan: {found.note}\n")
+        say(f"plan: {found.note}")
     try:
         planner = Planner(
             pair.target,

@@ -3,7 +3,6 @@
 `eval --strict` turns them into errors: before anything is measured where that is known by then, else at the end.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith_core.errors import InputError
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import parameter_count
-from draftsmith_core.processes import is_main
+from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from eval.config import EvalConfig
 from eval.schema import ModelRow, Remark, SpeedConditions
@@ -32,8 +31,8 @@ def announce(remarks: Sequence[Remark], *, strict: bool) -> list[Remark]:
     if strict and remarks:
         more = f" (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
         raise InputError(f"--strict: {remarks[0]['text']}{more}")
-    for remark in remarks if is_main() else ():
-        sys.stderr.write(f"remark: {remark['text']}\n")
+    for remark in remarks:
+        say(f"remark: {remark['text']}")
     return list(remarks)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from drafts.load import Draft, draft_fingerprint, load_pair
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, vocabulary_size
+from draftsmith_core.processes import say
 from draftsmith_core.prompt_rows import whole
 from draftsmith_core.prompts import check_messages, check_tools
 from draftsmith_core.sampling import Sampling
@@ -86,11 +86,11 @@ def watch(config: WatchConfig) -> dict[str, Any]:
             )
     watched = _Watched(config, baseline, pair.target, draft)
     band = baseline.band
-    sys.stderr.write(
+    say(
         f"watch: {baseline.draft} at T={baseline.sampling.temperature:g}; in the baseline ({baseline.domain}) an "
         f"answer's mean acceptance "
         f"is {band.mean:.3f}, band [{band.low:.3f}, {band.high:.3f}]; at most {config.rate:.1%} of streams that stay "
-        f"in it are ever called changed\n"
+        f"in it are ever called changed"
     )
     pending: list[Continuation] = []
     for line in _lines(log, config.follow):
@@ -137,20 +137,18 @@ class _Watched:
                     f"[{self.baseline.band.low:.3f}, {self.baseline.band.high:.3f}], since about answer "
                     f"{int(self.test.since_S[0])}; known at answer {len(self.sums)}"
                 )
-                sys.stderr.write(f"watch: CHANGED: {self.said}\n")
+                say(f"watch: CHANGED: {self.said}")
 
     def _window(self, start: int) -> None:
         count = sum(self.counts[start:])
-        sys.stderr.write(
-            f"watch: answers {start + 1} to {len(self.sums)}: alpha {sum(self.sums[start:]) / count:.3f}\n"
-        )
+        say(f"watch: answers {start + 1} to {len(self.sums)}: alpha {sum(self.sums[start:]) / count:.3f}")
 
     def close(self) -> None:
         start = len(self.sums) // self.config.window * self.config.window
         if start < len(self.sums):
             self._window(start)
         if self.skipped:
-            sys.stderr.write(f"watch: {len(self.skipped)} of {self.rows} rows skipped: {self.skipped[0]} (the first)\n")
+            say(f"watch: {len(self.skipped)} of {self.rows} rows skipped: {self.skipped[0]} (the first)")
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -190,7 +188,7 @@ def _lines(log: Path, follow: bool) -> Iterator[str | None]:
                     anew = _begun_anew(log, file)
                     if not anew:
                         time.sleep(POLL_S)
-        sys.stderr.write(f"watch: {log} was begun anew; reading it from its beginning\n")
+        say(f"watch: {log} was begun anew; reading it from its beginning")
 
 
 def _begun_anew(log: Path, file: BinaryIO) -> bool:

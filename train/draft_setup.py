@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from drafts.make.shape import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
-from draftsmith_core.processes import is_main
+from draftsmith_core.processes import is_main, say
 from train import onpolicy, parallel
 from train.config import TrainConfig
 from train.data import Examples
@@ -166,9 +165,9 @@ def announce_draft_vocabulary(draft: Draft, training: Examples, whole: int) -> N
     ids_D = draft_vocabulary(draft) if isinstance(draft, PreTrainedModel) else ids_D
     if ids_D is None or not is_main():
         return
-    sys.stderr.write(
+    say(
         f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {coverage(ids_D, _responses(training))}; "
-        f"what the target gives to others is heldout_missing_mass\n"
+        f"what the target gives to others is heldout_missing_mass"
     )
 
 
@@ -270,15 +269,14 @@ def state_memory(
     tokens = int(heldout.valid_tokens.sum()) + (int(training.valid_tokens.sum()) if again else 0)
     widths = [model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize for model in held.values()]
     needed = tokens * sum(widths)
-    if is_main():
-        line = f"train: hidden states of {', '.join(held)} for {tokens:,} tokens are held in memory"
-        if needed <= _MEMORY_BYTES:
-            sys.stderr.write(f"{line}: {needed / 2**20:,.1f} MiB\n")
-        else:
-            sys.stderr.write(
-                f"{line} up to {_MEMORY_BYTES / 2**30:g} of {needed / 2**30:,.1f} GiB; the rest is computed every time "
-                f"(--head.features DIR keeps the target's on disk)\n"
-            )
+    line = f"train: hidden states of {', '.join(held)} for {tokens:,} tokens are held in memory"
+    if needed <= _MEMORY_BYTES:
+        say(f"{line}: {needed / 2**20:,.1f} MiB")
+    else:
+        say(
+            f"{line} up to {_MEMORY_BYTES / 2**30:g} of {needed / 2**30:,.1f} GiB; the rest is computed every time "
+            f"(--head.features DIR keeps the target's on disk)"
+        )
     return StateMemory(_MEMORY_BYTES, again)
 
 

@@ -5,8 +5,6 @@ have it, else pieces of the same text. Training data is written in the same way,
 loss, begin and end exactly where they did. A row that these tokens cannot write is left out, and counted.
 """
 
-import sys
-
 import datasets
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +13,7 @@ from transformers import AutoConfig
 from drafts.load import first_difference
 from drafts.vocabulary import VocabularyMap, map_vocabulary
 from draftsmith_core.errors import InputError
-from draftsmith_core.processes import is_main
+from draftsmith_core.processes import say
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.config import TrainConfig
@@ -72,8 +70,7 @@ def retokenized(
 
 def announce(written: int, left_out: int, mapping: VocabularyMap) -> None:
     """Say what became of the rows of the data."""
-    if is_main():
-        sys.stderr.write(
-            f"train: data: the draft has another tokenizer, which shares {mapping.shared} tokens with the target's; "
-            f"{written} rows are written in its tokens, {left_out} are left out, whose text they cannot write\n"
-        )
+    say(
+        f"train: data: the draft has another tokenizer, which shares {mapping.shared} tokens with the target's; "
+        f"{written} rows are written in its tokens, {left_out} are left out, whose text they cannot write"
+    )

@@ -12,12 +12,12 @@ from typing import Any
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.rounds_config import AdaptConfig
-from draftsmith.alignment.stages import align, say, settled
+from draftsmith.alignment.stages import align, settled
 from draftsmith.alignment.switch import exchange, recover, weights_mark
 from draftsmith.alignment.traffic import divided_by_time, read_log, write_traffic
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, writing
-from draftsmith_core.processes import require_single_process
+from draftsmith_core.processes import require_single_process, say
 from draftsmith_core.provenance import read_record
 from draftsmith_core.run_directory import hold
 from draftsmith_core.tokenization import load_tokenizer

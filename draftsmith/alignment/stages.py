@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,10 +37,10 @@ from draftsmith_core.models import parameter_count, resolve_device, vocabulary_s
 from draftsmith_core.options import from_values
 from draftsmith_core.processes import (
     Terminated,
-    is_main,
     join_processes,
     launched,
     on_main,
+    say,
     terminable,
     without_fsdp_variable,
 )
@@ -57,13 +56,6 @@ from train.training_run import train
 
 # Where the work is done is no part of what is done.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
-
-
-def say(line: str) -> None:
-    """To standard error, once however many processes there are."""
-    if is_main():
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
 
 def align(config: AlignConfig, answered: bool = False, require: Sequence[str] = ()) -> Results:

@@ -3,10 +3,10 @@
 import ctypes
 import errno
 import os
-import sys
 from pathlib import Path
 
 from draftsmith_core.io import hash_json, sha256_file
+from draftsmith_core.processes import say
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # What a system or file system that cannot exchange answers with.
@@ -22,7 +22,7 @@ def exchange(first: Path, second: Path) -> None:
             return
         if (number := ctypes.get_errno()) not in _CANNOT:
             raise OSError(number, os.strerror(number), str(second))
-    sys.stderr.write(f"{second}: its file system exchanges no directories; for an instant it is not there\n")
+    say(f"{second}: its file system exchanges no directories; for an instant it is not there")
     second.rename(_aside(second))
     first.rename(second)
     _aside(second).rename(first)

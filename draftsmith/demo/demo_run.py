@@ -12,11 +12,10 @@ from transformers import LlamaForCausalLM
 from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.outcome import figure
-from draftsmith.alignment.stages import say
 from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, make_dir, write_rows
 from draftsmith_core.models import load_model
-from draftsmith_core.processes import join_processes, on_main
+from draftsmith_core.processes import join_processes, on_main, say
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate

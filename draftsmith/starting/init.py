@@ -6,7 +6,6 @@ Legend: T tokens of a text, N positions that are measured, V vocabulary.
 import copy
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_dir_replaceable, write_json_atomic
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
@@ -101,7 +101,7 @@ def init(config: InitConfig) -> Started:
         trim(used, ids_D)
     costs = read_per_token(used), read_per_token(target)
     if warning := too_costly(*costs):
-        sys.stderr.write(f"warning: {warning}\n")
+        say(f"warning: {warning}")
     count, figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
@@ -199,9 +199,7 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     )
     if read.skipped:
         first = read.skipped[0]
-        sys.stderr.write(
-            f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})\n"
-        )
+        say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})")
     decoder = SpeculativeDecoder(target)
     texts: list[Continuation] = []
     for start in range(0, len(read.prompts), _BATCH):
