@@ -96,8 +96,8 @@ def stream(options: Options, target: PreTrainedModel) -> list[list[Continuation]
         if len(prompts) < options.windows * options.requests:
             raise InputError(f"--requests {options.requests}: {phase} has {len(prompts)} prompts for all its windows")
         drawn: dict[str, Any] = {"max_new_tokens": options.new_tokens, "batch_size": 32, "seed": 7}
-        alone = partial(measure.baseline, target, prompts, Sampling(temperature=1.0), eos_ids(target), **drawn)
-        answers = once(out / "stream" / f"{phase}.answers.json", lambda alone=alone: dict(alone()))  # type: ignore[misc]
+        task = measure.Task(target, prompts, Sampling(temperature=1.0), eos_ids(target), **drawn)
+        answers = once(out / "stream" / f"{phase}.answers.json", lambda task=task: dict(task.baseline()))  # type: ignore[misc]
         rows = [row for row in measure.continuations(prompts, answers) if row.output_ids]  # type: ignore[arg-type]
         found += [rows[i * options.requests : (i + 1) * options.requests] for i in range(options.windows)]
     return found

@@ -2,9 +2,9 @@
 
 A cell is one draft with one tree and verifier on one set of prompts at one temperature. The estimate is
 `measure_alphas`: one forward of the target over its own texts, one of every draft, and all cells from them. Decoding is
-`measure.decoding` of every cell, at batch 16 and, on some of the prompts, at batch 1. The target's texts are a cost of
-their own (`baseline_s`): decoding needs none, and an evaluation has them anyway. Without arguments the pair is the
-demo's.
+`measure.Task.decoding` of every cell, at batch 16 and, on some of the prompts, at batch 1. The target's texts are a
+cost of their own (`baseline_s`): decoding needs none, and an evaluation has them anyway. Without arguments the pair is
+the demo's.
 """
 
 # ruff: noqa: E402
@@ -18,7 +18,8 @@ if __name__ == "__main__":
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     prompts = heldout_prompts(pair.tokenizer, config.prompts)
     trees = [Method(tree, "exact" if tree.startswith("opt") else "mcsd") for tree in config.tree]
     methods = predicted_methods(trees, sampling.greedy)
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": 0}
-    ours, baseline_s = timed(lambda: measure.baseline(pair.target, prompts, sampling, (), batch_size=16, **options))
+    task = measure.Task(pair.target, prompts, sampling, (), config.max_new_tokens, seed=0, batch_size=16)
+    ours, baseline_s = timed(task.baseline)
     texts = measure.continuations(prompts, ours)
 
     def estimate() -> Any:
@@ -85,8 +86,8 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
                 some = measure.BaselineMeasurement(
                     output_ids=ours["output_ids"][:count], finish_reason=ours["finish_reason"][:count]
                 )
-                arguments = (pair.target, draft, method, prompts[:count], some, sampling, ())
-                _, spent = timed(lambda a=arguments, b=batch_size: measure.decoding(*a, batch_size=b, **options))
+                part = replace(task, prompts=prompts[:count], batch_size=batch_size)
+                _, spent = timed(partial(part.decoding, draft, method, some))
                 seconds += spent
         decoding[f"batch_{batch_size}_s"] = seconds * len(prompts) / count
     with_texts = estimate_s + baseline_s

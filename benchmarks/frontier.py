@@ -220,17 +220,9 @@ def prepare(options: Options) -> Bench:
         prompts_read = prompts_read[-options.prompts :] if name == "even" else prompts_read[: options.prompts]
         asked = {"target": fingerprint(target), "new_tokens": options.new_tokens, "set": name}
         asked["prompts"] = [list(prompt.ids) for prompt in prompts_read]
-        alone = partial(
-            measure.baseline,
-            target,
-            prompts_read,
-            Sampling(temperature=1.0),
-            eos_ids(target),
-            max_new_tokens=options.new_tokens,
-            batch_size=32,
-            seed=99,
-        )
-        continued = measure.continuations(prompts_read, store.get(asked, alone))
+        hot, ends = Sampling(temperature=1.0), eos_ids(target)
+        task = measure.Task(target, prompts_read, hot, ends, options.new_tokens, seed=99, batch_size=32)
+        continued = measure.continuations(prompts_read, store.get(asked, task.baseline))
         rows[name] = (asked, [row for row in continued if row.output_ids])
     left = float("inf") if options.runs is None else options.runs
     return Bench(options, pair, sets, target, load_model(pair.draft), rows, store, left)

@@ -144,17 +144,9 @@ def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict
         prompts = read.prompts[: options.prompts]
         asked = {**common, "prompts": [list(prompt.ids) for prompt in prompts]}
         for temperature in TEMPERATURES:
-            alone = partial(
-                measure.baseline,
-                target,
-                prompts,
-                Sampling(temperature=temperature),
-                eos_ids(target),
-                max_new_tokens=options.new_tokens,
-                batch_size=32,
-                seed=0,
-            )
-            continued = store.get(asked | {"temperature": temperature}, alone)
+            sampling = Sampling(temperature=temperature)
+            task = measure.Task(target, prompts, sampling, eos_ids(target), options.new_tokens, seed=0, batch_size=32)
+            continued = store.get(asked | {"temperature": temperature}, task.baseline)
             rows[domain, temperature] = (asked, measure.continuations(prompts, continued))
     found: dict[str, Alphas] = {}
     for name, directory in drafts.items():

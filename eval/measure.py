@@ -6,12 +6,13 @@ Every list is in the order of the prompts.
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, Generation, SpeculativeDecoder, Tree
+from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree
 from drafts.load import Draft, kind_of
 from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import divided
@@ -74,76 +75,9 @@ class SpeedMeasurement(TypedDict):
     load: list[float]
 
 
-def _generators(prompts: Sequence[Prompt], seed: int, stream: str) -> list[torch.Generator]:
-    return [generator(row_seed(seed, f"{prompt.id}/{stream}")) for prompt in prompts]
-
-
-def _stream(sampling: Sampling, method: Method | None) -> str:
-    """The name of the random stream of a prompt: all drafts share one, which makes their differences less noisy."""
-    plain = f"{sampling.temperature}"
-    return plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
-
-
 def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
     """The decoder of one (draft, tree, verifier). ValueError, one line, when they do not fit."""
     return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
-
-
-def baseline(
-    target: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    eos: Sequence[int],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-    tick: Tick = no_tick,
-) -> BaselineMeasurement:
-    """Continue every prompt with the target alone. `tick(n)` is told of every n prompts done."""
-    decoder = SpeculativeDecoder(target, None)
-    batches = _in_batches(decoder, prompts, sampling, None, eos, max_new_tokens, batch_size, seed, tick)
-    return BaselineMeasurement(
-        output_ids=[row.output_ids for row in batches], finish_reason=[row.finish_reason for row in batches]
-    )
-
-
-def _in_batches(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    method: Method | None,
-    eos: Sequence[int],
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-    tick: Tick,
-) -> list[Generation]:
-    """Outputs of all prompts, batch by batch; batches are the same however many processes divide them."""
-
-    def decode(index: int) -> list[Generation]:
-        rows = prompts[index * batch_size : (index + 1) * batch_size]
-        seeds = _generators(rows, seed, _stream(sampling, method))
-        batch = decoder.generate([row.ids for row in rows], sampling, max_new_tokens, seeds, eos)
-        tick(len(rows))
-        return batch.generations
-
-    return [row for rows in divided(-(-len(prompts) // batch_size), decode) for row in rows]
-
-
-def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
-    """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
-    return [
-        Continuation(prompt.id, prompt.ids, output)
-        for prompt, output in zip(prompts, baseline["output_ids"], strict=True)
-    ]
-
-
-def answers(
-    target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
-) -> list[Continuation]:
-    """What the target continues prompts with up to its own end tokens; `options` as `baseline` takes them."""
-    return continuations(prompts, baseline(target, prompts, sampling, eos_ids(target), **options))
 
 
 @torch.inference_mode()
@@ -168,92 +102,128 @@ def _compare(
     return Identical(same=len(prompts) - len(gaps), of=len(prompts), largest_gap=max(gaps, default=None))
 
 
-def decoding(
-    target: PreTrainedModel,
-    draft: Draft,
-    method: Method,
-    prompts: Sequence[Prompt],
-    expected: BaselineMeasurement,
-    sampling: Sampling,
-    eos: Sequence[int],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-    tick: Tick = no_tick,
-) -> DecodingMeasurement:
-    """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
-    decoder = decoder_of(target, draft, method)
-    outputs: list[list[int]] = []
-    counted: dict[str, list[Any]] = {key: [] for key in COUNTED}
-    for generation in _in_batches(decoder, prompts, sampling, method, eos, max_new_tokens, batch_size, seed, tick):
-        outputs.append(generation.output_ids)
-        for key, values in counted.items():
-            value = getattr(generation.stats, key)
-            values.append(list(value) if key.endswith("_by_depth") else value)
-    identical = _compare(target, prompts, outputs, expected["output_ids"]) if sampling.greedy else None
-    return cast(DecodingMeasurement, {**counted, "identical": identical})
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is decoded, and what all methods are told alike. The methods' `tick(n)` is told of every n prompts done."""
+
+    target: PreTrainedModel
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    eos: Sequence[int]
+    max_new_tokens: int
+    seed: int
+    batch_size: int = 1
+
+    def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
+        """Continue every prompt with the target alone."""
+        rows = self._decoded(SpeculativeDecoder(self.target, None), None, tick)
+        return BaselineMeasurement(
+            output_ids=[row.output_ids for row in rows], finish_reason=[row.finish_reason for row in rows]
+        )
+
+    def _decoded(self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick) -> list[Generation]:
+        """Outputs of all prompts, batch by batch; batches are the same however many processes divide them."""
+
+        def decode(index: int) -> list[Generation]:
+            rows = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
+            batch = self._generate(decoder, rows, method, self.max_new_tokens)
+            tick(len(rows))
+            return batch.generations
+
+        return [row for rows in divided(-(-len(self.prompts) // self.batch_size), decode) for row in rows]
+
+    def _generate(
+        self, decoder: SpeculativeDecoder, rows: Sequence[Prompt], method: Method | None, tokens: int
+    ) -> BatchOutput:
+        """One batch. All drafts share a random stream of a prompt, which makes their differences less noisy."""
+        plain = f"{self.sampling.temperature}"
+        stream = plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
+        seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
+        return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
+
+    def decoding(
+        self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
+    ) -> DecodingMeasurement:
+        """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
+        outputs: list[list[int]] = []
+        counted: dict[str, list[Any]] = {key: [] for key in COUNTED}
+        for generation in self._decoded(decoder_of(self.target, draft, method), method, tick):
+            outputs.append(generation.output_ids)
+            for key, values in counted.items():
+                value = getattr(generation.stats, key)
+                values.append(list(value) if key.endswith("_by_depth") else value)
+        greedy = self.sampling.greedy
+        identical = _compare(self.target, self.prompts, outputs, expected["output_ids"]) if greedy else None
+        return cast(DecodingMeasurement, {**counted, "identical": identical})
+
+    def speed(
+        self,
+        drafts: dict[str, Draft],
+        methods: Sequence[Method],
+        costs_of: Method | None = None,
+        tick: Tick = no_tick,
+    ) -> SpeedMeasurement:
+        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order; on the first
+        prompts also every draft on one level of as many nodes as `costs_of` has, one of the methods.
+
+        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each
+        is warmed up once before the clock counts.
+        """
+        load = os.getloadavg()[0]
+        runs: list[SpeedRun] = []
+        one_level: list[SpeedRun] = []
+        contenders: list[tuple[SpeculativeDecoder, Method | None, SpeedRun, int]] = []
+
+        def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None, prompts: int = 0) -> None:
+            named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
+            counted = ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
+            run = cast(SpeedRun, {**named, **{key: [] for key in counted}})
+            (one_level if prompts else runs).append(run)
+            contenders.append((decoder, method, run, prompts))
+
+        add(SpeculativeDecoder(self.target, None), None, None)
+        for name, draft in drafts.items():
+            for method in methods:
+                add(decoder_of(self.target, draft, method), name, method)
+            if costs_of is not None:
+                flat = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
+                # Rules for chains take one candidate; the cheapest for several stands for them.
+                rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
+                proposer = PROPOSERS[kind_of(draft)].make(draft)
+                add(SpeculativeDecoder(self.target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
+        for decoder, timed, *_ in contenders:
+            self._generate(decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens))
+        for index, prompt in enumerate(self.prompts):
+            turn = index % len(contenders)
+            for decoder, timed, run, most in contenders[turn:] + contenders[:turn]:
+                if most and index >= most:
+                    continue
+                batch = self._generate(decoder, [prompt], timed, self.max_new_tokens)
+                stats = batch.generations[0].stats
+                run["emitted"].append(len(batch.generations[0].output_ids))
+                run["target_calls"].append(stats.target_calls)
+                run["depth_sum"].append(stats.depth_sum)
+                run["prefill_s"].append(batch.prefill_s)
+                run["decode_s"].append(batch.decode_s)
+                tick(0 if most else 1)
+        return SpeedMeasurement(
+            prompt_ids=[prompt.id for prompt in self.prompts],
+            runs=runs,
+            one_level=one_level,
+            load=[load, os.getloadavg()[0]],
+        )
 
 
-def speed(
-    target: PreTrainedModel,
-    drafts: dict[str, Draft],
-    methods: Sequence[Method],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    eos: Sequence[int],
-    *,
-    max_new_tokens: int,
-    seed: int,
-    costs_of: Method | None = None,
-    tick: Tick = no_tick,
-) -> SpeedMeasurement:
-    """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order; on the first
-    prompts also every draft on one level of as many nodes as `costs_of` has, one of the methods.
+def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
+    """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
+    return [
+        Continuation(prompt.id, prompt.ids, output)
+        for prompt, output in zip(prompts, baseline["output_ids"], strict=True)
+    ]
 
-    Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each is
-    warmed up once before the clock counts.
-    """
-    load = os.getloadavg()[0]
-    runs: list[SpeedRun] = []
-    one_level: list[SpeedRun] = []
-    contenders: list[tuple[SpeculativeDecoder, str, SpeedRun, int]] = []
 
-    def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None, prompts: int = 0) -> None:
-        named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
-        counted = ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
-        run = cast(SpeedRun, {**named, **{key: [] for key in counted}})
-        (one_level if prompts else runs).append(run)
-        contenders.append((decoder, _stream(sampling, method), run, prompts))
-
-    add(SpeculativeDecoder(target, None), None, None)
-    for name, draft in drafts.items():
-        for method in methods:
-            add(decoder_of(target, draft, method), name, method)
-        if costs_of is not None:
-            flat = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
-            # Rules for chains take one candidate; the cheapest for several stands for them.
-            rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
-            proposer = PROPOSERS[kind_of(draft)].make(draft)
-            add(SpeculativeDecoder(target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
-    for decoder, stream, *_ in contenders:
-        row = prompts[0]
-        warm_up = min(WARM_UP_TOKENS, max_new_tokens)
-        decoder.generate([row.ids], sampling, warm_up, _generators([row], seed, stream), eos)
-    for index, prompt in enumerate(prompts):
-        turn = index % len(contenders)
-        for decoder, stream, run, most in contenders[turn:] + contenders[:turn]:
-            if most and index >= most:
-                continue
-            batch = decoder.generate([prompt.ids], sampling, max_new_tokens, _generators([prompt], seed, stream), eos)
-            stats = batch.generations[0].stats
-            run["emitted"].append(len(batch.generations[0].output_ids))
-            run["target_calls"].append(stats.target_calls)
-            run["depth_sum"].append(stats.depth_sum)
-            run["prefill_s"].append(batch.prefill_s)
-            run["decode_s"].append(batch.decode_s)
-            tick(0 if most else 1)
-    load_now = os.getloadavg()[0]
-    return SpeedMeasurement(
-        prompt_ids=[prompt.id for prompt in prompts], runs=runs, one_level=one_level, load=[load, load_now]
-    )
+def answers(
+    target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
+) -> list[Continuation]:
+    """What the target continues prompts with up to its own end tokens; `options` as `Task` takes them."""
+    return continuations(prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline())

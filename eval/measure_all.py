@@ -92,27 +92,22 @@ def _count(run: _Run, suite: Suite, sampling: Sampling, measured: Measured) -> N
     """The target's continuations, and every draft's alpha and decoding counts on them."""
     target, prompts, temperature = run.pair.target, suite.prompts, sampling.temperature
     where, batch_size = f"{suite.name}, T={temperature:g}", run.config.batch_size
-    options: dict[str, Any] = {
-        "max_new_tokens": run.config.max_new_tokens,
-        "batch_size": batch_size,
-        "seed": run.config.seed,
-    }
-    eos = eos_ids(target)
+    task = measure.Task(
+        target, prompts, sampling, eos_ids(target), run.config.max_new_tokens, run.config.seed, batch_size
+    )
     common = {**run.common(suite, sampling), "batch_size": batch_size}
-    alone = partial(measure.baseline, target, prompts, sampling, eos, **options)
-    baseline = run.get("baseline", common, len(prompts), f"target alone: {where}", alone)
+    baseline = run.get("baseline", common, len(prompts), f"target alone: {where}", task.baseline)
     measured.baselines[suite.name, temperature] = baseline
     rows = measure.continuations(prompts, baseline)
     _alphas(run, suite, sampling, rows, common, measured)
     for name, draft in run.pair.drafts.items():
         for method in run.request.methods:
-            decode = partial(measure.decoding, target, draft, method, prompts, baseline, sampling, eos, **options)
             measured.decodings[suite.name, temperature, name, method] = run.get(
                 "decoding",
                 {**common, "draft": identity(run.models[name]), **_asked(method)},
                 len(prompts),
                 f"{name}, {method.tree}: {where}",
-                decode,
+                partial(task.decoding, draft, method, baseline),
             )
 
 
@@ -179,17 +174,7 @@ def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasureme
         "costs_of": None if costs_of is None else _asked(costs_of),
         **run.common(suite, sampling),
     }
-    take = partial(
-        measure.speed,
-        target,
-        drafts,
-        methods,
-        prompts,
-        sampling,
-        eos_ids(target),
-        max_new_tokens=run.config.max_new_tokens,
-        seed=run.config.seed,
-        costs_of=costs_of,
-    )
+    task = measure.Task(target, prompts, sampling, eos_ids(target), run.config.max_new_tokens, run.config.seed)
+    take = partial(task.speed, drafts, methods, costs_of)
     units = len(prompts) * (1 + len(drafts) * len(methods))
     return run.get("speed", asked, units, f"timing: {suite.name}, T={sampling.temperature:g}", take)

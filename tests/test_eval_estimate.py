@@ -167,7 +167,7 @@ def test_alpha_predicts_what_a_chain_measures(
     """alpha needs no decoding loop; accept@1 of a chain of one is the same thing, counted."""
     sampling = Sampling(temperature=temperature)
     prompts = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13)) for i in range(128)]
-    ours = measure.baseline(pair[0], prompts, sampling, (), max_new_tokens=16, batch_size=64, seed=1)
+    ours = measure.Task(pair[0], prompts, sampling, (), max_new_tokens=16, batch_size=64, seed=1).baseline()
     cell = alpha_sums(*pair, measure.continuations(prompts, ours), sampling, batch_size=64)
     alpha = sum(cell["sum"]) / sum(cell["count"])
     decoder = SpeculativeDecoder(pair[0], DraftModelProposer(pair[1]), "chain:1", "speculative")

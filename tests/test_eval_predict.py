@@ -56,12 +56,12 @@ def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
 def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: Sampling, count: int = 300) -> None:
     """Expected and decoded counts, from separate texts of the same prompts: within five standard errors of each."""
     prompts = PROMPTS[:count]
-    options = {"max_new_tokens": 14, "batch_size": 100, "seed": 3}
-    ours = measure.baseline(target, prompts, sampling, (2,), **options)  # type: ignore[arg-type]
+    task = measure.Task(target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3)
+    ours = task.baseline()
     rows = measure.continuations(prompts, ours)
     cell = measure_alphas(target, {"d": draft}, rows, sampling, [method], batch_size=64)["d"]  # type: ignore[dict-item]
     found = cell["predicted"][method.name]
-    ran = measure.decoding(target, draft, method, prompts, ours, sampling, (2,), **options)  # type: ignore[arg-type]
+    ran = task.decoding(draft, method, ours)  # type: ignore[arg-type]
     if sampling.greedy:
         assert found["target_calls"] == pytest.approx(ran["target_calls"], abs=1e-9)
         assert max(found["variance"]) < 1e-9
@@ -99,8 +99,7 @@ def test_runs_are_not_independent_and_the_formula_is_off(
     assert independent_tau([0.5, 0.5]) == 1.75
     target = pair[0]
     # Half of the prompts are easy for this draft: runs come together, and one alpha for all of them says too little.
-    options = {"max_new_tokens": 14, "batch_size": 100, "seed": 3}
-    ours = measure.baseline(target, PROMPTS, HOT, (), **options)  # type: ignore[arg-type]
+    ours = measure.Task(target, PROMPTS, HOT, (), max_new_tokens=14, batch_size=100, seed=3).baseline()
     rows = measure.continuations(PROMPTS, ours)
     method = Method("chain:8", "speculative")
     cell = measure_alphas(target, {"d": pair[1]}, rows, HOT, [method], batch_size=100)["d"]
@@ -113,7 +112,7 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
 ) -> None:
     for sampling in (COLD, HOT):
-        ours = measure.baseline(pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1)
+        ours = measure.Task(pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1).baseline()
         rows = measure.continuations(PROMPTS[:20], ours)
         both = measure_alphas(pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8)
         for name, draft in (("a", pair[1]), ("b", near(pair[0], 0.1, 7))):
