@@ -28,6 +28,7 @@ from eval.groups import Setting
 from eval.measure_all import measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, identity, machine, model_row
+from eval.plan import Planner
 from eval.plan_run import NOW_PROMPTS, plan_now, planned_now
 from eval.remarks import announce
 from eval.report.page import write_report
@@ -173,10 +174,8 @@ def _with_planned_tree(
         "machine": machine(pair.target),
         "options": [config.max_new_tokens, config.seed],
     }
-    options = {"batch_size": 1, "max_new_tokens": config.max_new_tokens, "seed": config.seed}
-    found = cache.get(
-        {"what": "plan", **decided}, lambda: plan_now(pair.target, pair.drafts[draft], prompts, sampling, **options)
-    )
+    planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, config.max_new_tokens, config.seed)
+    found = cache.get({"what": "plan", **decided}, lambda: plan_now(planner))
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, found)
     kept = " (kept from before)" * (cache.reused > 0)

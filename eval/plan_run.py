@@ -1,21 +1,18 @@
 """`draftsmith plan` behind its options: load, plan, write."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from drafts.load import Draft, kind_of, load_pair
+from drafts.load import kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.model_options import loading
 from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import provenance
-from draftsmith_core.sampling_options import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.model_rows import machine, model_row
@@ -81,21 +78,13 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     return document
 
 
-def plan_now(
-    target: PreTrainedModel,
-    draft: Draft,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    seed: int,
-) -> dict[str, Any]:
+def plan_now(planner: Planner) -> dict[str, Any]:
     """A plan made on the spot, on the first prompts and with short answers, for `--tree auto`."""
-    few, tokens = prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, max_new_tokens))
-    planner = Planner(target, draft, few, sampling, batch_size=batch_size, max_new_tokens=tokens, seed=seed)
+    few, tokens = planner.prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, planner.max_new_tokens))
     with progress("plan", STEPS) as advance:
-        return plan_pair(planner, confirm_prompts=len(few), advance=advance)
+        return plan_pair(
+            replace(planner, prompts=few, max_new_tokens=tokens), confirm_prompts=len(few), advance=advance
+        )
 
 
 def planned_now(plan: dict[str, Any]) -> str:

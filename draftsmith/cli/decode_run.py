@@ -147,20 +147,13 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 
 def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
-    from eval.plan import planned_tree
+    from eval.plan import Planner, planned_tree
     from eval.plan_run import plan_now, planned_now
 
-    sampling = pair.sampling(**sampling_options(config))
+    sampling = pair.sampling(**sampling_options(config)).sampling
     (draft,) = pair.drafts.values()
-    found = plan_now(
-        pair.target,
-        draft,
-        _prompts(config, pair).prompts,
-        sampling.sampling,
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-    )
+    prompts, tokens = _prompts(config, pair).prompts, config.max_new_tokens
+    found = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
     _say(f"{planned_now(found)}; `draftsmith plan` keeps a plan")
     return None if found["pays"] is False else planned_tree(found)
 
