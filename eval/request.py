@@ -116,8 +116,6 @@ def check(config: EvalConfig) -> EvalRequest:
         raise InputError("--draft: name at least one draft, such as --draft base=PATH")
     if not config.id:
         raise InputError("--id: name at least one prompt set in distribution, such as --id chat=prompts.jsonl")
-    if not config.out:
-        raise InputError("--out: name the directory to write to")
     drafts = parse_named("--draft", config.draft)
     if "target" in drafts:
         raise InputError("--draft target=...: the name 'target' is the target's; give the draft another")

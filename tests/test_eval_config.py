@@ -83,7 +83,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         ({"top_p": 0.0}, "--top_p: 0.0"),
         ({"max_prompts": 0}, "max_prompts: 0 must be at least 1"),
         ({"bootstrap": 5}, "bootstrap: 5 must be at least 100"),
-        ({"out": ""}, "--out: name the directory"),
+        ({"out": ""}, "--out '': is empty; name where to write"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
