@@ -8,6 +8,7 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
+import errno  # noqa: E402
 import importlib  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
@@ -137,7 +138,9 @@ def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
         if isinstance(error, BrokenPipeError):
             return 0  # the reader (`| head`) has seen enough
         place = f"{error.filename}: " if error.filename else ""
-        _say(f"{called}: {place}{error.strerror or error}", error)
+        full = error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; make room, and call it again" if full else ""
+        _say(f"{called}: {place}{error.strerror or error}{advice}", error)
         return 1
     raise error
 

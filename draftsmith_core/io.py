@@ -1,5 +1,6 @@
 """Write files whole or not at all (temporary name, fsync, rename), read JSON, and hash what tells artifacts apart."""
 
+import errno
 import hashlib
 import json
 import os
@@ -68,6 +69,13 @@ def check_apart(out: str, read: Iterable[str | None]) -> None:
             raise InputError(f"out: {out} is read as well, and would be overwritten; name another file")
 
 
+def _name(error: OSError, path: Path, temporary: Path) -> None:
+    """Have an error say `path`: a write to a full disk names no file, and others the temporary one, which is gone."""
+    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    if full or str(error.filename).startswith(str(temporary)):
+        error.filename = str(path)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it fails."""
@@ -79,6 +87,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _fsync(temporary)
         temporary.replace(path)
         _fsync(path.parent)
+    except OSError as error:
+        _name(error, path, temporary)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -110,6 +121,9 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         else:
             temporary.rename(path)
         _fsync(path.parent)
+    except OSError as error:
+        _name(error, path, temporary)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

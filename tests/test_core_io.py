@@ -1,5 +1,6 @@
 """Files are whole or absent, whatever happens while they are written."""
 
+import errno
 import json
 import os
 import subprocess
@@ -93,6 +94,25 @@ with writer(Path(sys.argv[1])) as temporary:
     assert len(list(tmp_path.iterdir())) == 1
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_full_disk_names_what_was_to_be_written(tmp_path: Path, directory: bool) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(OSError, match="No space left") as full, (atomic_dir if directory else atomic_file)(made):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as `write` says it, without a name
+    assert full.value.filename == str(made)
+    with pytest.raises(FileNotFoundError) as gone, (atomic_dir if directory else atomic_file)(made) as temporary:
+        (temporary / "gone" / "file").read_bytes() if directory else temporary.read_bytes()
+    assert gone.value.filename == str(made)
+    # What has to do with another file, or with none, stays as it is.
+    with pytest.raises(ConnectionError) as lost, (atomic_dir if directory else atomic_file)(made):
+        raise ConnectionError("lost")
+    assert lost.value.filename is None
+    with pytest.raises(FileNotFoundError) as other, (atomic_dir if directory else atomic_file)(made):
+        (tmp_path / "other").read_bytes()
+    assert other.value.filename == str(tmp_path / "other")
+    assert os.listdir(tmp_path) == []
 
 
 def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from drafts.make.shape import read_per_token, too_costly
 from drafts.make.transplant import transplant
 from draftsmith.starting.config import InitConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_dir_replaceable, write_json_atomic
+from draftsmith_core.io import atomic_dir, check_dir_replaceable, write_json_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
@@ -103,7 +103,7 @@ def init(config: InitConfig) -> Started:
     if warning := too_costly(*costs):
         say(f"warning: {warning}")
     count, figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
-    with atomic_dir(out) as directory:
+    with writing(out, "nothing was kept"), atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
             write_draft_vocabulary(directory, ids_D)
