@@ -132,7 +132,7 @@ def _answered(
             settle_drafting(out, config, drafting, reader)
             drafted = {"drafted": drafting.tree or None}
         place.send()
-        run = _Run(config, engine, reader, suites, place, processes.process_index, processes.num_processes)
+        run = _Run(config, engine, reader, suites, place, processes)
         run.make()
         processes.wait_for_everyone()
         extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
@@ -203,7 +203,7 @@ def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: S
 
 
 class _Run:
-    """The parts that this process makes: every `processes`-th, beginning with number `process`."""
+    """The parts that this process makes: every n-th of n processes, beginning with its own number."""
 
     def __init__(
         self,
@@ -212,11 +212,10 @@ class _Run:
         reader: PromptReader,
         suites: Suites | None,
         place: Workplace,
-        process: int,
-        processes: int,
+        processes: "PartialState",
     ) -> None:
         self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
-        self.process, self.processes = process, processes
+        self.process, self.processes = processes.process_index, processes.num_processes
         self.place, self.out = place, place.directory
         self.parts = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA

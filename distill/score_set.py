@@ -71,7 +71,7 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
 def _score_set(config: ScoreConfig, command: str, place: Workplace) -> dict[str, Any]:
     processes = join_processes(config.device)
     out = place.directory
-    if not config.out.strip() or out.is_file() or out.resolve() == Path(config.score).resolve():
+    if out.is_file() or out.resolve() == Path(config.score).resolve():
         raise InputError(f"--out {config.out!r}: name a directory of its own for the scored set")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     if Path(config.score).is_dir():

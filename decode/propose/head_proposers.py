@@ -299,8 +299,8 @@ class FeatureNetwork:
     reads_paths = False
     width = 1
 
-    def __init__(self, setup: SessionSetup) -> None:
-        self._vocabulary = setup.vocabulary
+    def __init__(self, heads: nn.Module, setup: SessionSetup) -> None:
+        self.heads, self._vocabulary = heads, setup.vocabulary
         self._features = last_features(setup.prompts, setup.hidden_BTH[0])
         self._roots = [prompt[-1] for prompt in setup.prompts]
 
@@ -340,10 +340,6 @@ class FeatureNetwork:
 class MedusaNetwork(FeatureNetwork):
     """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
 
-    def __init__(self, heads: MedusaHeads, setup: SessionSetup) -> None:
-        super().__init__(setup)
-        self.heads = heads
-
     def open(self) -> Tensor:
         """All heads at once."""
         logits_BKV = self.heads(torch.stack(self._features).unsqueeze(1))[:, 0]
@@ -361,10 +357,6 @@ class HydraNetwork(FeatureNetwork):
     """Hydra heads: head d reads the feature and the tokens from the root down to a node of depth d."""
 
     reads_paths = True
-
-    def __init__(self, heads: HydraHeads, setup: SessionSetup) -> None:
-        super().__init__(setup)
-        self.heads = heads
 
     def open(self) -> Tensor:
         """The first head, below the root."""
