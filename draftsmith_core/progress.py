@@ -27,7 +27,7 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     writes, about its own share of the work.
     """
     if not is_main():
-        yield lambda count, note: None
+        yield no_advance
         return
     console = Console(stderr=True)
     if console.is_terminal:
@@ -68,6 +68,10 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
             sys.stderr.flush()
 
     yield advance
+
+
+def no_advance(count: int, note: str) -> None:
+    """An `Advance` that does nothing."""
 
 
 def no_tick(count: int) -> None:

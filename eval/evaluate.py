@@ -25,7 +25,7 @@ from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.groups import Setting
-from eval.measure_all import measure_all
+from eval.measure_all import Run, measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import Planner
@@ -34,7 +34,7 @@ from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
-from eval.schema import ModelRow, Remark
+from eval.schema import Remark
 from eval.suites import Suite, fit, load_suites
 from eval.tracking import check_tracker, track
 
@@ -62,20 +62,21 @@ def evaluate(config: EvalConfig) -> Results:
         cache = MeasurementCache(out / "cells")
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
+        run = Run(config, check(config), suites, pair, models, cache)
         if "auto" in config.tree:
-            config = _with_planned_tree(config, check(config), suites, pair, models, cache)
-        request = check(config)
+            config = _with_planned_tree(run)
+            run = replace(run, config=config, request=check(config))
         said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         said += announce(remarks.of_target(config.target, pair.target), strict=False)
-        measured = measure_all(config, request, suites, pair, models, cache)
+        measured = measure_all(run)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         said += announce(busy, strict=False)
         setting = Setting(
             suites=suites,
             drafts=list(pair.drafts),
-            base=request.base,
+            base=run.request.base,
             temperatures=config.temperature,
-            methods=request.methods,
+            methods=run.request.methods,
             bootstrap=config.bootstrap,
             seed=config.seed,
         )
@@ -152,33 +153,27 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     return suites, pair, said + announce(found, strict=config.strict)
 
 
-def _with_planned_tree(
-    config: EvalConfig,
-    request: EvalRequest,
-    suites: list[Suite],
-    pair: LoadedPair,
-    models: dict[str, ModelRow],
-    cache: MeasurementCache,
-) -> EvalConfig:
+def _with_planned_tree(run: Run) -> EvalConfig:
     """The options with the tree that is fastest in place of `auto`, planned now or by the run that this one continues:
     for the first draft that is not the base, at the highest temperature, batch 1, on prompts in distribution in turn.
     """
+    config, request, pair = run.config, run.request, run.pair
     draft = next((name for name in pair.drafts if name != request.base), request.base)
     sampling = max(request.samplings, key=lambda each: each.temperature)
-    turns = zip_longest(*(suite.prompts for suite in suites if suite.kind == "id"))
+    turns = zip_longest(*(suite.prompts for suite in run.suites if suite.kind == "id"))
     prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:NOW_PROMPTS]
     decided: dict[str, Any] = {
         "prompts": [list(prompt.ids) for prompt in prompts],
         "sampling": asdict(sampling),
-        "models": [identity(models[name]) for name in ("target", draft)],
+        "models": [identity(run.models[name]) for name in ("target", draft)],
         "machine": machine(pair.target),
         "options": [config.max_new_tokens, config.seed],
     }
     planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, config.max_new_tokens, config.seed)
-    found = cache.get({"what": "plan", **decided}, lambda: plan_now(planner))
+    found = run.cache.get({"what": "plan", **decided}, lambda: plan_now(planner))
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, found)
-    kept = " (kept from before)" * (cache.reused > 0)
+    kept = " (kept from before)" * (run.cache.reused > 0)
     say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(found)}")
     tree = found["tree"].get("spec") or f"auto:{file}"
     return replace(config, tree=list(dict.fromkeys(tree if each == "auto" else each for each in config.tree)))

@@ -1,14 +1,14 @@
 """All measurements of an evaluation in order, each taken from disk where it is there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from drafts.load import LoadedPair
 from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import is_main
-from draftsmith_core.progress import Advance, progress
+from draftsmith_core.progress import Advance, no_advance, progress
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
 from eval.acceptance import Continuation
@@ -27,15 +27,16 @@ T = TypeVar("T", bound=Mapping[str, Any])
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """What every measurement of an evaluation has in common."""
 
     config: EvalConfig
     request: EvalRequest
+    suites: list[Suite]
     pair: LoadedPair
     models: dict[str, ModelRow]
     cache: MeasurementCache
-    advance: Advance
+    advance: Advance = no_advance
 
     def get(self, what: str, asked: dict[str, Any], units: int, note: str, take: Callable[..., T]) -> T:
         """The outcome of one measurement of `units` steps of progress, from disk or taken now by `take(tick=...)`."""
@@ -61,34 +62,26 @@ class _Run:
         }
 
 
-def measure_all(
-    config: EvalConfig,
-    request: EvalRequest,
-    suites: Sequence[Suite],
-    pair: LoadedPair,
-    models: dict[str, ModelRow],
-    cache: MeasurementCache,
-) -> Measured:
+def measure_all(run: Run) -> Measured:
     """Every measurement that the request asks for. The clock comes last, when everything is warm."""
-    parts = [(suite, sampling) for suite in suites for sampling in request.samplings]
-    counted = 1 + len(pair.drafts) * (1 + len(request.methods))
-    timed = 1 + len(pair.drafts) * len(request.methods)
-    total = sum(
-        len(suite.prompts) * counted + min(config.speed_prompts, len(suite.prompts)) * timed for suite, _ in parts
-    )
+    speed_prompts, methods = run.config.speed_prompts, len(run.request.methods)
+    parts = [(suite, sampling) for suite in run.suites for sampling in run.request.samplings]
+    counted = 1 + len(run.pair.drafts) * (1 + methods)
+    timed = 1 + len(run.pair.drafts) * methods
+    total = sum(len(suite.prompts) * counted + min(speed_prompts, len(suite.prompts)) * timed for suite, _ in parts)
     measured = Measured({}, {}, {}, {})
     with progress("eval", total) as advance:
-        run = _Run(config, request, pair, models, cache, advance)
+        run = replace(run, advance=advance)
         for suite, sampling in parts:
             _count(run, suite, sampling, measured)
         # One process times while the others wait.
-        if config.speed_prompts and is_main():
+        if speed_prompts and is_main():
             for suite, sampling in parts:
                 measured.speeds[suite.name, sampling.temperature] = _time(run, suite, sampling)
     return measured
 
 
-def _count(run: _Run, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+def _count(run: Run, suite: Suite, sampling: Sampling, measured: Measured) -> None:
     """The target's continuations, and every draft's alpha and decoding counts on them."""
     target, prompts, temperature = run.pair.target, suite.prompts, sampling.temperature
     where, batch_size = f"{suite.name}, T={temperature:g}", run.config.batch_size
@@ -116,7 +109,7 @@ def _asked(method: Method) -> dict[str, Any]:
 
 
 def _alphas(
-    run: _Run,
+    run: Run,
     suite: Suite,
     sampling: Sampling,
     rows: Sequence[Continuation],
@@ -158,7 +151,7 @@ def _alphas(
         run.advance(len(rows), note)
 
 
-def _time(run: _Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasurement:
+def _time(run: Run, suite: Suite, sampling: Sampling) -> measure.SpeedMeasurement:
     """Clock times of the target alone and of every draft and method, interleaved."""
     target, drafts, methods = run.pair.target, run.pair.drafts, run.request.methods
     prompts = suite.prompts[: run.config.speed_prompts]
