@@ -157,6 +157,18 @@ def check_dir_replaceable(path: Path, option: str) -> None:
         raise InputError(f"{option} {path}: is where this command runs, and would be replaced; name a directory in it")
     if above := next((each for each in path.absolute().parents if each.exists() and not each.is_dir()), None):
         raise InputError(f"{option} {path}: {above} is no directory; name another place")
+    check_writable(path, option)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """InputError, beginning with `option`, where the directory that `path` is to be written to lets nobody in: found
+    before the work, not after it.
+    """
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{option} {path}: cannot be written ({above}: {os.strerror(errno.EACCES)}); name another place"
+        )
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -78,6 +78,11 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
         raise InputError(f"{where}{error}") from None
 
 
+def check_file(cls: type, file: Path) -> None:
+    """InputError, with its line, for a key of a YAML file that the configuration dataclass does not have."""
+    _check_files([str(file)], option_types(cls))
+
+
 @cache
 def _parser(cls: type, command: str, helps: bool) -> ArgumentParser:
     """Made once per process: jsonargparse reads the source of the class for its descriptions."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
@@ -40,6 +40,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--chat_template {chat_template}: cannot be read ({error})") from None
+        try:
+            # Where no row is a chat nothing else would read it, and a slip in it would wait for the first that is.
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise InputError(
+                f"--chat_template {chat_template}:{error.lineno}: no Jinja template ({error.message})"
+            ) from None
+        except Exception:  # noqa: BLE001 (a template may refuse this chat for reasons of its own)
+            log.debug("%s refuses a chat of one message", chat_template)
     return tokenizer
 
 

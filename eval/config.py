@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import check_apart, check_replaceable
+from draftsmith_core.io import check_apart, check_replaceable, check_writable
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.option_types import check_least, check_types
 from draftsmith_core.sampling_options import check_sampling
@@ -183,6 +183,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_replaceable(Path(self.out), "--out")
+        check_writable(Path(self.out), "--out")
         check_apart(self.out, [self.prompts])
         check_least(self, 1, "batch_size", "max_prompts", "confirm_prompts", "prompt_tokens")
         check_least(self, 4, "max_new_tokens")

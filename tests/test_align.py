@@ -13,6 +13,7 @@ import yaml
 import draftsmith as ds
 from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.stages import _continued
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.sampling_options import Sampling
 
@@ -138,6 +139,25 @@ def test_the_file_of_a_run_is_run_again_by_hand(
     file.write_text(file.read_text().replace("steps: 6", "steps: 8"))
     code, _, err = door("align", "--config", file)
     assert code == 2 and "steps is 6, now it is 8" in err.splitlines()[-1], err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sed: 1", "align.yaml:2: sed: unknown key; did you mean seed?"),
+        ("train:\n  stesp: 3", "align.yaml:3: train.stesp: unknown key; did you mean train.steps?"),
+        ("seed: 2026-02-30", "align.yaml:2: seed: cannot be read (day is out of range for month)"),
+        ("seed: [1", "expected ',' or ']'"),
+    ],
+)
+def test_a_slip_in_the_options_of_a_begun_run_is_named(tmp_path: Path, line: str, told: str) -> None:
+    file = tmp_path / "align.yaml"
+    file.write_text(f"target: t\n{line}\n")
+    with pytest.raises(ds.InputError) as refused:
+        _continued(AlignConfig(target="t", draft="d", prompts="p", out="o"), file)
+    said = str(refused.value)
+    assert told in said and said.startswith(f"{file}: cannot be read as the options of a run (")
+    assert said.endswith("; delete it, or name another --out")
 
 
 # (module, name in it, at which call): from the first instant to the last stage.

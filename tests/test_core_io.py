@@ -161,6 +161,10 @@ def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pyt
         check_dir_replaceable(Path("../file/x/y"), "--out")
     for out in ("b", "c", "c/d", "../e"):
         check_dir_replaceable(Path(out), "--out")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "a")
+    check_dir_replaceable(Path("b/c/d"), "--out")
+    with pytest.raises(InputError, match=r"^--out c/d: cannot be written \(.*/a: Permission denied\); name another"):
+        check_dir_replaceable(Path("c/d"), "--out")
 
 
 def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
-from draftsmith_core.options import from_values
+from draftsmith_core.options import check_file, from_values
 from draftsmith_core.processes import (
     Terminated,
     join_processes,
@@ -305,9 +305,11 @@ def _id_only(config: AlignConfig, pair: LoadedPair) -> str:
 def _continued(config: AlignConfig, file: Path) -> AlignConfig:
     """The options of the run that was begun here; InputError where this command asks for something else."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        there = from_values(AlignConfig, values)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, AttributeError, InputError) as error:
+        text = file.read_text(encoding="utf-8")
+        if isinstance(yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode):
+            check_file(AlignConfig, file)
+        there = from_values(AlignConfig, yaml.safe_load(text))
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"{file}: cannot be read as the options of a run ({error}); delete it, or name another --out"
         ) from None
