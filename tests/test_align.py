@@ -160,7 +160,7 @@ def test_a_slip_in_the_options_of_a_begun_run_is_named(tmp_path: Path, line: str
     assert said.endswith("; delete it, or name another --out")
 
 
-# (module, name in it, at which call): from the first instant to the last stage.
+# (module or class, name in it, at which call): from the first instant to the last stage.
 KILLS = [
     ("draftsmith.alignment.stages", "hold_out", 1),
     ("draftsmith.alignment.stages", "distill", 1),
@@ -173,15 +173,15 @@ KILLS = [
     ("eval.evaluate", "write_json_atomic", 1),
 ]
 KILL = """
-import importlib, os, signal
-module = importlib.import_module({module!r})
-whole, calls = getattr(module, {name!r}), []
+import os, pkgutil, signal
+owner = pkgutil.resolve_name({owner!r})
+whole, calls = getattr(owner, {name!r}), []
 def dying(*words, **more):
     calls.append(1)
     if len(calls) == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(*words, **more)
-setattr(module, {name!r}, dying)
+setattr(owner, {name!r}, dying)
 """
 
 
@@ -196,9 +196,9 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
     whole.mkdir()
     code, _, err = spawn(*words, cwd=whole, patch=UNDRAWN).wait()
     assert code == 0, err
-    for module, name, at in KILLS:
-        code, _, err = spawn(*words, cwd=killed, patch=UNDRAWN + KILL.format(module=module, name=name, at=at)).wait()
-        assert code == -9, (module, name, err)
+    for owner, name, at in KILLS:
+        code, _, err = spawn(*words, cwd=killed, patch=UNDRAWN + KILL.format(owner=owner, name=name, at=at)).wait()
+        assert code == -9, (owner, name, err)
     code, _, err = spawn(*words, cwd=killed, patch=UNDRAWN).wait()
     assert code == 0 and "Traceback" not in err, err
     assert timeless(killed / "out") == timeless(whole / "out")
@@ -266,8 +266,8 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
     words += ONE_WAY
 
-    def interrupted(module: str, name: str, at: int) -> str:
-        patch = KILL.format(module=module, name=name, at=at).replace("SIGKILL", "SIGINT")
+    def interrupted(owner: str, name: str, at: int) -> str:
+        patch = KILL.format(owner=owner, name=name, at=at).replace("SIGKILL", "SIGINT")
         code, _, err = spawn(*words, cwd=tmp_path, patch=patch).wait()
         assert code == 130 and "Traceback" not in err, err
         return str(err.splitlines()[-1])
@@ -282,7 +282,7 @@ def test_ctrl_c_says_what_was_kept_and_which_command_continues(
     assert "the draft jsd up to step " in said and "the same command continues" in said
     again = said.rpartition("`draftsmith ")[2].removesuffix("`").split()
     assert again == ["align", "--config", "out/align.yaml", "--out", "out"]
-    said = interrupted("eval.measure", "decoding", 1)
+    said = interrupted("eval.measure:Task", "decoding", 1)
     assert re.search(r", the draft jsd, [1-9]\d* measurements \(eval\); ", said), said
     code, _, err = spawn(*again, cwd=tmp_path, patch=UNDRAWN).wait()
     assert code == 0, err

@@ -120,8 +120,8 @@ module.exchange = dying
 # From the first instant to the last: (module, name in it, at which call) dies before it, AFTER behind the switch.
 KILLS = [
     *(
-        KILL.format(module=module, name=name, at=1)
-        for module, name in (
+        KILL.format(owner=owner, name=name, at=1)
+        for owner, name in (
             ("draftsmith.alignment.rounds", "read_log"),
             ("draftsmith.alignment.rounds", "align"),
             ("draftsmith.alignment.stages", "train"),
@@ -131,7 +131,7 @@ KILLS = [
         )
     ),
     AFTER,
-    KILL.format(module="draftsmith.alignment.rounds", name="write_json_atomic", at=1),
+    KILL.format(owner="draftsmith.alignment.rounds", name="write_json_atomic", at=1),
 ]
 
 
