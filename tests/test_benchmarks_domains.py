@@ -14,6 +14,7 @@ from train import training_run as train_run
 from train.config import TrainConfig
 
 
+@pytest.mark.slow
 def test_ways_differ_in_the_mixture_alone_and_nothing_is_trained_twice(
     options: frontier.Options,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

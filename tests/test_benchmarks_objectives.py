@@ -74,6 +74,7 @@ def without_times(document: dict[str, Any]) -> Any:
     return json.loads(json.dumps(document | {"seconds": 0}))
 
 
+@pytest.mark.slow
 def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainConfig]) -> None:
     options = replace(options, only=["ce", "adaspec", "text", "stored"])
     first = run(options)

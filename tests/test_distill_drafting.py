@@ -155,6 +155,7 @@ def test_the_decision_is_measured_once_said_and_kept(
     assert code == 2 and "--out set: holds another distilled set" in err
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_bytes(
     words: list[str], tmp_path: Path, spawn: Callable[..., Any], door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_step_is_its_rows_however_they_are_divided(
         torch.testing.assert_close(other[name], value, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_one_that_was_not(
     words: Callable[..., list[str]], tmp_path: Path, spawn: Callable[..., Any]
 ) -> None:
