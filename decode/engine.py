@@ -6,7 +6,7 @@ Here is what stays from one `generate` call to the next; the steps of one are `d
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -147,7 +147,7 @@ class SpeculativeDecoder:
             return BatchOutput([], 0.0, 0.0)
         began = self._clock()
         # Heads multiply with the target's own output projection, which may be packed.
-        with self._packs.inside(self.target, 0) if self._packs else nullcontext():
+        with self._own_dtype(), self._packs.inside(self.target, 0) if self._packs else nullcontext():
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
@@ -187,7 +187,7 @@ class SpeculativeDecoder:
             joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
             if not joining and (run is None or not run.live):
                 return
-            with self._packs.inside(self.target, 0) if self._packs else nullcontext():
+            with self._own_dtype(), self._packs.inside(self.target, 0) if self._packs else nullcontext():
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]
@@ -267,6 +267,19 @@ class SpeculativeDecoder:
             check_window(self.target, self.tree.size, prompts, max_new_tokens)
             if self.proposer is not None:
                 self.proposer.check_lengths(prompts, max_new_tokens)
+
+    @contextmanager
+    def _own_dtype(self) -> Iterator[None]:
+        """Outside autocast, where the caller is in it: it would run the parts of a step that it knows in another dtype
+        and packed weights in their own, and the outputs would be neither's.
+        """
+        kind = self.target.device.type
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        _say_once("decoding runs outside torch.autocast, in the dtype that the models were loaded in")
+        with torch.autocast(kind, enabled=False):
+            yield
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":

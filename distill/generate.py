@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -32,7 +33,7 @@ from draftsmith_core.packages import require_package
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
-from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
+from draftsmith_core.prompts import OwnIds, Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line
 from draftsmith_core.run_directory import keeping
 from draftsmith_core.sampling import row_seed
@@ -116,6 +117,9 @@ def _answered(
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         _find_a_prompt(config, reader, suites)
+        if Path(config.prompts).is_file():
+            # Before the work; of what streams from elsewhere, as it comes.
+            OwnIds(config.prompts).check(islice(iterate_records(config.prompts), config.max_prompts))
     identity = _identity(config, engine, tokenizer, suites)
     with place.held():
         on_main(lambda: claim_set(out, identity))
@@ -246,9 +250,12 @@ class _Run:
     def _groups(self) -> Iterator[Numbered]:
         """Number and requests of each part to make. One that is there is compared with the prompts and passed over."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
+        here, ids = Path(self.config.prompts).is_file(), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
             near = self.near.among(group) if self.near else {}
+            if not here:
+                ids.check(group)
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)

@@ -128,6 +128,22 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def copy_files(source: Path, to: Path, without: str | None = None) -> None:
+    """Copy what is in a directory to another that is there, except what is called `without`.
+
+    It ends at the first file that fails, and the error names no other: `shutil.copytree` tries them all and lists them.
+    """
+    for path in sorted(source.iterdir()):
+        if path.name == without:
+            continue
+        if path.is_dir():
+            (to / path.name).mkdir(exist_ok=True)
+            copy_files(path, to / path.name, without)
+        else:
+            with path.open("rb") as read, (to / path.name).open("wb") as written:
+                shutil.copyfileobj(read, written, 1 << 20)
+
+
 @contextmanager
 def writing(path: Path, advice: str = "make room, and the same command continues") -> Iterator[None]:
     """RunError of one line that names `path` for what cannot be written in the block (a full disk, no permission)."""

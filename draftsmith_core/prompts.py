@@ -164,6 +164,34 @@ class PromptReader:
             log.warning("%s: its rows hold %s; the prompts are made without them", self.source, names)
 
 
+class OwnIds:
+    """The ids that the rows of a source have of their own: no two may have one, because it names the row in what is
+    written and seeds its answers.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._rows: dict[str, int] = {}
+
+    def add(self, own: str, row: int) -> None:
+        """InputError, with both rows, for an id that an earlier row has."""
+        first = self._rows.setdefault(own, row)
+        if first != row:
+            raise InputError(f"{self._source}:{row}: key 'id': {own!r} is row {first}'s already; make ids unique")
+
+    def check(self, records: Iterable[Record]) -> None:
+        """Add the ids of rows as they are stored. One that cannot be understood has none: its reader says why."""
+        for record in records:
+            if isinstance(record.stored, bytes) and b'"id"' not in record.stored:
+                continue  # spares the parsing of most files
+            try:
+                own = text_of(parse_record(record, self._source), "id", "")
+            except InputError:
+                continue
+            if own:
+                self.add(own, record.number)
+
+
 def read_prompts(
     source: str,
     tokenizer: Tokenizer,
@@ -182,7 +210,7 @@ def read_prompts(
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    named: dict[str, int] = {}
+    named = OwnIds(source)
     repeats: Counter[str] = Counter()
     rows, more = 0, False
     for record in iterate_records(source):
@@ -193,11 +221,7 @@ def read_prompts(
         if isinstance(found, Skipped):
             skipped.append(found)
         elif found.own_id:
-            if found.id in named:
-                first = named[found.id]
-                where = f"{source}:{found.row}"
-                raise InputError(f"{where}: key 'id': {found.id!r} is row {first}'s already; make ids unique")
-            named[found.id] = found.row
+            named.add(found.id, found.row)
             prompts.append(found)
         else:
             prompts.append(replace(found, id=unique_id(found.id, repeats)))

@@ -38,11 +38,11 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
     descriptor: int | None = None
-    made = False
+    made: list[Path] = []
 
     def take() -> None:
         nonlocal descriptor, made
-        made = not path.parent.exists()
+        made = [each for each in (path.parent, *path.parent.parents) if not each.exists()]
         make_dir(path.parent, option)
         try:
             descriptor = _lock(path, f"{option} {out}")
@@ -52,16 +52,16 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     on_main(take)
     try:
         yield
-        made = False
+        made = []
     finally:
         if descriptor is not None:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             _held.discard(path.resolve())
-        if made:
-            # A run that was refused leaves no directory in which there is nothing.
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()
+        # A run that was refused leaves no directory in which there is nothing.
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
 
 
 def _lock(path: Path, out: str) -> int | None:

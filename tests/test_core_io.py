@@ -16,6 +16,7 @@ from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
     check_dir_replaceable,
+    copy_files,
     hash_json,
     make_dir,
     read_json,
@@ -174,3 +175,28 @@ def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:
     make_dir(tmp_path / "a" / "b", "--out")
     make_dir(tmp_path / "a" / "b", "--out")
     assert os.listdir(tmp_path / "a") == ["b"]
+
+
+def test_files_are_copied_until_the_first_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "inner/b", "inner/run/c", "run/d"):
+        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "from" / name).write_text(name)
+    with atomic_dir(tmp_path / "to") as made:
+        copy_files(tmp_path / "from", made, without="run")
+    assert {str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*")} == {
+        "a",
+        "inner",
+        "inner/b",
+    }
+    assert (tmp_path / "to" / "inner" / "b").read_text() == "inner/b"
+    tried: list[object] = []
+
+    def full(read: object, written: object, length: int) -> None:
+        tried.append(read)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    with pytest.raises(OSError, match="No space left") as refused, atomic_dir(tmp_path / "full") as made:
+        copy_files(tmp_path / "from", made)
+    assert refused.value.filename == str(tmp_path / "full")
+    assert len(tried) == 1 and not (tmp_path / "full").exists()

@@ -149,3 +149,14 @@ def test_a_finished_record_goes_before_the_one_in_the_making(tmp_path: Path) -> 
     assert not (tmp_path / "run.json").exists()
     with pytest.raises(InputError, match="holds another set: its seed is 1, now it is 2"):
         claim(tmp_path, {"seed": 2}, what="set", records=records)
+
+
+def test_a_run_that_is_refused_leaves_none_of_the_directories_that_it_made(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match="wrong"), hold(tmp_path / "there" / "new" / "newer" / "out"):
+        raise InputError("wrong")
+    assert list((tmp_path / "there").iterdir()) == []
+    with pytest.raises(InputError, match="late"), hold(tmp_path / "there" / "new" / "out"):
+        (tmp_path / "there" / "new" / "mine").touch()
+        raise InputError("late")
+    assert list((tmp_path / "there").rglob("*")) == [tmp_path / "there" / "new", tmp_path / "there" / "new" / "mine"]

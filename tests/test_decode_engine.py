@@ -34,7 +34,7 @@ from decode import (
 from decode.runner import Block, Runner
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling, generator
-from tests.tiny_models import stirred
+from tests.tiny_models import stirred, tiny_llama
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
@@ -296,6 +296,30 @@ def test_training_mode_is_refused_when_it_is_switched_on_later() -> None:
                 decoder.generate([PROMPTS[0]], GREEDY, 4, [generator(0)])
         finally:
             model.eval()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_under_autocast_outputs_are_the_targets_own(fast: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller's autocast would run some of a step in bfloat16; it is on again afterwards."""
+    from decode import engine
+
+    engine._say_once.cache_clear()
+    target, draft = tiny_llama(1, VOCAB), tiny_llama(2, VOCAB)
+    decoder = SpeculativeDecoder(target, DraftModelProposer([draft], fast=fast), "chain:3", fast=fast)
+    plain = decoder.generate(PROMPTS, GREEDY, 24, eos_ids=())
+    prompts = iter([[(index, prompt, generator(0)) for index, prompt in enumerate(PROMPTS)]])
+    dtypes = set()
+    hook = target.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, given, out: dtypes.add(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = decoder.generate(PROMPTS, GREEDY, 24, eos_ids=())
+        streamed = dict(decoder.continuous(lambda free: next(prompts, ()), len(PROMPTS), GREEDY, 24, eos_ids=()))
+        assert torch.is_autocast_enabled("cpu")
+    hook.remove()
+    assert dtypes <= {torch.float32}
+    assert [each.output_ids for each in cast.generations] == [each.output_ids for each in plain.generations]
+    assert [streamed[row].output_ids for row in range(len(PROMPTS))] == [e.output_ids for e in plain.generations]
+    said = [record.message for record in caplog.records]
+    assert said == ["decoding runs outside torch.autocast, in the dtype that the models were loaded in"]
 
 
 def test_a_rope_that_changes_with_length_ends_the_context() -> None:

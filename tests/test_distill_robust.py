@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -182,6 +183,33 @@ def test_every_reason_for_skipping_is_a_line(words: list[str], tmp_path: Path, d
     assert summary["skipped_because"][0] == "2 skipped: key 'prompt' is empty (row 2, the first)"
     assert summary["skipped_because"][1].startswith("1 skipped: ")
     assert summary["skipped_because"][1].endswith(" tokens, more than the 91 that fit (row 4)")
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_two_rows_of_one_id_are_refused_with_both_lines(
+    words: list[str], door: Door, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would draw from one seed, and nothing that is written would tell them apart."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "The quick", "id": "x"},
+        {"prompt": "dog"},
+        {"prompt": "A", "id": 7},
+        {"prompt": "The", "id": "7"},
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words[4] = "rows.jsonl"
+    if kind == "stream":
+        memory = fsspec.filesystem("memory")
+        memory.pipe("/rows.jsonl", Path("rows.jsonl").read_bytes())
+        words[4] = "memory://rows.jsonl"
+    code, _, err = door(*words)
+    assert (code, last_line(err)) == (
+        2,
+        f"draftsmith distill: {words[4]}:4: key 'id': '7' is row 3's already; make ids unique",
+    )
+    # A file is read to its end before anything is written.
+    assert Path("set").exists() == (kind == "stream")
+    assert door(*words, "--max_prompts", "3", "--out", "fewer")[0] == 0
 
 
 @pytest.mark.parametrize("there", ["README.md", "config.json", "part-00009.parquet"])

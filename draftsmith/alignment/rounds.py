@@ -16,7 +16,7 @@ from draftsmith.alignment.stages import align, settled
 from draftsmith.alignment.switch import exchange, recover, weights_mark
 from draftsmith.alignment.traffic import divided_by_time, read_log, write_traffic
 from draftsmith_core.errors import InputError, RequirementError
-from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, writing
+from draftsmith_core.io import atomic_dir, copy_files, hash_json, read_json, sha256_file, write_json_atomic, writing
 from draftsmith_core.processes import require_single_process, say
 from draftsmith_core.provenance import read_record
 from draftsmith_core.run_directory import hold
@@ -72,7 +72,7 @@ def _round(config: AdaptConfig, current: Path) -> dict[str, Any]:
         begin = directory / "start"
         if not begin.exists():
             with writing(begin), atomic_dir(begin) as made:
-                shutil.copytree(current, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
+                copy_files(current, made, without="run")
         say(f"round {name}: {len(earlier)} answers to train on, {len(recent)} later prompts to measure on")
         write_traffic(earlier, recent, directory)
     asked = _alignment(config, target, measured, directory, len(earlier))
@@ -145,7 +145,7 @@ def _promote(checkpoint: Path, current: Path, lineage: dict[str, Any]) -> None:
     with writing(current, "nothing is lost; the same command continues"):
         if _lineage(current)[:1] != [lineage]:
             with atomic_dir(staged) as made:
-                shutil.copytree(checkpoint, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
+                copy_files(checkpoint, made, without="run")
                 kept = read_json(made / "draftsmith.json", "the record of a draft checkpoint")
                 write_json_atomic(made / "draftsmith.json", kept | {"lineage": [lineage, *_lineage(current)]})
             exchange(staged, current)
