@@ -60,7 +60,9 @@ class MergeConfig:
                 f"--draft {without}: has no weight and others have; write {without}=WEIGHT, or none at all"
             )
         if not given and self.base is not None and len(found) == 1:
-            raise InputError(f"--draft {found[0][0]}: say how far to go from the base to it, such as {found[0][0]}=0.5")
+            path, colon, weight = found[0][0].rpartition(":")
+            such = f"{path}={weight}" if colon and weight.replace(".", "", 1).isdigit() else f"{found[0][0]}=0.5"
+            raise InputError(f"--draft {found[0][0]}: say how far to go from the base to it, such as {such}")
         if self.base is None:
             if len(found) == 1:
                 raise InputError("--draft: one draft and no base is a copy; name a second draft, or the base")

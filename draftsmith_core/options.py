@@ -229,7 +229,7 @@ def _one_line(message: str, places: dict[str, str]) -> str:
     key_match = re.search(r'[Kk]ey "?([\w.]+)"?', message)
     key = key_match.group(1) if key_match else ""
     expected = re.findall(r"(?:Expected|expected) .*?(?=\. Got|$)", message, flags=re.MULTILINE)
-    got = re.search(r"[Gg]ot value: (.*)", message)
+    got = re.search(r"(?:[Gg]ot|Given) value: (.*)", message)
     where = f"{places[key]}: {key}" if key in places else f"--{key}"
     if key and expected:
         kind = re.sub(r"<class '(\w+)'>", r"\1", expected[0]).rstrip(" :")

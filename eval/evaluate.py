@@ -19,7 +19,7 @@ from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.provenance import command_line, provenance
-from draftsmith_core.run_directory import hold
+from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.tokenization import load_tokenizer
 from eval import assemble, measure, remarks
 from eval.config import EvalConfig
@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig) -> Results:
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)
-    with hold(out):
+    with hold(out), keeping(lambda: any((out / "cells").glob("*.json"))):
         for directory in (out, out / "plots") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))

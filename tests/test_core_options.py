@@ -114,7 +114,7 @@ def test_json_is_asked_apart() -> None:
         (["--name"], "--name: needs a value"),
         ([], "--name: is missing"),
         (["--name", "a", "--count", "x"], "--count: expected an int, got x"),
-        (["--name", "a", "--limit", "1.5"], "--limit: expected an int"),
+        (["--name", "a", "--limit", "1.5"], "--limit: expected an int, got 1.5"),
         (["--name", "a", "--inner.rate", "x"], "--inner.rate: expected a float"),
         (["--name", "a", "--colour", "blue"], "--colour: expected"),
         (["--name", "a", "--numbers", "x"], "--numbers"),

@@ -111,6 +111,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
     for words, said in (
         (["--draft", draft_dir], "one draft and no base is a copy"),
         (["--base", draft_dir, "--draft", draft_dir], "say how far to go"),
+        (["--base", draft_dir, "--draft", f"{draft_dir}:0.5"], f"such as {draft_dir}=0.5"),
         (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight and others have"),
         (["--draft", f"{draft_dir}=0.5", f"{target_dir}=0.6"], "the weights add up to 1.1"),
         (["--draft", f"{draft_dir}=nan", f"{target_dir}=0.6"], "with a weight from -100 to 100"),

@@ -269,6 +269,17 @@ def test_killed_and_started_again_equals_never_killed(
     assert _without_clocks(killed) == _without_clocks(whole)
 
 
+def test_ctrl_c_says_that_the_same_command_continues(
+    world: EvalConfig, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
+    words += ["--max_new_tokens", "10", "--tree", "chain:1", "--speed_prompts", "0", "--device", "cpu", "--out", "out"]
+    interrupted = KILLED.partition("evaluate(EvalConfig")[0].replace("SIGKILL", "SIGINT")
+    code, _, err = spawn("eval", *words, cwd=tmp_path, patch=interrupted).wait()
+    assert code == 130 and len(list((tmp_path / "out/cells").glob("*.json"))) == 3, err[-2000:]
+    assert err.splitlines()[-1] == "draftsmith eval: interrupted; the same command continues where it was"
+
+
 @pytest.mark.usefixtures("no_report")
 def test_sampling_that_is_left_open_is_the_targets(
     world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]

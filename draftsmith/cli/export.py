@@ -14,7 +14,7 @@ def run(argv: list[str]) -> None:
 
     summary = export(config)
     proof = summary["proof"]
-    engine = proof["engine"] or "no engine was run"
+    engine = proof["engine"] or "proof without running an engine"
     close = "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
     size = sum(summary["files"].values()) / 2**20
     lines = [f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, {size:.1f} MiB"]
