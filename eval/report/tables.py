@@ -253,7 +253,13 @@ def tables(results: Results) -> list[Table]:
             LOST,
             diagnosis["lost"],
         ),
-        Table("Calibration", "ECE is the mean distance of confidence and acceptance.", 3, CALIBRATION, diagnosis["calibration"]),
+        Table(
+            "Calibration",
+            "ECE is the mean distance of confidence and acceptance.",
+            3,
+            CALIBRATION,
+            diagnosis["calibration"],
+        ),
         Table("Prompts", "Every row read is done, skipped or failed.", 2, SUITES, document["suites"]),
         Table(
             "Models",
