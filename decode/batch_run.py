@@ -280,7 +280,8 @@ class BatchRun:
         )
         row.last = tokens[-1]
         if self.on_tokens is not None:
-            self.on_tokens(row.index, tokens, from_draft)
+            # Lists of the caller's own: the one returned goes on into the cache, whatever becomes of them.
+            self.on_tokens(row.index, list(tokens), from_draft)
         return tokens
 
     def _uniforms(self) -> Tensor | None:

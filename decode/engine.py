@@ -4,6 +4,7 @@ Here is what stays from one `generate` call to the next; the steps of one are `d
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from decode.tree import Drawing, OnlineTrees, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
+from draftsmith_core.errors import InputError
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.models import eos_ids as eos_of
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -111,6 +113,7 @@ class SpeculativeDecoder:
         self._blocks: dict[TreeBatch, Block] = {}
         self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
         self.compile, self.compile_s = compile, 0.0
+        self._turn, self._at_work = threading.RLock(), False
         self._packs = None
         if fast and not compile:
             self._packs = fast if isinstance(fast, Packs) else Packs(target)
@@ -147,7 +150,8 @@ class SpeculativeDecoder:
             return BatchOutput([], 0.0, 0.0)
         began = self._clock()
         # Heads multiply with the target's own output projection, which may be packed.
-        with self._own_dtype(), self._packs.inside(self.target, 0) if self._packs else nullcontext():
+        packed = self._packs.inside(self.target, 0) if self._packs else nullcontext()
+        with self._alone(), self._own_dtype(), packed:
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
@@ -267,6 +271,26 @@ class SpeculativeDecoder:
             check_window(self.target, self.tree.size, prompts, max_new_tokens)
             if self.proposer is not None:
                 self.proposer.check_lengths(prompts, max_new_tokens)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Recorded steps have one set of buffers: other threads wait for their turn, and a call from within `on_tokens`
+        would write over what the outer one has cached.
+        """
+        if self.steps is None:
+            yield
+            return
+        with self._turn:
+            if self._at_work:
+                raise InputError(
+                    "compile: on_tokens has called generate of the decoder that called it, and recorded steps serve "
+                    "one call at a time; call it afterwards, or leave compile out"
+                )
+            self._at_work = True
+            try:
+                yield
+            finally:
+                self._at_work = False
 
     @contextmanager
     def _own_dtype(self) -> Iterator[None]:

@@ -204,8 +204,10 @@ def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a .jsonl file, whole or not at all."""
-    write_text_atomic(path, jsonl(rows))
+    """Write rows to a .jsonl file, whole or not at all. A date or decimal, which Parquet has and JSON has not, becomes
+    the text that a chat template shows of it.
+    """
+    write_text_atomic(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
-from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
+from draftsmith_core.processes import is_main, join_processes, launched, on_main, say, terminable
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.tokenization import load_tokenizer
@@ -45,7 +45,8 @@ def evaluate(config: EvalConfig) -> Results:
     Processes that were launched together divide the prompts; results are the same bytes as of one, but for the clock,
     which runs in one of them. Everything that can be wrong with the input is found before the first measurement. A run
     that was killed continues: finished measurements are in OUT/cells. Raises InputError (input), RunError (while
-    running), and RequirementError when all is written and a requirement of `config.require` is not met.
+    running), and RequirementError when all is written and a requirement of `config.require` is not met; SIGTERM ends it
+    with Terminated and Ctrl-C with KeyboardInterrupt.
     """
     started = time.time()
     request = check(config)
@@ -53,7 +54,7 @@ def evaluate(config: EvalConfig) -> Results:
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)
-    with hold(out), keeping(lambda: any((out / "cells").glob("*.json"))):
+    with terminable(), keeping(lambda: any(out.glob("cells/*.json"))), hold(out):
         for directory in (out, out / "plots") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))

@@ -13,9 +13,12 @@ import yaml
 import draftsmith as ds
 from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.prompts import check_unchanged, hold_out
 from draftsmith.alignment.stages import _continued
 from draftsmith_core.generation_defaults import ResolvedSampling
+from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.tokenization import load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
@@ -449,3 +452,45 @@ def test_init_makes_the_draft_to_start_from_once(
 def test_init_and_its_donor_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ds.InputError, match=message):
         AlignConfig(target="t", prompts="p", out="o", **options)
+
+
+def test_prompts_that_change_after_a_run_was_begun_are_not_used_in_silence(
+    target_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, divided = tmp_path / "own.jsonl", tmp_path / "out" / "prompts"
+    lines = [json.dumps({"prompt": f"The quick brown {i}"}) + "\n" for i in range(6)]
+    source.write_text("".join(lines))
+    tokenizer = load_tokenizer(target_dir)
+    for limit, said in ((None, f"{source}: has more than the 6 rows that this run was begun with"), (6, "")):
+        source.write_text("".join(lines * 2 if limit else lines))
+        hold_out(str(source), read_prompts(str(source), tokenizer, limit=limit), 2, divided)
+        check_unchanged(str(source), divided)
+        assert capsys.readouterr().err == ""
+        # More rows leave those that were divided as they were; beyond a limit nobody had asked for them.
+        source.write_text("".join(lines * 3))
+        check_unchanged(str(source), divided)
+        assert capsys.readouterr().err.startswith(said) if said else capsys.readouterr().err == ""
+        for changed in (lines[:5], [*lines[:5], lines[5].replace("quick", "slow"), *lines]):
+            source.write_text("".join(changed))
+            with pytest.raises(ds.InputError, match="its first 6 rows are not those that this run was begun with"):
+                check_unchanged(str(source), divided)
+    source.unlink()
+    check_unchanged(str(source), divided)
+    check_unchanged("self:6", divided)
+
+
+def test_a_continued_run_looks_at_its_prompts(
+    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: object) -> None:
+        raise ds.RunError("stopped")
+
+    monkeypatch.setattr("draftsmith.alignment.stages.distill", stop)
+    own = tmp_path / "own.jsonl"
+    own.write_text(Path(files["own"]).read_text())
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", own, "--out", tmp_path / "out", *SMALL]
+    for _ in range(2):
+        assert door("align", *words)[0] == 1
+    own.write_text(own.read_text().replace("fox", "cat"))
+    code, _, err = door("align", *words)
+    assert code == 2 and err.splitlines()[-1].startswith(f"draftsmith align: {own}: its first 24 rows are not those")

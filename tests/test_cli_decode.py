@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from draftsmith.cli.decode_run import _load
 from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
 from draftsmith.outputs import Output
-from draftsmith_core.io import canonical_json
+from draftsmith_core.io import canonical_json, jsonl
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
@@ -593,3 +595,28 @@ def test_outputs_that_cannot_be_written_name_the_file(
 def test_graphs_without_a_gpu_are_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode", "--target", "no/such/model", "--prompt", "x", "--compile", "--device", "cpu"]) == 2
     assert "compile: CUDA graphs need a CUDA device" in capsys.readouterr().err
+
+
+def test_sigterm_keeps_whole_batches_and_says_so(
+    door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target_dir: str, prompts_file: str
+) -> None:
+    words = ["decode", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 5, "--batch_size", 3]
+    assert door(*words, "--out", tmp_path / "whole.jsonl")[0] == 0
+    left = [5]
+
+    def stopped(rows: Any) -> str:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return jsonl(rows)
+
+    monkeypatch.setattr("draftsmith.cli.decode_run.jsonl", stopped)
+    code, _, err = door(*words, "--out", tmp_path / "rows.jsonl")
+    assert code == 143
+    assert err.endswith("draftsmith decode: stopped by SIGTERM; the same command continues where it was\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole.jsonl", ".rows.jsonl.partial"}
+    assert door(*words, "--out", tmp_path / "rows.jsonl")[0] == 0
+    one, two = ([json.loads(line) for line in (tmp_path / name).open()] for name in ("whole.jsonl", "rows.jsonl"))
+    for row in (*one, *two):
+        del row["stats"]["seconds"]
+    assert one == two

@@ -1,5 +1,7 @@
 """Files are whole or absent, whatever happens while they are written."""
 
+import datetime
+import decimal
 import errno
 import json
 import os
@@ -23,6 +25,7 @@ from draftsmith_core.io import (
     remove_leftovers,
     sha256_file,
     write_json_atomic,
+    write_rows,
 )
 
 Writer = Callable[[Path], AbstractContextManager[Path]]
@@ -200,3 +203,11 @@ def test_files_are_copied_until_the_first_that_fails(tmp_path: Path, monkeypatch
         copy_files(tmp_path / "from", made)
     assert refused.value.filename == str(tmp_path / "full")
     assert len(tried) == 1 and not (tmp_path / "full").exists()
+
+
+def test_rows_of_dates_and_decimals_are_written_as_their_text(tmp_path: Path) -> None:
+    row = {"at": datetime.date(2020, 1, 2), "turns": [{"cost": decimal.Decimal("1.50"), "content": "\u03bb"}]}
+    write_rows(tmp_path / "rows.jsonl", [row])
+    assert (tmp_path / "rows.jsonl").read_text() == (
+        '{"at": "2020-01-02", "turns": [{"cost": "1.50", "content": "\u03bb"}]}\n'
+    )

@@ -2,12 +2,16 @@
 compile as one graph each, is in `test_decode_lossless.py` and `test_decode_greedy.py`.
 """
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode import SpeculativeDecoder
+from decode import DraftModelProposer, SpeculativeDecoder
 from decode.static_steps import bucket
+from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -60,3 +64,31 @@ def test_buckets_waste_at_most_a_quarter() -> None:
 def test_graphs_without_a_gpu_are_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
         SpeculativeDecoder(model, compile=True)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("drafting", [False, True])
+def test_threads_take_turns_and_callbacks_wait_until_after(model: LlamaForCausalLM, drafting: bool) -> None:
+    """Every call writes the same buffers, so that two at once would each read what the other has cached."""
+    proposer = DraftModelProposer([model]) if drafting else None
+    decoder = SpeculativeDecoder(model, proposer, "chain:2" if drafting else None, compile="inductor")
+
+    def greedy(prompt: list[int]) -> list[int]:
+        return decoder.generate([prompt], GREEDY, 24, eos_ids=()).generations[0].output_ids
+
+    prompts = [[1, 2, 3], [7], [5, 30, 2, 9]]
+    alone = [greedy(prompt) for prompt in prompts]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            assert list(threads.map(greedy, prompts * 3)) == alone * 3
+    finally:
+        sys.setswitchinterval(switch)
+
+    def nested(row: int, ids: list[int], from_draft: list[bool]) -> None:
+        greedy([7])
+
+    with pytest.raises(InputError, match="compile: on_tokens has called generate"):
+        decoder.generate([prompts[0]], GREEDY, 24, eos_ids=(), on_tokens=nested)
+    assert greedy(prompts[0]) == alone[0]

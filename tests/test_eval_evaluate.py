@@ -1,7 +1,9 @@
 """A whole evaluation on tiny models: its counts, what it resumes from, and what it refuses."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli.eval import run
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.processes import divided
+from draftsmith_core.io import write_json_atomic
+from draftsmith_core.processes import Terminated, divided
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
 from eval.results import Results
@@ -393,3 +396,26 @@ def test_two_processes_find_the_same_bytes(
         cells = [path for path in (there / "out" / "cells").glob("*.json") if '"speed"' not in path.read_text()[:80]]
         found.append({path.name: path.read_bytes() for path in cells})
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_evaluation_says_whether_anything_was_kept(
+    world: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    config = replace(world, out=str(tmp_path / "out"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
+    left = [0]
+
+    def stopped(path: Path, value: Any) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), number)
+        left[0] -= 1
+        write_json_atomic(path, value)
+
+    monkeypatch.setattr("eval.measurement_cache.write_json_atomic", stopped)
+    for left[0], note in ((0, "nothing was kept"), (2, "the same command continues where it was")):
+        with pytest.raises((Terminated, KeyboardInterrupt)) as stop:
+            evaluate(config)
+        assert isinstance(stop.value, Terminated) == (number == signal.SIGTERM)
+        assert stop.value.__notes__ == [note]
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 2 and not (tmp_path / "out" / ".lock").exists()

@@ -23,7 +23,7 @@ from draftsmith.alignment.choices import Facts, complete, most_prompts
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
-from draftsmith.alignment.prompts import hold_out
+from draftsmith.alignment.prompts import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
 from draftsmith.starting.config import InitConfig
 from draftsmith.starting.init import init
@@ -163,6 +163,7 @@ def _settle(config: AlignConfig, out: Path, require: Sequence[str]) -> AlignConf
     def decide() -> None:
         if file.exists():
             settled[0] = _continued(config, file)
+            check_unchanged(config.prompts, out / "prompts")
             say(f"{file}: continuing what was begun here")
             return
         facts, read = _look(config)

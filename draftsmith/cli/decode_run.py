@@ -22,7 +22,7 @@ from draftsmith_core.generation_defaults import sampling_options
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import require_single_process
+from draftsmith_core.processes import require_single_process, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.run_directory import hold, keeping
@@ -195,7 +195,11 @@ def _identity(work: DecodeRun, prompts: PromptSet) -> str:
 def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:
     """Outputs go to `.OUT.partial` batch by batch; their rows become OUT at the end. A killed run continues it."""
     partial = out.with_name(f".{out.name}.partial")
-    with hold(out, file=True), keeping(lambda: partial.is_file() and len(partial.read_bytes().splitlines()) > 1):
+
+    def kept() -> bool:
+        return partial.is_file() and len(partial.read_bytes().splitlines()) > 1
+
+    with terminable(), hold(out, file=True), keeping(kept):
         outputs = _finished(partial, identity, work.config.batch_size)
         head = canonical_json({"identity": identity}) + "\n"
         write_text_atomic(partial, head + jsonl(dataclasses.asdict(output) for output in outputs))
