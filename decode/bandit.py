@@ -29,11 +29,11 @@ from dataclasses import dataclass, field, replace
 
 ROUND = 8  # steps
 SHARE = 0.02  # of all time, that rounds of arms which look worse may lose
-MEMORY = 256  # steps of an arm that count
-TIMES = 64  # steps of an arm whose seconds count
+MEMORY = 256  # steps of an arm that its mean remembers
+TIMES = 64  # latest steps of an arm that its seconds per step are taken from
 SLACK, ALARM = 0.5, 6.0  # of the cumulative sums, in standard deviations of a round
-REST = 4  # rounds at least between two forced ones of an arm
-STREAM = 64  # steps of an arm in earlier requests that count
+REST = 4  # rounds that pass at least before an arm that looks worse is tried again only to see whether it still is
+STREAM = 64  # steps of an arm that are remembered over all requests
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def variance(self) -> float:
-        """Of the tokens of a step; not 0 for an arm of which few steps are known."""
+        """Variance of the tokens per step; not 0 for an arm of which few steps are known."""
         return max(0.0, self.squares / self.steps - self.mean**2) + 1 / (self.steps + 1)
 
     @property
@@ -73,7 +73,7 @@ class Arm:
         return self.mean / self.step_s
 
     def took(self, tokens: float, seconds: float) -> None:
-        """Record a step of it; it counts for the mean when its round is over."""
+        """Record one step of this arm; it counts for the mean when its round is over."""
         self.late_s.append(seconds)
         self.all_steps, self.all_tokens, self.all_s = self.all_steps + 1, self.all_tokens + tokens, self.all_s + seconds
 
@@ -164,7 +164,7 @@ class Bandit:
         arm.forget(MEMORY)
         arm.played_at_s = self._account.all_s
         if self._price_s is not None:
-            # A round that was better than expected is no credit beyond what was lost before.
+            # A round that was better than expected makes up for earlier losses, and no more.
             lost_s = self._account.lost_s - self._price_s + self._round_s - self._tokens / self._fastest().speed
             self._account.lost_s = max(0.0, lost_s)
         self._tokens = self._squares = self._round_s = 0.0
@@ -195,7 +195,7 @@ class Bandit:
         chosen = next((arm for arm in (forced, chosen) if arm is not None and within(arm)), fastest)
         self._price_s = None
         if chosen is not fastest:
-            # Charged at once: a request may end before its round does.
+            # Counted as lost when the round begins: a request may end before its round does.
             self._price_s = price_s(chosen)
             account.lost_s += self._price_s
         return next(number for number, arm in enumerate(self.arms) if arm is chosen)

@@ -32,8 +32,8 @@ from draftsmith_core.sampling import Sampling, draw, probs, uniforms
 if TYPE_CHECKING:
     from decode.engine import SpeculativeDecoder
 
-_TREE_ARRAYS = 5  # of a `TreeBatch`
-_ALL_FINITE = 3  # see `_finite`
+_TREE_ARRAYS = 5  # how many tensors a `TreeBatch` has
+_ALL_FINITE = 3  # what `_finite` gives where the logits of target and draft are finite
 OnTokens = Callable[[int, list[int], list[bool]], None]
 
 
@@ -104,7 +104,9 @@ class BatchRun:
         first: int = 0,
         runner: Runner | None = None,
     ) -> None:
-        """first: the index of the first prompt; the others count on. runner: one of the same target, to begin as."""
+        """first: the index given to the first prompt; the next ones count up. runner: one of the same target to use, in
+        place of a new one.
+        """
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
         self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
         tree, proposer = decoder.tree, decoder.proposer
@@ -163,8 +165,9 @@ class BatchRun:
         tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
         block = self.decoder.block(proposal.tree)
         logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-        # A proposer that rests hands in a tree without nodes, which not every rule takes: exact draws.
-        # Whether others of the batch have drafted must not matter, because rules take their uniforms differently.
+        # A proposer may draft nothing in a step (a tree without nodes), which not every rule can verify: `exact` then
+        # draws the token. A row must get the same rule whether or not others of its batch drafted, because each rule
+        # uses its uniforms in its own way.
         takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
         verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
         if self.sampling.greedy and logits_BMV.device.type == "cpu" and VERIFIERS.get(verifier.name) is verifier:
@@ -341,7 +344,9 @@ def _judge_greedily(
 
 
 def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
-    """Everything that the host has to know goes over in one transfer, so that a step waits for the device once."""
+    """By row, whether logits were finite (`_finite`) and the walk, from the `facts` of `_judge`. They are copied to the
+    host in one transfer, so that a step waits for the device once.
+    """
     finite_B: list[int] = []
     walks: list[Walk] = []
     for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
@@ -352,7 +357,7 @@ def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
 
 
 def _check_shape(proposal: Proposal, rows: int, name: str) -> None:
-    """ValueError where what a session (perhaps the caller's own) proposes does not fit its tree and the batch."""
+    """Raise ValueError where what a session (perhaps the caller's own) proposes does not fit its tree or the batch."""
     tree, tokens_BM = getattr(proposal, "tree", None), getattr(proposal, "tokens_BM", None)
     if not (isinstance(tree, TreeBatch) and isinstance(tokens_BM, Tensor)):
         raise ValueError(f"{name}: propose() must return a Proposal of a TreeBatch and a tensor tokens_BM")

@@ -35,7 +35,7 @@ from draftsmith_core.sampling import Sampling, generator, row_seed
 _KEPT_BLOCKS = 64
 log = logging.getLogger(__name__)
 Key = TypeVar("Key")
-# Given a number of free places, at most so many prompts to fill them, each with what names it and its generator.
+# Called with a number of free places; returns at most so many prompts for them: (key, token ids, generator) of each.
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
 # Free places are filled when they are this share of all: a prefill by itself for every single one would cost more.
 _FREE = 1 / 20
@@ -294,8 +294,8 @@ class SpeculativeDecoder:
 
     @contextmanager
     def _own_dtype(self) -> Iterator[None]:
-        """Outside autocast, where the caller is in it: it would run the parts of a step that it knows in another dtype
-        and packed weights in their own, and the outputs would be neither's.
+        """Switch off an autocast that the caller is in: it would run some parts of a step in another dtype and leave
+        packed weights in theirs, and the outputs would be those of neither.
         """
         kind = self.target.device.type
         if not torch.is_autocast_enabled(kind):

@@ -100,7 +100,7 @@ class StaticSteps:
         return self._cache
 
     def _allocate(self, cache: TreeCache) -> None:
-        """Only a forward knows the shape of a model's cache, and the first step may come before any."""
+        """Give the cache its memory by a forward of one token: only a forward knows the shape that a model needs."""
         if isinstance(self.model, PreTrainedModel):
             one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
             self.model(input_ids=one_11, position_ids=one_11, past_key_values=cache, use_cache=True)
@@ -220,7 +220,7 @@ class StaticForward:
         cache = _StepCache(*self.steps.buffers(rows, self.slots), at_q)
         if self.steps.lean is not None:
             # The table of rotary embeddings is there already, so that any position will do.
-            lean_cache = cast(TreeCache, cache)  # it has the part of one that the lean forward uses
+            lean_cache = cast(TreeCache, cache)  # `_StepCache` has the methods that the lean forward calls
             return self.steps.lean.run(
                 tokens_Bq, positions_Bq, 0, masks, lean_cache, self.keep_logits, self.hidden_layers
             )

@@ -44,14 +44,14 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_s
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-# Options that change where the work is done and written, or when it stops, not the rows.
+# Options that do not change the rows, only where the work is done and written or when it stops.
 _NOT_IDENTITY = (
     *("out", "device", "push_to_hub", "copy_to", "strict"),
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
 _LATER = ("near_duplicates", "split", "drop", "languages", "min_response_tokens", "max_response_tokens", "thinking")
-# What of the manifest is in the summary, beside its counts.
+# Keys of the manifest that the summary has beside the counts.
 _SUMMARY = (
     *("response_tokens", "tokens_from", "own_prompts"),
     *("skipped_because", "failed_because", "shortened_because", "dropped_because"),
@@ -118,7 +118,7 @@ def _answered(
     if opening is None:
         _find_a_prompt(config, reader, suites)
         if Path(config.prompts).is_file():
-            # Before the work; of what streams from elsewhere, as it comes.
+            # Ids that repeat are found before the work; in a source that is not a file here, as its rows are read.
             OwnIds(config.prompts).check(islice(iterate_records(config.prompts), config.max_prompts))
     identity = _identity(config, engine, tokenizer, suites)
     with place.held():
@@ -155,7 +155,7 @@ def _answered(
 
 
 def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suites: Suites | None) -> dict[str, Any]:
-    """Everything that the rows follow from. A key that earlier versions did not have is left out at its default."""
+    """Everything that decides what the rows are. A key that earlier versions lack is left out at its default."""
     sampling = dataclasses.asdict(engine.sampling.sampling)
     options = dataclasses.asdict(config)
     for key in _LATER:
@@ -167,7 +167,7 @@ def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suite
     identity = {
         "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
         **engine.identity,
-        # What made the prompts of chats, wherever it was read from.
+        # Chats are made into prompts by the template, whatever file it was read from.
         "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
     }
     return identity if suites is None else identity | {"decontaminated": suites.digest}
@@ -248,7 +248,9 @@ class _Run:
         return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
 
     def _groups(self) -> Iterator[Numbered]:
-        """Number and requests of each part to make. One that is there is compared with the prompts and passed over."""
+        """(number, requests) of each part to make. A part that is there already is compared with the prompts, and passed
+        over.
+        """
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
         here, ids = Path(self.config.prompts).is_file(), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):

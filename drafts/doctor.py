@@ -59,12 +59,12 @@ class Model:
 
     @property
     def size(self) -> int:
-        """Of its vocabulary, padding included."""
+        """Size of the vocabulary, padding included."""
         return int(self.config.vocab_size)
 
     @property
     def head_size(self) -> int | None:
-        """Of one attention head; None for a model without attention."""
+        """Size of one attention head; None for a model without attention."""
         if (size := getattr(self.config, "head_dim", None)) is not None:
             return int(size)
         heads = getattr(self.config, "num_attention_heads", None)

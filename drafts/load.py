@@ -81,7 +81,7 @@ def load_pair(
             source,
             model,
             device=device,
-            # Each in the dtype that it was saved in would compare those dtypes, not the drafts.
+            # The target's dtype for all: drafts in the dtypes that they were saved in would differ by those, too.
             dtype=dtype_name(model) if dtype == "auto" else dtype,
             trust_remote_code=trust_remote_code,
             quantize=quantize_draft or quantize,
@@ -142,7 +142,7 @@ def depth_limit(draft: Draft) -> int | None:
 
 
 def kind_of(draft: Draft) -> str:
-    """`draft_kind` of a loaded draft."""
+    """The kind of a loaded draft, as `draft_kind` names it: "draft" for a language model, else the head's."""
     return "draft" if isinstance(draft, PreTrainedModel) else draft.kind
 
 

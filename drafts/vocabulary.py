@@ -105,7 +105,7 @@ class VocabularyMap:
 
     @property
     def shared(self) -> int:
-        """How many tokens both have."""
+        """How many tokens draft and target share."""
         return len(self.draft_ids)
 
     @cached_property
@@ -128,9 +128,9 @@ class VocabularyMap:
             if each not in self.draft_texts:
                 break
             written += self.draft_texts[each]
-        # Of a character that began before it, which is no text by itself, nothing.
+        # Bytes that finish a character begun in an earlier token are no text by themselves and are left out.
         anchor = self.target_texts.get(before, b"").lstrip(_CONTINUATION)
-        # The last bytes can be a character that has only begun.
+        # The last bytes can be the beginning of a character; errors="ignore" leaves them out.
         text = (anchor + written).decode("utf-8", errors="ignore")
         spelled = self.encode(text)
         if not all(token in self.target_texts for token in spelled):

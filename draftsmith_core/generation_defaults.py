@@ -52,7 +52,7 @@ class Configured(Protocol):
 
     @property
     def generation_config(self) -> Any:
-        """Of `transformers.GenerationConfig`."""
+        """An object like `transformers.GenerationConfig`."""
 
 
 @dataclass(frozen=True)

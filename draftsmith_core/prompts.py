@@ -91,7 +91,7 @@ class Reasons:
         self._counts[kind] += 1
 
     def total(self) -> int:
-        """How many rows."""
+        """How many rows were counted, whatever the reason."""
         return self._counts.total()
 
     def lines(self, outcome: str) -> list[str]:
@@ -144,8 +144,8 @@ class PromptReader:
         return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
-        """What a text begins with: BOS, else EOS, which models without a BOS have between texts; of `token:N` also a
-        token of the vocabulary, each as likely as any other and the same for the same number.
+        """The tokens that text `number` begins with: BOS, or EOS, which models without a BOS have between texts; for
+        `token:N` also one token of the vocabulary, drawn uniformly, and always the same for the same number.
         """
         first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
         if first is None:

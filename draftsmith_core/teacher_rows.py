@@ -30,7 +30,7 @@ _LEAST = -65504.0
 
 
 def bytes_per_token(k: int, vocabulary: int) -> int:
-    """What a position takes."""
+    """Bytes that one position takes: `k` tokens of a vocabulary of this size, and the mass of the rest."""
     return 4 * k + 2 + 2 * (_blocks(vocabulary) - 1)
 
 

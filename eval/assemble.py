@@ -40,7 +40,7 @@ DEPTH_COUNTS = ("accepted_by_depth", "reached_by_depth")
 
 
 def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
-    """The account of every row that was read."""
+    """By prompt set, how many rows were read, and how many of them were done, skipped and failed."""
     return [
         SuiteRow(
             name=suite.name,

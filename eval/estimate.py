@@ -1,7 +1,7 @@
-"""alpha, and what predicts tau, from one forward of the target over its own text and one of every draft.
+"""Estimates without a decoding loop: one forward of the target over its own text, and one of every draft.
 
-There is no decoding loop. Of each rule the expected acceptance of one drafted token (`docs/acceptance.md`), and by
-`eval.predict` the target calls that a tree would have taken to write the same text.
+They give the expected acceptance of one drafted token under three rules (`docs/acceptance.md`) and, by `eval.predict`,
+how many target calls a tree would have taken to write the same text.
 
 Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary of the target, N positions.
 """
@@ -56,8 +56,11 @@ class AlphaMeasurement(TypedDict):
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is read off the two forwards: depths that heads are unrolled to, candidates by rule, the draft's order; by
-    draft, what takes root steps and diagnoses on the way. `names` are what errors call the models, the target's is "".
+    """What to read off the forwards.
+
+    depths: how far heads are unrolled. ranks: candidates by rule. places: whether to keep each token's place in the
+    draft's order. roots, diagnosers: by draft, what collects root steps and diagnoses on the way. names: what errors
+    call the models; the target's key is "".
     """
 
     sampling: Sampling
@@ -160,7 +163,7 @@ def _read(
 
 
 class _Reader:
-    """Takes what is measured off the logits of one chunk of columns after another."""
+    """Fills the traces from the logits, one chunk of columns after another: first `target`, then `draft` for each."""
 
     def __init__(self, texts: _Texts, asked: _Asked, traces: Mapping[str, list[Trace]], first_row: int) -> None:
         self.texts, self.asked, self.traces, self.first_row = texts, asked, traces, first_row
@@ -185,7 +188,7 @@ class _Reader:
         return self.number_BC
 
     def draft(self, name: str, logits_BCV: Tensor, depth: int) -> None:
-        """What a draft makes of the token `depth` columns behind every column of the chunk; depth 0 is its first."""
+        """Record what a draft says of the token `depth` places after each column's next one; 0 is the next token itself."""
         sampling, later_BC = self.asked.sampling, self.wanted_BC.clone()
         if depth:
             later_BC[:, :-depth] &= self.wanted_BC[:, depth:]
@@ -273,11 +276,12 @@ def read_traces(
     names: Mapping[str, str] | None = None,
     tick: Tick = no_tick,
 ) -> dict[str, Traces]:
-    """By draft, the traces of all rows (`eval.acceptance.Trace`), as far as these methods need them; many drafts share
-    one forward of the target; processes that were launched together divide the batches. `rows` hold continuations by
-    the target at this `sampling`. Never more than about `max_logits` logits per model are held at once, but for heads
-    at least those of one whole row. Raises RunError with the model, of `names` (the target's under ""), and the prompt
-    where logits are not finite.
+    """By draft, the traces of all rows (`eval.acceptance.Trace`), as far as these methods need them.
+
+    `rows` hold continuations by the target at this `sampling`. All drafts share one forward of the target, and
+    processes that were launched together divide the batches. At most about `max_logits` logits per model are held at
+    once; for heads at least those of one whole row. `names`: what errors call the models, the target's key being "".
+    Raises RunError that names model and prompt where logits are not finite.
     """
     asked = _Asked(
         sampling=sampling,
@@ -312,7 +316,7 @@ def read_traces(
 
 
 def _of_all(own: T) -> list[T]:
-    """What every process has, in their order."""
+    """`own` of every process, in the order of the processes."""
     return divided(launched(), lambda _: own)
 
 
@@ -336,8 +340,8 @@ def measure_alphas(
     seed: int = 0,
     **options: Any,
 ) -> dict[str, AlphaMeasurement]:
-    """Of every draft, per row: the expected acceptance of one token under three rules, summed in fp64 over the
-    positions that predict a response token, EOS included; and what decoding with `methods` is expected to count.
+    """By draft, with an entry per row: the expected acceptance of one token under three rules, summed in fp64 over the
+    positions that predict a response token (EOS included), and the counts expected of decoding with `methods`.
 
     `rows` hold the target's own continuations, so that the mean over positions is over its own distribution. `roots`
     are simulated at some of the positions (`eval.headroom`), from `seed`. Otherwise as `read_traces`, which takes the

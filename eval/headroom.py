@@ -52,14 +52,14 @@ class RootStep:
 
     @staticmethod
     def of(method: Method) -> "RootStep | None":
-        """None where there is no bound: lossy rules, and trees whose shape depends on what was drafted."""
+        """The root step of a method; None where there is no bound: lossy rules, and trees shaped by what was drafted."""
         if not method.lossless or not isinstance(method.shape, Tree):
             return None
         return RootStep(method.shape.widths[0], VERIFIERS[method.verifier].drawings[0], method.verifier)
 
     @property
     def name(self) -> str:
-        """What tells it from other root steps of the same draft."""
+        """A name that tells it from other root steps of the same draft."""
         return f"{self.verifier}/{self.candidates}"
 
     @property
@@ -69,7 +69,7 @@ class RootStep:
 
     @property
     def tree(self) -> Tree:
-        """The root and its candidates."""
+        """The tree of one level: the root and its candidates."""
         return Tree((-1,) * self.candidates)
 
     @property

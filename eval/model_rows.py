@@ -72,7 +72,7 @@ def identity(model: ModelRow) -> list[str]:
 
 
 def machine(model: PreTrainedModel) -> dict[str, Any]:
-    """Where the clock ran."""
+    """The processor, threads, GPU and system that the timings hold for."""
     on_gpu = model.device.type == "cuda"
     return {
         "cpu": _cpu_name(),

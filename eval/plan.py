@@ -68,11 +68,11 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The name that tables show: the spec, or nodes and levels of a tree without one."""
         return self.spec or f"static, {self.shape.size} nodes in {self.shape.depth} levels"
 
     def written(self) -> dict[str, Any]:
-        """As the plan keeps it, for `--tree auto:FILE`."""
+        """What plan.json holds of this tree, to be read by `--tree auto:FILE`."""
         return {"spec": self.spec} if self.spec else {"parents": list(self.shape.parents)}  # type: ignore[union-attr]
 
 
@@ -90,16 +90,16 @@ class Planner:
 
     @cached_property
     def proposer(self) -> Proposer:
-        """Of the draft's kind."""
+        """The proposer for this kind of draft."""
         return PROPOSERS[kind_of(self.draft)].make(self.draft)
 
     @cached_property
     def packs(self) -> Packs:
-        """The target's weights."""
+        """The target's weights, packed once for all decoders."""
         return Packs(self.target)
 
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
-        """ValueError where the draft cannot draft this shape."""
+        """A decoder for this tree, for no draft where None; raises ValueError where the draft cannot draft this shape."""
         if shape is None:
             return SpeculativeDecoder(self.target, fast=self.packs)
         return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape), fast=self.packs)
@@ -174,7 +174,7 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
 
 
 def planned_tree(plan: dict[str, Any]) -> TreeShape:
-    """The tree of a plan."""
+    """The tree that a plan (the contents of plan.json) names."""
     chosen = plan["tree"]
     return parse_tree(chosen["spec"]) if chosen.get("spec") else Tree(tuple(chosen["parents"]))
 

@@ -84,7 +84,7 @@ class Requirement:
 
     @staticmethod
     def parse(text: str) -> "Requirement":
-        """InputError, one line, for anything that is not FIGURE[...] OP NUMBER."""
+        """Read a requirement; raises InputError, one line, for anything that is not FIGURE[...] OP NUMBER."""
         where = f"--require {text!r}"
         found = _FORM.fullmatch(text)
         if not found:
@@ -186,7 +186,7 @@ class Requirement:
 
 
 def require(results: Results, texts: Iterable[str]) -> None:
-    """RequirementError with one line per unmet cell; InputError for a requirement that names what was not measured."""
+    """Raise RequirementError, one line per unmet figure, or InputError where a requirement names what was not measured."""
     unmet = [line for requirement in list(map(Requirement.parse, texts)) for line in requirement.judge(results)]
     if unmet:
         raise RequirementError(unmet)

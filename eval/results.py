@@ -185,7 +185,7 @@ class Results:
         return row
 
     def require(self, *requirements: str) -> None:
-        """Nothing when all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
+        """Return when all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
         (`eval.require` says how); RequirementError with one line for each figure that does not meet one.
         """
         from eval.require import require  # which reads Results

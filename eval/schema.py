@@ -49,7 +49,7 @@ class Identical(TypedDict):
 
 
 class OfDraft(TypedDict):
-    """What a row about all sets of a kind is about."""
+    """The keys that name a row about all sets of a kind."""
 
     draft: str
     kind: SuiteKind
@@ -57,13 +57,13 @@ class OfDraft(TypedDict):
 
 
 class OfSet(OfDraft):
-    """What a row about one set is about; `domain` None stands for all sets of the kind pooled."""
+    """The keys that name a row about one set; `domain` None stands for all sets of the kind pooled."""
 
     domain: str | None
 
 
 class OfMethod(OfSet):
-    """What a row about one way of decoding is about."""
+    """The keys that name a row about one way of decoding."""
 
     tree: str
     verifier: str

@@ -92,7 +92,7 @@ ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
-    """For any objective."""
+    """A `ChunkFn` for any objective: loss and gradient by automatic differentiation."""
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         gradient_CV = None

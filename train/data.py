@@ -148,8 +148,8 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
 def _distilled(
     directory: Path, tokenizer: Tokenizer | None
 ) -> tuple[datasets.Dataset, str, str | None, tuple[int, str]]:
-    """Rows, what identifies them, the fingerprint of the target that wrote them (None if not recorded), and
-    `Examples.max_top_id`.
+    """(rows, hash of the parts, fingerprint of the target that wrote them or None if not recorded,
+    `Examples.max_top_id`) of a distilled set.
     """
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
@@ -228,7 +228,7 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
 
 
 def trained_prompts(examples: Examples) -> Iterator[int]:
-    """Hashes of the prompts, for `draftsmith_core.prompts.write_prompt_hashes`; of text without one, of its beginning.
+    """Hashes of the prompts, for `draftsmith_core.prompts.write_prompt_hashes`; of text without a prompt, of its start.
 
     The evaluation makes prompts of the first 32 tokens of a text, unless told otherwise.
     """
@@ -325,7 +325,9 @@ def units(
 def _of_domains(
     examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float
 ) -> npt.NDArray[np.int64]:
-    """`order` of the first `count` units, or, at another temperature than 1, each domain's in epochs of its own."""
+    """Unit indices of places `start`..`stop`: `order` of the first `count` units, or, at another temperature than 1, every
+    domain in epochs of its own.
+    """
     if temperature == 1 or examples.domains is None:
         return order(count, start, stop, seed)
     rows = [np.flatnonzero(examples.domains[:count] == domain) for domain in np.unique(examples.domains[:count])]
@@ -342,10 +344,10 @@ def _of_domains(
 def collate(
     examples: Examples, indices: Iterable[int], answers: Mapping[int, tuple[list[int], list[int]]] | None = None
 ) -> Batch:
-    """Units as one right-padded batch.
+    """Make one right-padded batch of the units at `indices`.
 
-    answers: (prompt, answer) to use in place of the unit at this index of `indices`. A batch with any has no stored
-    rows, because those belong to the replaced answers.
+    answers: by place in `indices`, a (prompt, answer) to use instead of that unit. A batch with any has no stored
+    teacher rows, because those belong to the replaced answers.
     """
     chosen = [int(i) for i in indices]
     groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]

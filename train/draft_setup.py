@@ -41,7 +41,7 @@ _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
 # Options of a head that are arguments of its trainee.
 _TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
 _CACHE_GIB = 16.0
-# Of hidden states in memory, in each process.
+# Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
 log = logging.getLogger(__name__)
 

@@ -110,7 +110,7 @@ class StoredTeacher:
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
     def to(self, device: torch.device) -> "StoredTeacher":
-        """The same on a device."""
+        """A copy with all tensors on `device`."""
         return StoredTeacher(*(each.to(device) for each in vars(self).values()))
 
     def select(self, rows_M: Tensor) -> "StoredTeacher":

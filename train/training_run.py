@@ -214,7 +214,7 @@ def _identity(
 
 
 def _claim(run: PreparedRun) -> dict[str, Any] | None:
-    """Make `out` this run's own, or make sure it is. The record of the checkpoint if the run is finished already."""
+    """Make `out` this run's own, or make sure it is; returns the checkpoint's record if the run is finished already."""
 
     def work() -> None:
         if (run.out / "config.json").exists() and not (run.run_dir / "run.json").exists():

@@ -67,7 +67,7 @@ class Product:
     bias_O: Tensor | None
 
     def struct(self) -> _Matrix:
-        """As `forward.c` takes it."""
+        """The same as the C structure that `forward.c` reads."""
         matrix = self.matrix
         return _Matrix(matrix.values.data_ptr(), _address(self.bias_O), matrix.outputs, kind_of(matrix))
 

@@ -29,9 +29,9 @@ from decode.tree import Drawing, DynamicTree, OnlineTrees, Tree, TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
-# Pieces of one target token that a draft of another vocabulary reads, and room is kept for.
+# One target token may be several tokens of a draft with another vocabulary: so many of them are read at most.
 _MOST_PIECES = 4
-# Tokens that a draft which has rested forwards at once, at most.
+# A draft that was not used for some steps catches up on at most so many tokens in one forward.
 CATCH_UP = 256
 # Plans by tree, the device that drafts and the device of the target.
 Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
@@ -264,7 +264,7 @@ class SeveralNetworks:
 
     @property
     def width(self) -> int:
-        """All of them have the same pending tokens."""
+        """Pending tokens per row, the same for every draft."""
         return self.networks[0].width
 
     def open(self) -> Tensor:
@@ -302,12 +302,12 @@ class SeveralNetworks:
         return self.networks[0].rows
 
     def skip(self, outcome: Outcome) -> None:
-        """All of them rest."""
+        """Have every draft note what a step that drafted nothing emitted."""
         for network in self.networks:
             network.skip(outcome)
 
     def catch_up(self) -> None:
-        """All of them read what was emitted meanwhile."""
+        """Have every draft forward what such steps emitted."""
         for network in self.networks:
             network.catch_up()
 

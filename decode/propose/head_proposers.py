@@ -341,7 +341,7 @@ class MedusaNetwork(FeatureNetwork):
     """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
 
     def open(self) -> Tensor:
-        """All heads at once."""
+        """Run all heads on the last features; returns the first head's logits, `[B, 1, V]`."""
         logits_BKV = self.heads(torch.stack(self._features).unsqueeze(1))[:, 0]
         self._logits_BKV = fit_vocabulary(logits_BKV, self._vocabulary)
         self._depth = 0

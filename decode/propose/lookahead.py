@@ -147,10 +147,10 @@ class Window:
 
 
 class LookaheadSession(TextSession[Window]):
-    """The windows of the rows."""
+    """A session whose state is one lookahead window per row."""
 
     def draft(self, row: Window) -> FlatTrie:
-        """Draft window and candidates."""
+        """The tree of one row: its window and the n-grams that follow its last token."""
         return row.draft(self.forest.trie())
 
     def commit(self, outcome: Outcome) -> None:

@@ -65,7 +65,7 @@ class RetrievalSession(TextSession[list[int]]):
         return trie.flatten()
 
     def read(self, row: list[int], tokens: Sequence[int]) -> None:
-        """Move the end on."""
+        """Append what was emitted, and forget what is too far back to be searched for."""
         row += tokens
         del row[: -self.proposer.max_suffix]
 

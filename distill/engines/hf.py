@@ -107,7 +107,7 @@ class HFEngine:
         return score(self._model, request.prompt_ids, response.response_ids, k)
 
     def close(self) -> None:
-        """Everything is in this process."""
+        """Nothing to do: the model lives in this process."""
 
 
 def _length(request: AnswerRequest) -> int:

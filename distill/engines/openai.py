@@ -26,7 +26,7 @@ from draftsmith_core.tokenization import Tokenizer
 # How often one request is tried on servers that are there, and how long none of them may answer at all.
 ATTEMPTS = 8
 PATIENCE_S = 600.0
-# What a server says that no longer serves the target: this is no reason to give rows up.
+# Status codes of a server that no longer serves the target. Rows are then asked elsewhere and not given up.
 _ELSEWHERE = (*range(300, 400), 402, 404, 405, 410)
 # Parts that may wait for their last answers while others are asked: what bounds the memory.
 _OPEN_GROUPS = 8
@@ -65,11 +65,11 @@ class OpenAIEngine:
             return await look(endpoints, self._config, tokenizer, self.sampling.sampling, eos_ids)
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
-        """Servers give no whole distributions; the options have been refused before."""
+        """Never called: servers give no whole distributions, so `--teacher_top_k` is refused with this engine."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The servers are others'; connections end with each run."""
+        """Nothing to do: the servers are not ours, and connections end with each run."""
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`, as many requests at a time as the servers take.
@@ -104,7 +104,7 @@ async def _open(config: DistillConfig) -> AsyncIterator[list[Endpoint]]:
     endpoints = []
     for url in config.endpoint:
         parts = urlsplit(url)
-        # A proxy of this machine leads elsewhere, not to the machine itself.
+        # A server on this machine is asked directly, not through a proxy that the environment names.
         own = options | {"trust_env": parts.hostname not in ("localhost", "127.0.0.1", "::1")}
         endpoints.append(Endpoint(url if parts.path.strip("/") else f"{url.rstrip('/')}/v1", config.concurrency, own))
     try:

@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failed:
-    """No answer, and why."""
+    """A request that got no answer, with the reason."""
 
     reason: str
 

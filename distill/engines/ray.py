@@ -62,7 +62,7 @@ class Worker:
         return os.getpid()
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """As the engine's."""
+        """Seconds per token by tree, as the engine in this worker measures them."""
         times: dict[str, float] = self._engine().seconds_per_token(requests)
         return times
 
@@ -96,7 +96,7 @@ class RayEngine:
             worker = ray.remote(Worker).options(**options)
             own = replace(config, engine="hf", address=None, workers=None)
             self._workers += [worker.remote(own, tokenizer) for _ in range(workers)]
-            # It speaks for all. To load the target may take it long; a worker that has started ends that some day.
+            # One worker answers for all. It may take as long as it needs to load the target.
             self._speaker = self._first_started(resources)
             self.identity, self.sampling, self.max_prompt_tokens = _result(self._speaker.facts.remote())
         except BaseException:
@@ -160,12 +160,12 @@ class RayEngine:
             free.append(worker)
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """As measured by one worker."""
+        """Seconds per token by tree, measured by one worker for all."""
         times: dict[str, float] = _result(self._speaker.seconds_per_token.remote(requests))
         return times
 
     def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
-        """What came with the answer."""
+        """The teacher rows that the worker sent along with this answer; `response` and `k` are not needed."""
         return self._scores[request.key]
 
 

@@ -97,7 +97,7 @@ class ReadsLastState:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Size of the vocabulary (V)."""
         return int(self.config.vocab_size)
 
 

@@ -245,7 +245,7 @@ class Eagle3Head(FeatureHead):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Size of the vocabulary (V)."""
         return self.config.vocab_size
 
     def set_draft_vocab(self, ids: Sequence[int]) -> None:

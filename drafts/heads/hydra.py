@@ -60,7 +60,7 @@ class _FirstBlock(ResBlock):
             nn.init.zeros_(self.skip.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """`[..., inputs]` to `[..., outputs]`."""
+        """Map states `[..., inputs]` to `[..., outputs]`."""
         out: Tensor = self.skip(states) + nn.functional.silu(self.linear(states))
         return out
 

@@ -74,7 +74,7 @@ def write(source: Source, out: Path) -> Proof:
         raise InputError("--format gguf: llama.cpp reads EAGLE-3 heads, and this is EAGLE-1; use --format eagle")
     tensors = head_tensors(source)
     tensors.pop("t2d", None)
-    # llama.cpp wants the drafted tokens' ids themselves.
+    # d2t holds offsets (token id less row number); llama.cpp wants the token ids themselves.
     ids = tensors.pop("d2t", None)
     names = {_name(n.replace("midlayer.", "layers.0."), source.name): t for n, t in tensors.items()}
     if head.borrowed.scales_embedding:

@@ -21,7 +21,7 @@ from drafts.make.families import Family, family_of
 from draftsmith_core.errors import InputError
 
 Keep = Literal["first", "last", "even", "measured"]
-# How much worse a model is (any number that falls) on what the caller measures.
+# What the caller measures of a model, such as alpha: the lower the number, the worse the model.
 Score = Callable[[PreTrainedModel], float]
 
 
@@ -113,7 +113,7 @@ def _head_size(model: PreTrainedModel) -> int:
 
 
 def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: Keep, score: Score | None) -> list[int]:
-    """Which layers stay, in order."""
+    """Indices of the `wanted` layers that stay, in ascending order."""
     depth = len(layers)
     if wanted == depth or keep == "first":
         return list(range(wanted))
@@ -132,7 +132,7 @@ def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: K
 
 
 def _skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A layer's input in place of its output."""
+    """A forward hook that skips a layer: gives the layer's input in place of its output."""
     states = args[0] if args else kwargs["hidden_states"]
     return states if isinstance(output, Tensor) else (states, *output[1:])
 

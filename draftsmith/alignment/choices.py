@@ -37,7 +37,7 @@ class Facts:
 
     @property
     def place(self) -> str:
-        """The device in a word."""
+        """The kind of device, "GPU" or "CPU", for the reasons that are printed."""
         return "GPU" if self.on_gpu else "CPU"
 
 

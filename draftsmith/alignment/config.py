@@ -17,7 +17,7 @@ Policy = Literal["id", "balanced", "no_loss"]
 
 @dataclass(frozen=True, kw_only=True)
 class DistillChoices:
-    """The target's answers. null: chosen."""
+    """How the target answers. What is null, `align` chooses."""
 
     num_samples: int | None = None
     """Answers per prompt."""
@@ -43,7 +43,9 @@ class DistillChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainChoices:
-    """Fitting the draft. null or empty: chosen. Every objective gets the same number of optimizer steps."""
+    """How the draft is trained. What is null or empty, `align` chooses. Every objective gets the same number of optimizer
+    steps.
+    """
 
     steps: int | None = None
     """Optimizer steps."""
@@ -79,7 +81,7 @@ class TrainChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalChoices:
-    """The measurement. null or empty: chosen."""
+    """How drafts are measured. What is null or empty, `align` chooses."""
 
     temperature: list[float] = field(default_factory=list)
     """Temperatures to measure at; the report leads with the highest."""

@@ -20,7 +20,7 @@ def _common(config: AlignConfig) -> dict[str, Any]:
 
 
 def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
-    """The answers to the prompts."""
+    """Options of the stage that distils the answers to `prompts` (a file)."""
     chosen: dict[str, Any] = dataclasses.asdict(config.distill)
     del chosen["general_texts"]
     return DistillConfig(

@@ -54,7 +54,7 @@ from eval.request import check
 from eval.results import Results
 from train.training_run import train
 
-# Where the work is done is no part of what is done.
+# Options that say where the work is done, not what is done: another value may continue a run.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
@@ -192,7 +192,7 @@ def _settle(config: AlignConfig, out: Path, require: Sequence[str]) -> AlignConf
 
 
 def _started(config: AlignConfig, out: Path) -> AlignConfig:
-    """With --init: the draft is made, unless an earlier start of this run made it, and stands in its place."""
+    """With --init: make the draft, unless an earlier start of this run did, and return options that name it."""
     if config.init is None:
         return config
     start = out / "start"
@@ -222,12 +222,12 @@ def _started(config: AlignConfig, out: Path) -> AlignConfig:
 
 
 def _from_start(config: AlignConfig, out: Path) -> AlignConfig:
-    """The options that stand in align.yaml: the draft that --init made is named as any other."""
+    """The options as align.yaml has them: with --init, the draft that it made in place of `init` and `donor`."""
     return config if config.init is None else replace(config, draft=str(out / "start"), init=None, donor=None)
 
 
 def _room(context: int, key: str, asked: int | None) -> int:
-    """Tokens of the longest prompt beside so many new ones (None: still to be chosen)."""
+    """How many tokens a prompt may have beside `asked` new ones (None: still to be chosen) in a context of `context`."""
     if asked is not None and asked >= context:
         raise InputError(f"{key}: {asked} leaves no room in a context of {context}")
     return context - (asked or 1)

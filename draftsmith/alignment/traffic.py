@@ -31,7 +31,7 @@ class Logged:
 
     @property
     def ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Prompt and answer."""
+        """Token ids of the prompt and of the answer."""
         return self.prompt_ids, self.response_ids
 
     @property

@@ -111,7 +111,7 @@ def large_summary(results: Results) -> dict[str, Any]:
 
 
 def large_lines(results: Results) -> list[str]:
-    """The same for a person."""
+    """`large_summary` as lines of text."""
     found = large_summary(results)
     return [
         f"beside a target of {found['parameters'] / 1e6:.0f} M parameters (the same one padded with zeros: it writes "

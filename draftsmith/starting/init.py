@@ -64,7 +64,7 @@ class Started:
     notes: tuple[str, ...]
 
     def lines(self, temperature: float) -> list[str]:
-        """What is printed of it."""
+        """The lines that `draftsmith init` prints: notes, cost, and alpha at `temperature`."""
         share = self.draft_cost / self.target_cost
         said = [*self.notes, f"cost:   {share:.3f} of the target ({self.draft_cost:,} parameters read per token)"]
         if self.alpha is None:

@@ -120,7 +120,7 @@ def lead(results: Results) -> Lead:
     """The decision, what every setting cell does, what alignment changed at each temperature, findings by draft."""
     decision = decide(results)
     temperatures = sorted(results.temperatures)
-    # A gain in distribution that is lost elsewhere is none: both count.
+    # A gain in distribution that is lost elsewhere is no gain, so drafts are ranked by the sum of both.
     kinds = [kind for kind in KINDS if results.has(kind)]
     order = sorted(results.aligned, key=lambda draft: -sum(_value(results.gain(draft, kind)) for kind in kinds)) or [
         results.base

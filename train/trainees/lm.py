@@ -130,7 +130,9 @@ class LMTrainee(nn.Module):
         )
 
     def _by_domain(self, valid: "_ValidTokens", batch: Batch, scale_K: Tensor) -> LossSums:
-        """Each domain's tokens as much as they count in this step; and each domain's loss, by which that changes."""
+        """Sums in which a token of domain k counts `scale_K[k]` times, and the unscaled loss of every domain, from which
+        the scales of the next step follow.
+        """
         assert batch.domains_B is not None
         losses_N, *measured = self._measures(valid, self.projection)
         weights_N = torch.ones_like(losses_N) if valid.weights_N is None else valid.weights_N
@@ -142,7 +144,9 @@ class LMTrainee(nn.Module):
         return replace(sums, domain_loss_K=losses_K)
 
     def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
-        """The loss of whole drafts: `tvd` of every token, with what the tokens around it make it worth."""
+        """The loss of drafts of `depth` tokens (`@e2e`): its value, and its gradient as `tvd` of every token times a weight
+        that the acceptance of the tokens around it gives.
+        """
         tvd_N, *measured = self._measures(valid, self.projection)
         loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
         sums = self._weighted(valid, weights_N, *measured)

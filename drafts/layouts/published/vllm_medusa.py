@@ -25,7 +25,7 @@ def known(values: Mapping[str, Any], names: Names) -> bool:
 
 
 def read(found: Found) -> Found:
-    """Renamed to the authors' names."""
+    """The same head under the tensor names of Medusa's authors."""
     size = found.values.get("truncated_vocab_size")
     if "token_map" in found.tensors or (size is not None and size != len(found.lm_head_VH)):
         raise InputError(

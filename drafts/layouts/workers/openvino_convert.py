@@ -35,7 +35,7 @@ def convert(source: str, out: str, weights: str) -> None:
 
 
 def logits(directory: str, ids: np.ndarray) -> np.ndarray:
-    """[1, T, V]."""
+    """Logits `[1, T, V]` of the converted model for `ids` `[1, T]`, computed in fp32."""
     hints = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     compiled = openvino.Core().compile_model(f"{directory}/openvino_model.xml", "CPU", hints)
     tokens = ids.shape[1]
