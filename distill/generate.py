@@ -248,9 +248,7 @@ class _Run:
         return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
 
     def _groups(self) -> Iterator[Numbered]:
-        """(number, requests) of each part to make. A part that is there already is compared with the prompts, and passed
-        over.
-        """
+        """(number, requests) of each part to make. One that is there is compared with the prompts, not made."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
         here, ids = Path(self.config.prompts).is_file(), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):

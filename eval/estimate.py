@@ -188,7 +188,7 @@ class _Reader:
         return self.number_BC
 
     def draft(self, name: str, logits_BCV: Tensor, depth: int) -> None:
-        """Record what a draft says of the token `depth` places after each column's next one; 0 is the next token itself."""
+        """Record what a draft says of the token `depth` places after the next one, for each column of the chunk."""
         sampling, later_BC = self.asked.sampling, self.wanted_BC.clone()
         if depth:
             later_BC[:, :-depth] &= self.wanted_BC[:, depth:]

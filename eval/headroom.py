@@ -52,7 +52,7 @@ class RootStep:
 
     @staticmethod
     def of(method: Method) -> "RootStep | None":
-        """The root step of a method; None where there is no bound: lossy rules, and trees shaped by what was drafted."""
+        """The root step of a method; None where there is no bound: lossy rules, trees shaped by what was drafted."""
         if not method.lossless or not isinstance(method.shape, Tree):
             return None
         return RootStep(method.shape.widths[0], VERIFIERS[method.verifier].drawings[0], method.verifier)

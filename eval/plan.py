@@ -99,7 +99,7 @@ class Planner:
         return Packs(self.target)
 
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
-        """A decoder for this tree, for no draft where None; raises ValueError where the draft cannot draft this shape."""
+        """A decoder for this tree (None: no draft); raises ValueError where the draft cannot draft this shape."""
         if shape is None:
             return SpeculativeDecoder(self.target, fast=self.packs)
         return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape), fast=self.packs)

@@ -186,7 +186,7 @@ class Requirement:
 
 
 def require(results: Results, texts: Iterable[str]) -> None:
-    """Raise RequirementError, one line per unmet figure, or InputError where a requirement names what was not measured."""
+    """Raise RequirementError, one line per unmet figure; InputError where one names what was not measured."""
     unmet = [line for requirement in list(map(Requirement.parse, texts)) for line in requirement.judge(results)]
     if unmet:
         raise RequirementError(unmet)

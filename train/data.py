@@ -325,8 +325,8 @@ def units(
 def _of_domains(
     examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float
 ) -> npt.NDArray[np.int64]:
-    """Unit indices of places `start`..`stop`: `order` of the first `count` units, or, at another temperature than 1, every
-    domain in epochs of its own.
+    """Unit indices of places `start`..`stop`: `order` of the first `count` units, or, at another temperature than 1,
+    every domain in epochs of its own.
     """
     if temperature == 1 or examples.domains is None:
         return order(count, start, stop, seed)

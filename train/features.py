@@ -305,7 +305,7 @@ class FrozenTarget:
         return [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted]
 
     def _alone(self, ids_T: Tensor) -> list[Tensor]:
-        """States `[T, H]` of one document, forwarded alone: in a batch, the other documents would change its rounding."""
+        """States `[T, H]` of one document, forwarded alone: others in its batch would change its rounding."""
         with torch.autocast(ids_T.device.type, enabled=False):
             return [state[0] for state in self._forward(ids_T[None], {})]
 

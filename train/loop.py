@@ -146,7 +146,7 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
 
 
 def _weigh_domains(job: TrainingJob, made: StepBatches, weights_K: list[float]) -> list[float]:
-    """Tell the trainee how much a token of each domain counts in this step; returns the tokens of each, of all processes."""
+    """Tell the trainee how much a token of each domain counts in this step; returns how many each has, over all."""
     tokens_K = torch.stack([batch.domain_tokens(len(weights_K)) for batch in made.batches]).sum(0)
     counts_K: list[float] = job.world.accelerator.reduce(tokens_K, reduction="sum").tolist()
     scales = torch.tensor(domain_scales(weights_K, counts_K), dtype=torch.float64, device=tokens_K.device)

@@ -43,8 +43,8 @@ class DistillChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainChoices:
-    """How the draft is trained. What is null or empty, `align` chooses. Every objective gets the same number of optimizer
-    steps.
+    """How the draft is trained. What is null or empty, `align` chooses. Every objective gets the same number of
+    optimizer steps.
     """
 
     steps: int | None = None

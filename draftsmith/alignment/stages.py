@@ -227,7 +227,7 @@ def _from_start(config: AlignConfig, out: Path) -> AlignConfig:
 
 
 def _room(context: int, key: str, asked: int | None) -> int:
-    """How many tokens a prompt may have beside `asked` new ones (None: still to be chosen) in a context of `context`."""
+    """How many tokens a prompt may have beside `asked` new ones (None: still to be chosen) in this context."""
     if asked is not None and asked >= context:
         raise InputError(f"{key}: {asked} leaves no room in a context of {context}")
     return context - (asked or 1)

@@ -130,8 +130,8 @@ class LMTrainee(nn.Module):
         )
 
     def _by_domain(self, valid: "_ValidTokens", batch: Batch, scale_K: Tensor) -> LossSums:
-        """Sums in which a token of domain k counts `scale_K[k]` times, and the unscaled loss of every domain, from which
-        the scales of the next step follow.
+        """Sums in which a token of domain k counts `scale_K[k]` times, and the unscaled loss of every domain, from
+        which the scales of the next step follow.
         """
         assert batch.domains_B is not None
         losses_N, *measured = self._measures(valid, self.projection)
@@ -144,8 +144,8 @@ class LMTrainee(nn.Module):
         return replace(sums, domain_loss_K=losses_K)
 
     def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
-        """The loss of drafts of `depth` tokens (`@e2e`): its value, and its gradient as `tvd` of every token times a weight
-        that the acceptance of the tokens around it gives.
+        """The loss of drafts of `depth` tokens (`@e2e`): its value, and its gradient as `tvd` of every token times a
+        weight that the acceptance of the tokens around it gives.
         """
         tvd_N, *measured = self._measures(valid, self.projection)
         loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
