@@ -52,6 +52,7 @@ _NOT_IDENTITY = (
 )
 _LATER = ("near_duplicates", "split", "drop", "languages", "min_response_tokens", "max_response_tokens", "thinking")
 # Keys of the manifest that the summary has beside the counts.
+_READ_AHEAD_BYTES = 64 << 20
 _SUMMARY = (
     *("response_tokens", "tokens_from", "own_prompts"),
     *("skipped_because", "failed_because", "shortened_because", "dropped_because"),
@@ -117,8 +118,7 @@ def _answered(
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         _find_a_prompt(config, reader, suites)
-        if Path(config.prompts).is_file():
-            # Ids that repeat are found before the work; in a source that is not a file here, as its rows are read.
+        if _is_read_ahead(config.prompts):
             OwnIds(config.prompts).check(islice(iterate_records(config.prompts), config.max_prompts))
     identity = _identity(config, engine, tokenizer, suites)
     with place.held():
@@ -187,6 +187,13 @@ def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites |
     raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
 
 
+def _is_read_ahead(prompts: str) -> bool:
+    """Whether ids that repeat are found before the work: in a file here of which that takes seconds. In a larger one,
+    and in what streams from elsewhere, they are found as its rows are read, so that the first answer need not wait.
+    """
+    return Path(prompts).is_file() and Path(prompts).stat().st_size <= _READ_AHEAD_BYTES
+
+
 def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
     """The prompt of a row; one that cannot be understood is skipped, or an error when `strict`. One that shares its
     words with a suite is skipped, and so is one that is held out.
@@ -250,11 +257,11 @@ class _Run:
     def _groups(self) -> Iterator[Numbered]:
         """(number, requests) of each part to make. One that is there is compared with the prompts, not made."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
-        here, ids = Path(self.config.prompts).is_file(), OwnIds(self.config.prompts)
+        ahead, ids = _is_read_ahead(self.config.prompts), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
             near = self.near.among(group) if self.near else {}
-            if not here:
+            if not ahead:
                 ids.check(group)
             if index % self.processes != self.process:
                 continue

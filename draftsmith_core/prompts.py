@@ -4,8 +4,9 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
+_IDS_AT_ONCE = 1 << 16  # rows whose ids are compared with those before them together
 # Keys of a row that other tools would put into the prompt, and that are not read here.
 _CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
 
@@ -172,6 +174,7 @@ class OwnIds:
     def __init__(self, source: str) -> None:
         self._source = source
         self._rows: dict[str, int] = {}
+        self._seen: list[npt.NDArray[np.uint64]] = []  # each sorted, and more than twice as long as the next
 
     def add(self, own: str, row: int) -> None:
         """InputError, with both rows, for an id that an earlier row has."""
@@ -180,7 +183,28 @@ class OwnIds:
             raise InputError(f"{self._source}:{row}: key 'id': {own!r} is row {first}'s already; make ids unique")
 
     def check(self, records: Iterable[Record]) -> None:
-        """Add the ids of rows as they are stored. One that cannot be understood has none: its reader says why."""
+        """As `add` for the ids of rows as they are stored. Eight bytes of each are kept, because a source may have tens
+        of millions; where those of two agree the source is read again, and says whether the ids do.
+        """
+        rows = iter(records)
+        while group := list(islice(rows, _IDS_AT_ONCE)):
+            new = np.sort(np.fromiter((_id_hash(own) for _, own in self._own(group)), np.uint64))
+            twice = {*new[1:][new[1:] == new[:-1]].tolist()}
+            for seen in self._seen:
+                there = seen[np.searchsorted(seen, new).clip(max=len(seen) - 1)]
+                twice |= {*new[there == new].tolist()}
+            if twice:
+                for row, own in self._own(iterate_records(self._source)):
+                    if _id_hash(own) in twice:
+                        self.add(own, row)
+            if len(new):
+                self._seen.append(new)
+            while len(self._seen) > 1 and 2 * len(self._seen[-1]) >= len(self._seen[-2]):
+                last = self._seen.pop()
+                self._seen[-1] = np.sort(np.concatenate([self._seen[-1], last]), kind="stable")
+
+    def _own(self, records: Iterable[Record]) -> Iterator[tuple[int, str]]:
+        """Numbers and ids of rows. One that cannot be understood has none: its reader says why."""
         for record in records:
             if isinstance(record.stored, bytes) and b'"id"' not in record.stored:
                 continue  # spares the parsing of most files
@@ -189,7 +213,11 @@ class OwnIds:
             except InputError:
                 continue
             if own:
-                self.add(own, record.number)
+                yield record.number, own
+
+
+def _id_hash(own: str) -> int:
+    return int.from_bytes(hashlib.blake2b(own.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def read_prompts(

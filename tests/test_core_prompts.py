@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import count_rows
-from draftsmith_core.prompts import PromptSet, Reasons, Skipped, read_prompts
+from draftsmith_core.prompt_rows import count_rows, iterate_records
+from draftsmith_core.prompts import OwnIds, PromptSet, Reasons, Skipped, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -385,3 +385,21 @@ def test_texts_that_begin_with_any_token_of_the_vocabulary(target_dir: str) -> N
     # Each of 288 that are not special, about as often as any other, and the same for the same number.
     assert set(tokens) <= set(range(2, 290)) and len(set(tokens)) > 230
     assert [prompt.ids for prompt in read_prompts("token:9", tokenizer).prompts] == [p.ids for p in found[:9]]
+
+
+def test_ids_of_many_rows_are_kept_in_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith_core.prompts._IDS_AT_ONCE", 7)
+    rows = [{"prompt": "a", "id": f"a long name of row {row}"} for row in range(500)]
+    source = jsonl(tmp_path / "p.jsonl", *rows, {"prompt": "none"})
+    ids = OwnIds(source)
+    ids.check(iterate_records(source))
+    assert sum(each.nbytes for each in ids._seen) == 8 * 500 and not ids._rows
+    assert all(len(first) > 2 * len(second) for first, second in zip(ids._seen, ids._seen[1:], strict=False))
+    for first, second in ((0, 499), (250, 251), (3, 4), (6, 7), (0, 1)):
+        source = jsonl(tmp_path / "q.jsonl", *rows[:second], rows[first], *rows[second + 1 :])
+        told = rf"q\.jsonl:{second + 1}: key 'id': 'a long name of row {first}' is row {first + 1}'s already"
+        with pytest.raises(InputError, match=told):
+            OwnIds(source).check(iterate_records(source))
+    # Bytes that agree are no repetition yet.
+    monkeypatch.setattr("draftsmith_core.prompts._id_hash", lambda own: len(own))
+    OwnIds(str(tmp_path / "p.jsonl")).check(iterate_records(str(tmp_path / "p.jsonl")))

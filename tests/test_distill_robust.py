@@ -185,7 +185,7 @@ def test_every_reason_for_skipping_is_a_line(words: list[str], tmp_path: Path, d
     assert summary["skipped_because"][1].endswith(" tokens, more than the 91 that fit (row 4)")
 
 
-@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("kind", ["file", "large", "stream"])
 def test_two_rows_of_one_id_are_refused_with_both_lines(
     words: list[str], door: Door, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,13 +202,15 @@ def test_two_rows_of_one_id_are_refused_with_both_lines(
         memory = fsspec.filesystem("memory")
         memory.pipe("/rows.jsonl", Path("rows.jsonl").read_bytes())
         words[4] = "memory://rows.jsonl"
+    if kind == "large":
+        monkeypatch.setattr("distill.generate._READ_AHEAD_BYTES", 100)
     code, _, err = door(*words)
     assert (code, last_line(err)) == (
         2,
         f"draftsmith distill: {words[4]}:4: key 'id': '7' is row 3's already; make ids unique",
     )
-    # A file is read to its end before anything is written.
-    assert Path("set").exists() == (kind == "stream")
+    # A file that is not large is read to its end before anything is written.
+    assert Path("set").exists() == (kind != "file")
     assert door(*words, "--max_prompts", "3", "--out", "fewer")[0] == 0
 
 
