@@ -109,6 +109,8 @@ class Options:
         for key in ("rounds", "prompts", "prompt_tokens", "max_new_tokens", "threads"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
+        if "ar" not in self.sixteen_bit_methods:
+            raise InputError("--sixteen_bit_methods: leave ar among them, whose share of the bandwidth is asked")
 
 
 SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {

@@ -311,8 +311,10 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
     }
 
 
-def _busy(way: Callable[[], Any], prompts: int) -> float:
-    """Share of the rows of a batch that are at work, over all steps before the last prompt has joined."""
+def _busy(way: Callable[[], Any], prompts: int) -> float | None:
+    """Share of the rows of a batch that are at work, over all steps before the last prompt has joined; None where all
+    are in the first batch.
+    """
     live: list[tuple[int, int]] = []
     begun, step, join = [0], BatchRun.step, BatchRun.__init__
 
@@ -330,7 +332,7 @@ def _busy(way: Callable[[], Any], prompts: int) -> float:
     finally:
         BatchRun.step, BatchRun.__init__ = step, join  # type: ignore[method-assign]
     rows = [count for before, count in live if before < prompts]
-    return sum(rows) / (BATCH * len(rows))
+    return sum(rows) / (BATCH * len(rows)) if rows else None
 
 
 def _wide(model: str, out: Path, shape: dict[str, int]) -> str:

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import decode as bench_decode
+from benchmarks import distill as bench_distill
 from benchmarks import limits, peers, sections, sixteen_bits, train_peers
 from benchmarks import train as bench_train
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE, Options
@@ -22,11 +23,14 @@ from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
 from benchmarks.widen import main as widen_main
+from decode import SpeculativeDecoder
 from decode.native import kernel
 from decode.runner import Runner
 from drafts.make.widen import spread, wide_config, widen
 from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling, generator
 from draftsmith_core.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -388,11 +392,24 @@ def test_prompts_are_held_out_passages_of_one_length(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"sections": ["wayz"]}, "--sections wayz"), ({"target": "x"}, "together"), ({"rounds": 0}, "1")],
+    [
+        ({"sections": ["wayz"]}, "--sections wayz"),
+        ({"target": "x"}, "together"),
+        ({"rounds": 0}, "1"),
+        ({"sixteen_bit_methods": ["chain:2"]}, "leave ar among them"),
+    ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], word: str) -> None:
     with pytest.raises(InputError, match=word):
         Options(**options)  # type: ignore[arg-type]
+
+
+def test_no_share_of_a_batch_where_no_prompt_waits(target_dir: str) -> None:
+    decoder = SpeculativeDecoder(load_model(target_dir, device="cpu"))
+    seeds = [generator(0), generator(1)]
+    way = partial(decoder.generate, [[1, 2], [3]], Sampling(temperature=0.0), 4, seeds)
+    assert bench_distill._busy(way, 2) is None
+    assert bench_distill._busy(way, 3) == 2 / bench_distill.BATCH
 
 
 def test_the_shipped_pair_is_what_the_readme_says() -> None:
