@@ -201,7 +201,9 @@ def test_memory_does_not_grow_with_the_rows(
 
 
 def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answers are written before the third group of rows has been read."""
+    """The first answers are written before the third group of rows has been read, where a file is too large for its ids
+    to be compared first.
+    """
     Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"The {i}"}) + "\n" for i in range(400)))
     monkeypatch.setitem(ENGINES, "hf", _Echo)
     read = iterate_records
@@ -213,6 +215,7 @@ def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch
             yield record
 
     monkeypatch.setattr("distill.generate.iterate_records", watched)
+    monkeypatch.setattr("distill.generate._READ_AHEAD_BYTES", 1000)
     code, out, err = door(*words)
     assert code == 0, err
     assert "of 400 prompts 400 done" in out
