@@ -27,6 +27,9 @@ def check_types(config: Any, section: str = "") -> None:
         value = _plain(given)
         if not _fits(value, wanted):
             raise InputError(f"{section}{key}: expected {_in_words(wanted)}, got {given!r}")
+        if any("\ud800" <= letter <= "\udfff" for text in _texts(value) for letter in text):
+            # What Python makes of other bytes; no file of ours could say it.
+            raise InputError(f"{section}{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names")
         if key == "out" and isinstance(value, str) and not value.strip():
             raise InputError(f"--out {value!r}: is empty; name where to write")
         if key == "out" and isinstance(value, str) and value.startswith("~"):
@@ -55,6 +58,10 @@ def check_range(config: object, interval: str, *keys: str) -> None:
             continue
         most = "" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}"
         raise InputError(f"{key}: {value} must be {'above' if above else 'at least'} {low:g}{most}")
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
 def _plain(value: Any) -> Any:

@@ -143,7 +143,7 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
             # YAML reads what JSON writes, but not its two halves of a character beyond U+FFFF (an emoji).
             shown = json.dumps(listed, ensure_ascii=False)
             if not shown.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in shown):
-                raise InputError(f"--{key}: holds what is not UTF-8; write it in UTF-8")
+                raise InputError(f"--{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names")
             words.append(f"--{key}=" + re.sub("[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", shown))
     # The file first, so that options on the command line override it wherever they stand.
     words.sort(key=lambda word: not word.startswith("--config="))

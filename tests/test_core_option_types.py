@@ -1,5 +1,7 @@
 """Options from Python: what the command line's parser would refuse is refused by name."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,9 @@ import numpy as np
 import pytest
 
 import draftsmith as ds
+from distill.config import DistillConfig
 from draftsmith.__main__ import main
+from draftsmith_core.errors import InputError
 
 TRAIN: dict[str, Any] = {"out": "o", "data": ["d"], "draft": "q"}
 EVAL: dict[str, Any] = {"target": "t", "draft": ["a=q"], "id": ["a=p"], "out": "o"}
@@ -69,3 +73,19 @@ def test_null_in_a_file_is_refused_where_something_must_stand(
     )
     line = 3 if command == "decode" else 2
     assert f"c.yaml:{line}: seed: expected a whole number, got None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--prompts"], ["--out"], ["--endpoint", "http://h/v1"]])
+def test_bytes_that_are_not_utf8_are_refused_before_anything_is_done(
+    door: Callable[..., tuple[int, str, str]], tmp_path: Path, words: list[str]
+) -> None:
+    """Names of files from a Latin-1 system: what we write could not say them."""
+    asked = ["distill", "--target", "t", "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out"]
+    code, _, err = door(*asked, *words, os.fsdecode(b"caf\xe9"))
+    key = words[0].removeprefix("--")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.endswith(f"{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names\n")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match=f"{key}: holds what is not UTF-8"):
+        value: Any = [os.fsdecode(b"\xff")] if key == "endpoint" else os.fsdecode(b"\xff")
+        DistillConfig(**{"target": "t", "prompts": "p", "out": "o", key: value})

@@ -2,8 +2,10 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +358,13 @@ def test_tokens_beyond_the_vocabulary_are_refused(
     words = ["train", "--data", directory, "--draft", draft_dir, "--out", str(tmp_path / "out"), "--max_length", "32"]
     assert main(words) == 2
     assert "holds token 9999" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a$HOME", "${HOME}", "a::b", "x[1]", "~", "a b *"])
+def test_a_set_is_read_whatever_its_directory_is_called(
+    answers: Callable[[str, int, int, int], str], tmp_path: Path, name: str
+) -> None:
+    there = answers("The quick brown fox jumps over the lazy dog.", 3, 1, 6)
+    copy = shutil.copytree(there, tmp_path / name / "set")
+    plain, odd = (load_examples([str(each)], None, 96) for each in (there, copy))
+    assert odd.rows[:] == plain.rows[:] and odd.digest == plain.digest and len(odd) == 12

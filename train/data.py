@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
@@ -172,7 +173,11 @@ def _distilled(
     features = datasets.Features(_FEATURES | (_TEACHER if teacher else {}))
     if all(_PROMPT in pq.read_schema(path).names for path in parts):
         features[_PROMPT] = datasets.Value("string")
-    table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
+    if any(mark in str(directory.absolute()) for mark in ("$", "::")):
+        # datasets hands these to fsspec, which takes one for a variable and the other for an archive: kept in memory.
+        table = datasets.Dataset(pa.concat_tables(pq.read_table(path, columns=list(features)) for path in parts))
+    else:
+        table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
     assert isinstance(table, datasets.Dataset)
     table = table.cast(features)
     return table, hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint"), max_top_id

@@ -100,11 +100,6 @@ class DecodeConfig:
         if self.out is not None:
             check_replaceable(Path(self.out), "out:")
             check_apart(self.out, [self.prompts, self.datastore])
-        for key, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop))):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise InputError(f"{key}: holds what is not UTF-8; write it in UTF-8") from None
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
