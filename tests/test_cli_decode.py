@@ -168,6 +168,16 @@ def test_a_killed_run_continues_where_it_was(
     assert sorted(p.name for p in killed.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
+def test_several_texts_on_a_terminal_have_a_heading_each(door: Door, target_dir: str, prompts_file: str) -> None:
+    words = ["decode", "--target", target_dir, "--max_new_tokens", "4", "--num_samples", "2"]
+    code, printed, err = door(*words, "--prompts", prompts_file, "--max_prompts", "2")
+    assert code == 0, err
+    heads = [line for line in printed.splitlines() if line.startswith("--- ")]
+    assert len(heads) == len(set(heads)) == 4 and [head.rpartition(", sample ")[2] for head in heads] == list("0101")
+    _, printed, _ = door(*words[:-2], "--prompts", prompts_file, "--max_prompts", "1")
+    assert "--- " not in printed
+
+
 def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> None:
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
     words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]

@@ -68,7 +68,13 @@ def summarise(
 
 def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
     """The summary for a person; with the texts, where they neither went to a file nor were `shown` as they came."""
-    lines = [] if shown else [row["text"] for row in summary.get("outputs", [])]
+    outputs = [] if shown else summary.get("outputs", [])
+    lines = [
+        line
+        for row in outputs
+        # Of several outputs each has a heading: their texts may end and begin anywhere.
+        for line in ([f"--- {row['id']}, sample {row['sample_index']}"] if len(outputs) > 1 else []) + [row["text"]]
+    ]
     if summary["prompts_skipped"]:
         first = summary["skipped"][0]
         lines.append(
