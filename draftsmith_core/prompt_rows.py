@@ -56,7 +56,7 @@ def parse_record(record: Record, source: str) -> dict[str, Any]:
 
 
 def asked_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What of a row makes its prompt."""
+    """The keys of a row that make its prompt, with their values."""
     return {key: row[key] for key in ("messages", "tools", "prompt", "text") if row.get(key) is not None}
 
 

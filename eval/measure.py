@@ -104,7 +104,7 @@ def _compare(
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is decoded, and what all methods are told alike. The methods' `tick(n)` is told of every n prompts done."""
+    """What is decoded, with what all methods share. The methods call `tick(n)` for every n prompts that are done."""
 
     target: PreTrainedModel
     prompts: Sequence[Prompt]

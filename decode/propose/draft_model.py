@@ -238,7 +238,7 @@ class DraftModelNetwork:
         self._pending = [self._pending[row] for row in rows]
 
     def join(self, other: "DraftModelNetwork") -> None:
-        """Take the rows of another one behind this one's."""
+        """Append the rows of another network of the same kind."""
         self.runner.join(other.runner)
         self._pending += other._pending
 
@@ -317,7 +317,7 @@ class SeveralNetworks:
             network.select_rows(rows)
 
     def join(self, other: "SeveralNetworks") -> None:
-        """Take the rows of another one behind this one's."""
+        """Append the rows of another network of the same kind."""
         for network, theirs in zip(self.networks, other.networks, strict=True):
             network.join(theirs)
 

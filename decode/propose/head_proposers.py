@@ -274,7 +274,7 @@ class EagleNetwork:
         self._features = [self._features[row] for row in rows]
 
     def join(self, other: "EagleNetwork") -> None:
-        """Take the rows of another one behind this one's."""
+        """Append the rows of another network of the same kind."""
         self.runner.join(other.runner)
         self._tokens += other._tokens
         self._features += other._features
@@ -332,7 +332,7 @@ class FeatureNetwork:
         self._roots = [self._roots[row] for row in rows]
 
     def join(self, other: "FeatureNetwork") -> None:
-        """Take the rows of another one behind this one's."""
+        """Append the rows of another network of the same kind."""
         self._features += other._features
         self._roots += other._roots
 

@@ -73,7 +73,7 @@ class Network(Protocol):
         """Go on with these rows of the batch, in this order."""
 
     def join(self, other: Any) -> None:
-        """Take the rows of another network of the same kind behind this one's."""
+        """Append the rows of another network of the same kind."""
 
 
 class NetworkSession:
@@ -86,7 +86,7 @@ class NetworkSession:
         self.network.select_rows(rows)
 
     def join(self, other: "NetworkSession") -> None:
-        """Take the rows of another session behind this one's."""
+        """Append the rows of another session of the same proposer."""
         self.network.join(other.network)
 
 

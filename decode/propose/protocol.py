@@ -123,7 +123,7 @@ class Session(Protocol):
         """Go on with these rows of the batch, in this order."""
 
     def join(self, other: Any) -> None:
-        """Take the rows of another session, which the same proposer has just started, behind this one's."""
+        """Append the rows of another session that the same proposer has just started."""
         raise ValueError(f"{type(self).__name__} cannot take more rows into its batch; give it a method `join`")
 
 

@@ -113,7 +113,7 @@ class RouterSession:
             session.select_rows(rows)
 
     def join(self, other: "RouterSession") -> None:
-        """Take the rows of another session behind this one's."""
+        """Append the rows of another session of the same proposer."""
         self.rows += other.rows
         for number, (session, theirs) in enumerate(zip(self.sessions, other.sessions, strict=True)):
             self._catch_up(number)

@@ -122,7 +122,7 @@ class StringMatchSession:
         self._pending = [self._pending[row] for row in rows]
 
     def join(self, other: "StringMatchSession") -> None:
-        """Take the rows of another session behind this one's."""
+        """Append the rows of another session of the same proposer."""
         self.runner.join(other.runner)
         self._roots += other._roots
         self._pending += other._pending

@@ -75,7 +75,7 @@ class TextSession(Generic[Text]):
         self.rows = [self.rows[row] for row in rows]
 
     def join(self, other: "TextSession[Text]") -> None:
-        """Take the rows of another session behind this one's."""
+        """Append the rows of another session of the same proposer."""
         self.rows += other.rows
 
 

@@ -152,7 +152,7 @@ def write_head(head: Head, directory: Path) -> None:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """`model.safetensors`, then `config.json`."""
+    """Write `model.safetensors`, then `config.json`, into a directory that exists."""
     # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
     owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})

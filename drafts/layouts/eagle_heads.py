@@ -77,7 +77,7 @@ def authors_config(head: EagleHead | Eagle3Head) -> dict[str, Any]:
 
 
 def write(source: Source, out: Path) -> Proof:
-    """`config.json` and `model.safetensors`."""
+    """Write `config.json` and `model.safetensors` in the authors' layout; returns what proves them."""
     head = eagle_head(source, "eagle")
     check_authors_code(source, head)
     config, tensors = authors_config(head), head_tensors(source)
@@ -95,7 +95,7 @@ def write(source: Source, out: Path) -> Proof:
 
 
 def write_for_sglang(source: Source, out: Path) -> Proof:
-    """`config.json` and `model.safetensors` in the layout that SGLang reads and SpecForge exports."""
+    """Write `config.json` and `model.safetensors` in the layout that SGLang reads; returns what proves them."""
     head = eagle_head(source, "sglang")
     if head.borrowed.scales_embedding:
         raise InputError(

@@ -13,7 +13,7 @@ from draftsmith_core.models import vocabulary_size
 
 
 def save(source: Source, model: PreTrainedModel, out: Path) -> None:
-    """The directory, without a word about how it was proven."""
+    """Write the directory, and prove nothing."""
     # Tied weights stay one tensor, which save_pretrained writes once.
     stored = {tensor.data_ptr(): tensor.to(source.dtype) for tensor in model.state_dict().values()}
     model.save_pretrained(out, state_dict={name: stored[t.data_ptr()] for name, t in model.state_dict().items()})
@@ -34,7 +34,7 @@ def probe_ids(model: PreTrainedModel, count: int = 24) -> torch.Tensor:
 
 @torch.no_grad()
 def write(source: Source, out: Path) -> Proof:
-    """`config.json`, `model.safetensors`, `generation_config.json` and the tokenizer."""
+    """Write config, weights, generation config and tokenizer; returns what proves them."""
     model = language_model(source, "hf")
     save(source, model, out)
     again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, use_safetensors=True).eval()

@@ -10,7 +10,7 @@ from draftsmith_core.errors import InputError
 
 
 def write(source: Source, out: Path) -> Proof:
-    """`config.json` and `model.safetensors`."""
+    """Write `config.json` and `model.safetensors`; returns what proves them."""
     if not isinstance(source.draft, MedusaHeads):
         raise InputError(f"--format medusa: {source.name} is of kind '{source.kind}'; it is for Medusa heads")
     check_plain(source, "medusa", "vLLM")

@@ -33,7 +33,7 @@ SHINGLE_WORDS = 8
 _SKIPPED_PARTS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 )
-# These names are computed from the code point by rule, by the ten thousand.
+# Left out: tens of thousands of names that follow from the code point by a rule.
 _SYSTEMATIC_NAMES = re.compile(r"CJK |HANGUL SYLLABLE|TANGUT|NUSHU|KHITAN|VARIATION SELECTOR")
 
 
@@ -76,8 +76,8 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 and friends ship files that are wrong on purpose
-        # The tree is not kept: those of a whole library are millions of objects, over which each collection of garbage
-        # would go for as long as they live.
+        # The syntax tree is dropped at once: those of the whole library are millions of objects, and every garbage
+        # collection would go over all of them.
         name = ".".join(parts)
         found.append((name, *_prose_and_code(name, tree, source)))
     return tuple(found)
