@@ -50,7 +50,7 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if (window is not None or "sliding_attention" in (types or ())) and not _reads_windows(model):
-        # Transformers' cache would drop keys that the forward without a cache sees: no output is the model's own.
+        # Transformers' cache would drop keys that the forward without a cache sees, so the two give different outputs.
         raise ValueError(
             f"{name} attends to all tokens, and its config.json sets a sliding window, which only the cache would "
             f"follow; take sliding_window (and layer_types) out of config.json"

@@ -109,7 +109,9 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
 
 
 def _by_text(measured: Measured, group: Group, draft: str, above: str, below: str | None = None) -> Estimate | None:
-    """A figure of a draft of another tokenizer by its text, per text where `below` is None; None for any other."""
+    """A ratio of what string-level match counted (`eval.string_match`): `above` over `below`, or per text. It is
+    None for a draft of the target's own tokenizer.
+    """
     parts: list[Any] = [alpha["string"] for alpha in group.alphas(measured, draft)]
     if None in parts:
         return None
