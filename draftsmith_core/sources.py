@@ -23,6 +23,7 @@ from draftsmith_core.io import read_json, sha256_file
 from draftsmith_core.processes import say
 
 _CONFIGS = ("config.json", "tokenizer_config.json")
+_INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -116,6 +117,8 @@ def why_not(name: str, error: Exception, what: str) -> str:
     text = one_line(error)
     if (pointer := lfs_pointer(*sorted(Path(name).glob("*")))) is not None:
         return pointer
+    if (shards := _wrong_shards(Path(name))) is not None:
+        return shards
     if "trust_remote_code" in text or "custom code" in text:
         files = ", ".join(remote_files(name)) or "Python files in it"
         return f"its {what} needs code that comes with it ({files}); read that, and add --trust_remote_code to run it"
@@ -141,6 +144,21 @@ def lfs_pointer(*files: Path) -> str | None:
         if first_bytes(file, len(_LFS)) == _LFS:
             return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
     return None
+
+
+def _wrong_shards(directory: Path) -> str | None:
+    """In words: what is wrong with the list of a checkpoint's shards, or missing of them; None where nothing is."""
+    index = directory / _INDEX
+    if not index.is_file():
+        return None
+    listed = read_json(index, "the list of a model's shards")
+    files = listed.get("weight_map")
+    if "metadata" not in listed or not isinstance(files, dict) or not files:
+        return f"{_INDEX} lacks 'metadata' or 'weight_map'; copy it again"
+    missing = sorted({str(each) for each in files.values() if not (directory / str(each)).is_file()})
+    if not missing:
+        return None
+    return f"it lacks {len(missing)} of the files that {_INDEX} lists (such as {missing[0]}); copy them too"
 
 
 def first_bytes(file: Path, count: int) -> bytes:

@@ -75,6 +75,16 @@ def torn_pickle(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"abcdef" * 9)
 
 
+def sharded(directory: Path, index: str | None = None) -> None:
+    """As a download that was stopped leaves a checkpoint in several files; index: their list, where it is another."""
+    model = load_on_cpu(str(directory))
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="20KB")
+    sorted(directory.glob("model-0*"))[1].unlink()
+    if index is not None:
+        (directory / "model.safetensors.index.json").write_text(index)
+
+
 def cut(name: str, size: int) -> Callable[[Path], Any]:
     return lambda d: (d / name).write_bytes((d / name).read_bytes()[:size])
 
@@ -122,6 +132,18 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),
         r": it has no weights \(model\.safetensors or pytorch_model\.bin\)$",
+    ),
+    "shards": (
+        sharded,
+        r": it lacks 1 of the files that model\.safetensors\.index\.json lists \(such as model-00002",
+    ),
+    "list of shards": (
+        lambda d: sharded(d, "{"),
+        r"/model\.safetensors\.index\.json:1: not valid JSON .*; expected the list of a model's shards$",
+    ),
+    "empty list of shards": (
+        lambda d: sharded(d, '{"weight_map": {}}'),
+        r": model\.safetensors\.index\.json lacks 'metadata' or 'weight_map'; copy it again$",
     ),
     "pickle with code": (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
     "torn pickle": (torn_pickle, r": its weights cannot be read as a pickle \(.*\); copy them again"),

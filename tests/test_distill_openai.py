@@ -321,6 +321,7 @@ _NONE: list[Any] = [
     {"choices": [{"text": "a", "token_ids": [40], "finish_reason": "stop"}], "usage": {"total_tokens": "many"}},
 ]
 # These only where a server gives ids.
+_NO_IDS = [{"choices": [{"token_ids": [40.5], "finish_reason": "stop"}]}]
 _NO_TOKENS = [{"choices": [{"token_ids": ids, "finish_reason": "stop"}]} for ids in ([40, 2**40], [-1], [40] * 12)]
 
 
@@ -330,7 +331,7 @@ def test_what_is_no_answer_costs_its_row_alone(
 ) -> None:
     monkeypatch.setattr(openai_module, "ATTEMPTS", 2)
     server = serve(kind)
-    wrong = [*_NONE, *(_NO_TOKENS if kind == "vllm" else [])]
+    wrong = [*_NONE, *([*_NO_IDS, *_NO_TOKENS] if kind == "vllm" else [])]
     texts = [f"A draft model {number}" for number in range(len(wrong))]
     prompts = texts if kind == "text" else [list(server.tokenizer(text)["input_ids"]) for text in texts]
 
@@ -347,7 +348,7 @@ def test_what_is_no_answer_costs_its_row_alone(
     assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
     errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
     assert [line["row"] for line in errors] == list(range(1, len(wrong) + 1))
-    for line in errors[len(_NONE) :]:
+    for line in errors[len(_NONE) + len(_NO_IDS) :]:
         assert line["reason"].startswith("gave ") and "tried" not in line["reason"]
 
 

@@ -11,6 +11,7 @@ keys for that which OpenAI's API does not have is asked without them, as long as
 """
 
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,14 +81,14 @@ class Dialect:
         try:
             reply = json.loads(raw)
             if self.kind == "llama.cpp":
-                ids = [int(token) for token in reply["tokens"]]
+                ids = list(map(operator.index, reply["tokens"]))
                 reason = "length" if reply["stop_type"] == "limit" else "stop"
                 return self._ended(asked, ids, reason, "target"), reply["tokens_evaluated"] + len(ids)
             choice = reply["choices"][0]
             reason = choice["finish_reason"]
             used = reply.get("usage") or {}
             if self.kind == "ids":
-                ids = [int(token) for token in choice["token_ids"]]
+                ids = list(map(operator.index, choice["token_ids"]))
                 return self._ended(asked, ids, reason, "target"), int(used.get("total_tokens") or len(ids))
             text = choice["text"]
             if not isinstance(text, str):
