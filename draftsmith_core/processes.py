@@ -289,11 +289,21 @@ def terminable() -> Iterator[StopSignal]:
             # os.write, because the signal may have interrupted a print, which is not reentrant.
             os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
 
+    def lost(said: "sys.UnraisableHookArgs") -> None:
+        # Python drops what is raised in a destructor or a weak reference's callback: the signal is sent once more,
+        # from another thread, because here it would be dropped as well.
+        if stop.asked and isinstance(said.exc_value, KeyboardInterrupt | Terminated):
+            threading.Timer(0.01, os.kill, (os.getpid(), stop.asked)).start()
+        else:
+            hook(said)
+
     # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
     numbers = [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
     before = {number: signal.signal(number, arrived) for number in numbers}
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     try:
         yield stop
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

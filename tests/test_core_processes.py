@@ -11,7 +11,15 @@ import pytest
 
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError
-from draftsmith_core.processes import divided, is_main, launched, on_main, telling_who_is_waited_for
+from draftsmith_core.processes import (
+    Terminated,
+    divided,
+    is_main,
+    launched,
+    on_main,
+    telling_who_is_waited_for,
+    terminable,
+)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
@@ -85,3 +93,19 @@ def test_a_process_that_waits_for_others_can_be_ended(number: int) -> None:
     assert waiting.stdout.readline().split() == [str(signal.SIG_DFL)] * 2
     waiting.send_signal(number)
     assert waiting.wait() == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_within_a_destructor_is_not_lost(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python drops what is raised there, and the run would go on."""
+
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    with pytest.raises((Terminated, KeyboardInterrupt)) as stopped, terminable():
+        Dies()
+        time.sleep(10)
+    assert isinstance(stopped.value, Terminated) == (number == signal.SIGTERM)
+    assert capsys.readouterr().err == ""
