@@ -51,8 +51,9 @@ _NOT_IDENTITY = (
     *("address", "workers", "tensor_parallel_size"),
 )
 _LATER = ("near_duplicates", "split", "drop", "languages", "min_response_tokens", "max_response_tokens", "thinking")
-# Keys of the manifest that the summary has beside the counts.
+# The largest file that `_is_read_ahead`.
 _READ_AHEAD_BYTES = 64 << 20
+# Keys of the manifest that the summary has beside the counts.
 _SUMMARY = (
     *("response_tokens", "tokens_from", "own_prompts"),
     *("skipped_because", "failed_because", "shortened_because", "dropped_because"),

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,20 +167,20 @@ def make_dir(path: Path, option: str) -> None:
 
 def check_dir_replaceable(path: Path, option: str) -> None:
     """InputError, beginning with `option`, for a directory that `atomic_dir` cannot put in its place: the one that the
-    command runs in, or one above it, would go from under it; below a file there is none.
+    command runs in, or one above it, would go from under it.
     """
     if Path.cwd().is_relative_to(path.resolve()):
         raise InputError(f"{option} {path}: is where this command runs, and would be replaced; name a directory in it")
-    if above := next((each for each in path.absolute().parents if each.exists() and not each.is_dir()), None):
-        raise InputError(f"{option} {path}: {above} is no directory; name another place")
     check_writable(path, option)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """InputError, beginning with `option`, where the directory that `path` is to be written to lets nobody in: found
-    before the work, not after it.
+    """InputError, beginning with `option`, where the directory that `path` is to be written to is a file or lets nobody
+    in: found before the work, not after it.
     """
     above = next(each for each in path.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise InputError(f"{option} {path}: {above} is no directory; name another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(
             f"{option} {path}: cannot be written ({above}: {os.strerror(errno.EACCES)}); name another place"
@@ -198,16 +198,16 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object per line."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def jsonl(rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> str:
+    """One JSON object per line; `default` makes JSON of what is none, as for `json.dumps`."""
+    return "".join(json.dumps(row, ensure_ascii=False, default=default) + "\n" for row in rows)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows to a .jsonl file, whole or not at all. A date or decimal, which Parquet has and JSON has not, becomes
     the text that a chat template shows of it.
     """
-    write_text_atomic(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    write_text_atomic(path, jsonl(rows, default=str))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

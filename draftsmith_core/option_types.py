@@ -5,7 +5,7 @@ bounds that they lie in. Needs no torch.
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -27,9 +27,7 @@ def check_types(config: Any, section: str = "") -> None:
         value = _plain(given)
         if not _fits(value, wanted):
             raise InputError(f"{section}{key}: expected {_in_words(wanted)}, got {given!r}")
-        if any("\ud800" <= letter <= "\udfff" for text in _texts(value) for letter in text):
-            # What Python makes of other bytes; no file of ours could say it.
-            raise InputError(f"{section}{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names")
+        check_utf8(f"{section}{key}", _texts(value))
         if key == "out" and isinstance(value, str) and not value.strip():
             raise InputError(f"--out {value!r}: is empty; name where to write")
         if key == "out" and isinstance(value, str) and value.startswith("~"):
@@ -39,6 +37,12 @@ def check_types(config: Any, section: str = "") -> None:
             check_types(value, f"{section}{key}.")
         elif value is not given:
             object.__setattr__(config, key, value)  # the configs are frozen
+
+
+def check_utf8(key: str, texts: Iterable[str]) -> None:
+    """InputError where a text has surrogates, which Python makes of other bytes and no file of ours could hold."""
+    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+        raise InputError(f"{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names")
 
 
 def check_least(config: object, least: int, *keys: str) -> None:

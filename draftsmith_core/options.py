@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.option_types import check_utf8
 from draftsmith_core.sampling_options import check_seed
 
 C = TypeVar("C")
@@ -141,9 +142,8 @@ def _normalise(argv: list[str], types: dict[str, Any]) -> tuple[list[str], dict[
             items = typing.get_args(types[key])
             listed: list[Any] = values if items == (str,) else [_scalar(value) for value in values]
             # YAML reads what JSON writes, but not its two halves of a character beyond U+FFFF (an emoji).
+            check_utf8(f"--{key}", values)
             shown = json.dumps(listed, ensure_ascii=False)
-            if not shown.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in shown):
-                raise InputError(f"--{key}: holds what is not UTF-8; write it in UTF-8, and rename what it names")
             words.append(f"--{key}=" + re.sub("[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", shown))
     # The file first, so that options on the command line override it wherever they stand.
     words.sort(key=lambda word: not word.startswith("--config="))

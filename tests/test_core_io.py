@@ -18,6 +18,7 @@ from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
     check_dir_replaceable,
+    check_writable,
     copy_files,
     hash_json,
     make_dir,
@@ -163,6 +164,8 @@ def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pyt
             check_dir_replaceable(Path(out), "--out")
     with pytest.raises(InputError, match=r"^--out ../file/x/y: .*/file is no directory"):
         check_dir_replaceable(Path("../file/x/y"), "--out")
+    with pytest.raises(InputError, match=r"^--out ../file/x.json: .*/file is no directory"):
+        check_writable(Path("../file/x.json"), "--out")
     for out in ("b", "c", "c/d", "../e"):
         check_dir_replaceable(Path(out), "--out")
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "a")

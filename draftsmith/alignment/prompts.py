@@ -8,7 +8,7 @@ from typing import Any
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, canonical_json, read_json, write_json_atomic, write_rows
 from draftsmith_core.processes import say
-from draftsmith_core.prompt_rows import asked_of, digest_of, iterate_records, iterate_rows
+from draftsmith_core.prompt_rows import asked_of, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import PromptSet
 
 # Beside the rows of both sides: how many were read of the file that they are from, and their hash.
@@ -29,14 +29,13 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     skipped = {skip.row for skip in read.skipped}
     used = iter(zip(read.prompts, hashes, strict=True))
     sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for number, (line, row) in enumerate(iterate_rows(source)):
-        if number == read.rows:
-            break
-        if line in skipped:
+    records = list(islice(iterate_records(source), read.rows))
+    for record in records:
+        if record.number in skipped:
             continue
         prompt, content = next(used)
+        row = parse_record(record, source)
         sides[content in heldout].append({"id": prompt.id, "domain": prompt.domain, **asked_of(row)})
-    records = list(islice(iterate_records(source), read.rows))
     with atomic_dir(directory) as made:
         write_json_atomic(made / _SOURCE, {"rows": read.rows, "more": read.more, "sha256": digest_of(records)})
         write_rows(made / "train.jsonl", sides[False])

@@ -22,7 +22,7 @@ from draftsmith_core.generation_defaults import sampling_options
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import require_single_process, terminable
+from draftsmith_core.processes import require_single_process, say, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.run_directory import hold, keeping
@@ -99,7 +99,7 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _say(line: str) -> None:
-    print(f"draftsmith decode: {line}", file=sys.stderr)
+    say(f"draftsmith decode: {line}")
 
 
 def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
