@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from drafts.layouts.export import export as export
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
-    from draftsmith.alignment.rounds import adapt as adapt
-    from draftsmith.alignment.rounds_config import AdaptConfig as AdaptConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 
 # Public name: (module, its name there). One line per name; the block above tells type checkers the same.
 _PUBLIC = {
-    "AdaptConfig": ("draftsmith.alignment.rounds_config", "AdaptConfig"),
     "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
     "DistillConfig": ("distill.config", "DistillConfig"),
     "DoctorConfig": ("drafts.doctor_config", "DoctorConfig"),
@@ -74,7 +71,6 @@ _PUBLIC = {
     "ScoreConfig": ("distill.score_config", "ScoreConfig"),
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
-    "adapt": ("draftsmith.alignment.rounds", "adapt"),
     "align": ("draftsmith.alignment.stages", "align"),
     "compare": ("eval.compare", "compare"),
     "decide": ("eval.decision", "decide"),

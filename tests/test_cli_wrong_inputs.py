@@ -115,7 +115,6 @@ WRONG = [
     (ALIGN + " --eval.tree chian:4", "chain:4"),
     (ALIGN + " --eval.temperature -1", "temperature: -1"),
     (ALIGN + " --distill.max_new_tokens 96", "leaves no room"),
-    ("align --from-log log.jsonl --draft X", "a round needs --from_log LOG.jsonl and --baseline"),
     (ALIGN + " --train.max_length 1000", "leaves no room"),
     (ALIGN + " --heldout_prompts 0", "heldout_prompts: 0"),
     (ALIGN + " --ood a=none.jsonl", "none.jsonl: no such file"),

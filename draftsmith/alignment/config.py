@@ -101,11 +101,7 @@ class EvalChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignConfig:
-    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed.
-
-    `align --from_log LOG --draft D --baseline R` is one round of adaptation to logged traffic, `align --rollback
-    --draft D` goes back (`align --from_log LOG --help` has their options).
-    """
+    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed."""
 
     target: str
     """The target: a local directory or hub name."""

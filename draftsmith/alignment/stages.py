@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,11 +58,9 @@ from train.training_run import train
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
-def align(config: AlignConfig, answered: bool = False, require: Sequence[str] = ()) -> Results:
+def align(config: AlignConfig) -> Results:
     """Distil, train, evaluate and report; returns the results. What `config` leaves open is chosen, and printed.
 
-    answered: OUT/distilled is there already, with answers that were logged. require: what the caller will judge the
-    results by; requirements of what is not measured are refused at once.
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
     checkpoint per objective, eval/. Every stage continues what a killed run left. Of several processes all generate,
     train and evaluate. Raises InputError for what cannot be done, RunError for
@@ -72,12 +70,11 @@ def align(config: AlignConfig, answered: bool = False, require: Sequence[str] = 
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     join_processes(config.device)
-    with terminable(), without_fsdp_variable(), _saying_what_is_kept(out, answered), hold(out):
-        config = _settle(_started(config, out), out, require)
+    with terminable(), without_fsdp_variable(), _saying_what_is_kept(out), hold(out):
+        config = _settle(_started(config, out), out)
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
-        if not answered:
-            say(f"\n1/3 distil: {config.target} answers {prompts}")
-            distill(distill_config(config, prompts))
+        say(f"\n1/3 distil: {config.target} answers {prompts}")
+        distill(distill_config(config, prompts))
         if config.train.replay_fraction:
             say(f"{config.target} writes {config.distill.general_texts} texts by itself, to be replayed")
             distill(general_config(config))
@@ -97,17 +94,15 @@ def align(config: AlignConfig, answered: bool = False, require: Sequence[str] = 
 
 
 @contextmanager
-def _saying_what_is_kept(out: Path, answered: bool) -> Iterator[None]:
-    """Put a note on Ctrl-C and SIGTERM in the block: what is on disk, and the command that goes on from there. Answers
-    that were logged are what only the command of the round knows of.
-    """
+def _saying_what_is_kept(out: Path) -> Iterator[None]:
+    """Put a note on Ctrl-C and SIGTERM in the block: what is on disk, and the command that goes on from there."""
     try:
         yield
     except (KeyboardInterrupt, Terminated) as stop:
         launcher = "accelerate launch [...] -m " if launched() > 1 else ""
         words = shlex.join(["draftsmith", "align", "--config", str(out / "align.yaml"), "--out", str(out)])
         kept = _kept(out)
-        also = f", as does `{launcher}{words}`" if (out / "align.yaml").exists() and not answered else ""
+        also = f", as does `{launcher}{words}`" if (out / "align.yaml").exists() else ""
         stop.add_note(
             f"kept in {out}: {', '.join(kept)}; the same command continues{also}" if kept else "nothing was kept"
         )
@@ -155,7 +150,7 @@ def settled(config: AlignConfig) -> AlignConfig:
     return replace(_continued(_from_start(config, out), out / "align.yaml"), out=config.out)
 
 
-def _settle(config: AlignConfig, out: Path, require: Sequence[str]) -> AlignConfig:
+def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     """The options with nothing left open: from OUT/align.yaml where a run has begun here, else chosen and written."""
     file = out / "align.yaml"
     settled: list[AlignConfig | None] = [None]
@@ -172,7 +167,7 @@ def _settle(config: AlignConfig, out: Path, require: Sequence[str]) -> AlignConf
         distill_config(whole, "")
         for name in whole.trained():
             train_config(whole, name)
-        check(replace(eval_config(whole), require=list(require)))
+        check(eval_config(whole))
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
         if read.skipped:

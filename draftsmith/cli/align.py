@@ -1,15 +1,12 @@
 """`draftsmith align`."""
 
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.rounds_config import AdaptConfig
 from draftsmith.cli.output import finish
-from draftsmith_core.options import parse, typed
+from draftsmith_core.options import parse
 
 
 def run(argv: list[str]) -> None:
-    """Align a draft with a target, and say what that bought; or one round of adaptation to a log."""
-    if typed(argv) & {"from_log", "rollback"}:
-        return _adapt(argv)
+    """Align a draft with a target, and say what that bought."""
     config, as_json = parse(AlignConfig, "align", argv)
     from rich.console import Console
 
@@ -22,12 +19,3 @@ def run(argv: list[str]) -> None:
         config = settled(config)
         Console().print(outcome.table(results))
         finish(outcome.summary(config, results), outcome.lines(config, results), as_json)
-
-
-def _adapt(argv: list[str]) -> None:
-    config, as_json = parse(AdaptConfig, "align", argv)
-    from draftsmith.alignment.rounds import adapt
-
-    found = adapt(config)
-    done = "promoted" if found["promoted"] else "not promoted"
-    finish(found, [f"{found['draft']}: round {found['round']}: {done}", *found["because"]], as_json)
