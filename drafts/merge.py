@@ -68,10 +68,8 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
 
     The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of what it was made of
     and with which weights, and the hashes of all the prompts that any of them was trained on.
-    Raises InputError for drafts that do not fit together, and for an `out` that exists. What `greedy` asks for is
-    measured in `draftsmith.soup`.
+    Raises InputError for drafts that do not fit together, and for an `out` that exists.
     """
-    assert config.greedy is None
     out, weights, sources = Path(config.out), config.weights(), config.sources()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another, or delete it")

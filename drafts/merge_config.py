@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.option_types import check_least, check_types
+from draftsmith_core.option_types import check_types
 
 # Beyond this a merged draft is noise, and fp32 could overflow.
 _LARGEST = 100
@@ -14,8 +14,7 @@ class MergeConfig:
     """Add up the weights of drafts of one shape: base + sum of weight x (draft - base).
 
     One draft with a base is an interpolation between the two (WiSE-FT, arXiv 2109.01903), several without a base and
-    without weights are a uniform soup (arXiv 2203.05482; --greedy chooses among them), several with a base are task
-    vectors (arXiv 2212.04089).
+    without weights are a uniform soup (arXiv 2203.05482), several with a base are task vectors (arXiv 2212.04089).
     """
 
     out: str
@@ -24,29 +23,12 @@ class MergeConfig:
     """The drafts, each MODEL or MODEL=WEIGHT. Without weights all count alike; these then add up to 1."""
     base: str | None = None
     """The draft that the others were trained from. Without it the weights must add up to 1."""
-    greedy: str | None = None
-    """Prompts to choose by: from the best draft on, another is averaged in where that does not lower alpha on what
-    --target answers to them (greedy soup). For language models, without weights and base."""
-    target: str | None = None
-    """With --greedy: the target."""
-    max_prompts: int = 64
-    """With --greedy: prompts to read."""
-    max_new_tokens: int = 64
-    """With --greedy: the longest answer."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
 
     def __post_init__(self) -> None:
         check_types(self)
         self.weights()  # refuses what they cannot be
-        if (self.greedy is None) != (self.target is None):
-            raise InputError("target: --greedy needs it to measure by, and nothing else reads it")
-        if self.greedy is not None and (self.base is not None or self._weighted()):
-            raise InputError("greedy: chooses among several drafts by itself; leave out --base and weights")
-        check_least(self, 1, "max_prompts", "max_new_tokens")
-
-    def _weighted(self) -> bool:
-        return any(weight is not None for _, weight in map(_source_and_weight, self.draft))
 
     def weights(self) -> list[tuple[str, float]]:
         """(model, weight) of every draft. InputError where weights are missing, not finite or do not add up."""
@@ -71,8 +53,7 @@ class MergeConfig:
                     f"--draft: the weights add up to {sum(given):g}; without a base they must add up to 1 (name --base)"
                 )
         named = [source for source, _ in found]
-        # A draft at weight 1 from itself is a copy, which a soup of one draft is.
-        if self.base is not None and found != [(self.base, 1.0)]:
+        if self.base is not None:
             named.append(self.base)
         if twice := next((source for source in named if named.count(source) > 1), None):
             raise InputError(f"--draft {twice}: is named twice (as a draft, or as draft and base); name it once")

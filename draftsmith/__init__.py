@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from drafts.doctor_config import DoctorConfig as DoctorConfig
     from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
+    from drafts.merge import merge as merge
     from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
     from draftsmith.set_page import write_set_page as write_set_page
-    from draftsmith.soup import merge as merge
     from draftsmith.starting.config import InitConfig as InitConfig
     from draftsmith.starting.init import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
@@ -81,7 +81,7 @@ _PUBLIC = {
     "init": ("draftsmith.starting.init", "init"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
-    "merge": ("draftsmith.soup", "merge"),
+    "merge": ("drafts.merge", "merge"),
     "plan": ("eval.plan_run", "plan"),
     "score_set": ("distill.score_set", "score_set"),
     "train": ("train.training_run", "train"),

@@ -10,11 +10,10 @@ def run(argv: list[str]) -> None:
     """Write the sum of drafts as a draft."""
     config, as_json = parse(MergeConfig, "merge", argv)
     require_single_process("merge")
-    from draftsmith.soup import merge
+    from drafts.merge import merge
 
     summary = merge(config, command_line("merge", argv))
     of = " + ".join(f"{weight:g} x {source}" for source, weight in summary["weights"].items())
-    alone = [f"{source}: alpha {alpha:.4f} by itself" for source, alpha in summary.get("greedy", {}).items()]
     rest = 1 - sum(summary["weights"].values())
     base = f" + {rest:g} x {config.base}" if config.base is not None else ""
-    finish(summary, [*alone, f"{summary['checkpoint']}: {of}{base}"], as_json)
+    finish(summary, [f"{summary['checkpoint']}: {of}{base}"], as_json)
