@@ -11,6 +11,10 @@ _SGLANG = (
     "--speculative-num-draft-tokens {n_and_root}"
 )
 _LLAMA = "llama-server -m {target}/model.gguf -md {draft}/model.gguf --spec-type %s --spec-draft-n-max {n}"
+# Formats that an engine's own tool writes, and not `draftsmith export`.
+_TOOLS = {
+    "openvino": "optimum-cli export openvino --model {name} --task text-generation-with-past --weight-format fp32 {out}"
+}
 _AUTHORS = "EaModel.from_pretrained(base_model_path={target}, ea_model_path={draft}%s)"
 
 
@@ -32,7 +36,8 @@ class Serving:
             name = named[role]
             named[role] = f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
             own = f" --target {target}" if role == "draft" and kind != "draft" else ""
-            exports.append(f"draftsmith export --draft {name}{own} --format {form} --out {named[role]}")
+            line = _TOOLS.get(form, f"draftsmith export --draft {{name}}{own} --format {form} --out {{out}}")
+            exports.append(line.format(name=name, out=named[role]))
         return tuple(exports), self.command.format(**named, n=tokens, n_and_root=tokens + 1)
 
 

@@ -20,6 +20,7 @@ from drafts.heads.medusa import MedusaHeads
 from drafts.neighbours import complete, how_to_get, llama_server, program, work
 from draftsmith.__main__ import main
 from draftsmith_core.models import load_model
+from tests.openvino_ir import openvino_ir
 
 PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 TARGET = str(PAIR / "target")
@@ -206,9 +207,9 @@ def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_a
 @pytest.mark.parametrize(
     ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "another token")], indirect=["draft"]
 )
-def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
+def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
     python = there("openvino")
-    models = [target_as("openvino"), exported(draft, "openvino", tmp_path / "d")]
+    models = [openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")]
     (tmp_path / "request.json").write_text(
         json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
     )

@@ -257,9 +257,8 @@ def test_the_authors_code_has_limits_that_others_do_not(
         ("eagle", "gguf", "this is EAGLE-1"),
         ("eagle", "medusa", "of kind 'eagle'; it is for Medusa heads"),
         ("medusa", "sglang", "is a medusa head; it is for EAGLE"),
-        ("hydra", "openvino", "no other engine reads such heads"),
+        ("hydra", "hf", "no other engine reads such heads"),
         ("target", "eagle", "is a language model; it is for EAGLE and EAGLE-3 heads, use hf"),
-        ("target", "openvino", "needs optimum-intel and openvino-genai: `make engines`"),
     ],
 )
 def test_a_draft_of_the_wrong_kind_is_refused(
@@ -308,7 +307,7 @@ def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.Cap
     hf = ["export", "--draft", str(tmp_path / "target"), "--format", "hf", "--out", str(tmp_path / "eagle3-lm")]
     assert main(hf) == 0
     assert "vLLM takes a draft whose path has 'eagle3'" in capsys.readouterr().out
-    assert set(FORMATS) == {"hf", "eagle", "sglang", "speculators", "medusa", "gguf", "openvino"}
+    assert set(FORMATS) == {"hf", "eagle", "sglang", "speculators", "medusa", "gguf"}
 
 
 def test_gguf_holds_the_model_and_the_tokenizer(target: PreTrainedModel, tmp_path: Path) -> None:

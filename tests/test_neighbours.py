@@ -28,6 +28,7 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.neighbours import ask, complete, how_to_get, llama_server, program, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
+from tests.openvino_ir import openvino_ir
 from train.config import HeadOptions, Optim
 
 ROOT = Path(__file__).parents[1]
@@ -127,11 +128,9 @@ def test_transformers_assistant_model(pair: ds.Pair, prompts: list[list[int]], o
         assert len(calls) == out.stats.target_calls
 
 
-def test_openvino_genai(
-    exports: Any, prompts: list[list[int]], ours: Outputs, after_one: Outputs, tmp_path: Path
-) -> None:
+def test_openvino_genai(prompts: list[list[int]], ours: Outputs, after_one: Outputs, tmp_path: Path) -> None:
     python = engine("openvino")
-    models = exports("openvino")
+    models = {role: openvino_ir(str(PAIR / role), tmp_path / role) for role in ("target", "base")}
     request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [0, AHEAD]}
     (tmp_path / "request.json").write_text(json.dumps(request))
     words = (models["target"], models["base"], tmp_path / "request.json")

@@ -8,7 +8,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_dir_replaceable, read_json
 from draftsmith_core.option_types import check_types
 
-Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf", "openvino"]
+Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class ExportConfig:
     format: Format
     """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and EAGLE-3 heads as
     their authors' code and vLLM read them. sglang: the same heads for SGLang. speculators: EAGLE-3 heads for vLLM.
-    medusa: Medusa heads for vLLM. gguf: one file for llama.cpp. openvino: OpenVINO's IR, for OpenVINO GenAI."""
+    medusa: Medusa heads for vLLM. gguf: one file for llama.cpp."""
     out: str
     """The directory to write; an earlier export there is replaced."""
     target: str | None = None
     """The target of a head. Default: the one in the record of the checkpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights on disk; auto: as the draft's are, for openvino float32."""
+    """Of the weights on disk; auto: as the draft's are."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint."""
 

@@ -22,7 +22,7 @@ def eagle_head(source: Source, form: str) -> EagleHead | Eagle3Head:
     head = source.draft
     if not isinstance(head, EagleHead | Eagle3Head):
         what = "a language model" if isinstance(head, PreTrainedModel) else f"a {source.kind} head"
-        other = "hf, gguf or openvino" if isinstance(head, PreTrainedModel) else "medusa, where it is of that kind"
+        other = "hf or gguf" if isinstance(head, PreTrainedModel) else "medusa, where it is of that kind"
         raise InputError(f"--format {form}: {source.name} is {what}; it is for EAGLE and EAGLE-3 heads, use {other}")
     check_plain(source, form, form)
     if isinstance(head, Eagle3Head):

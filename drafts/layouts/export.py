@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from drafts.draft_vocabulary import attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary
 from drafts.heads import head_kind, load_head
-from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads, openvino_ir
+from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads
 from drafts.layouts import speculators_heads as speculators
 from drafts.layouts.config import ExportConfig
 from drafts.layouts.source import Proof, Source, Writer
@@ -30,7 +30,6 @@ FORMATS: dict[str, Writer] = {
     "speculators": speculators.write,
     "medusa": medusa_heads.write,
     "gguf": gguf_file.write,
-    "openvino": openvino_ir.write,
 }
 M = TypeVar("M", bound=nn.Module)
 # vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
@@ -84,8 +83,6 @@ def load_source(config: ExportConfig) -> Source:
 def _dtype(config: ExportConfig, stored: Any) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    if config.format == "openvino":
-        return torch.float32  # the only form in which OpenVINO computes what we do
     found = getattr(stored, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
 

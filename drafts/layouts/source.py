@@ -104,9 +104,9 @@ def check_layout(file: Path, expected: Shapes) -> int:
     return len(there)
 
 
-def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str, tolerance: float = TOLERANCE) -> Proof:
+def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> Proof:
     """The proof that an engine computes our logits from what was written to `out`; RunError where it does not."""
     difference = float((theirs - ours).abs().max())
-    if not difference <= tolerance:
+    if not difference <= TOLERANCE:
         raise RunError(f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing was written")
     return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)

@@ -1,0 +1,33 @@
+"""Models as OpenVINO's IR, written by the `optimum-cli` line that `draftsmith doctor` prints."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from drafts.neighbours import how_to_get, program
+from draftsmith_core.engine_commands import SERVING
+
+
+def openvino_ir(source: str, out: Path) -> Path:
+    python = program("openvino")
+    if python is None:
+        pytest.skip(f"openvino is not here: {how_to_get('openvino')}")
+    copy = out.with_name(f"{out.name}-model")
+    shutil.copytree(source, copy)
+    # The class that a newer transformers names here may not exist in the engine's environment.
+    tokenizer = copy / "tokenizer_config.json"
+    values = json.loads(tokenizer.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer.write_text(json.dumps(values))
+    (line, _), _ = SERVING["openvino"]["draft"].commands("draft", "target", str(copy), 4)
+    program_name, *words = shlex.split(line)
+    command = [str(python.with_name(program_name)), *words[:-1], str(out)]
+    # This project's path would hide the libraries of that environment.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return out
