@@ -1,0 +1,58 @@
+"""`examples/adapt.py`: the served link moves to a draft that meets the requirements, and stays otherwise."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import draftsmith as ds
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def adapt() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("adapt", ROOT / "examples" / "adapt.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
+    adapt: ModuleType, target_dir: str, draft_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = " over the lazy dog and the dog does not mind"
+    rows: list[Any] = []
+    for number in range(20):
+        request = {"prompt": f"The quick brown fox jumps {number} times"}
+        body = {"choices": [{"text": answer[: 9 + number], "finish_reason": "stop" if number % 2 else "length"}]}
+        rows.append({"request": request, "response": body} if number % 3 else {**request, "response": answer[:12]})
+    log, keep = tmp_path / "log.jsonl", tmp_path / "keep.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no answer"}]) + "not JSON\n")
+    keep.write_text("".join(json.dumps({"prompt": f"Numbers such as {number}"}) + "\n" for number in range(3)))
+    served = tmp_path / "served"
+    served.symlink_to(draft_dir)
+    words = ["--log", str(log), "--target", target_dir, "--served", str(served), "--out", str(tmp_path / "rounds")]
+    words += ["--keep", f"keep={keep}", "--steps", "4", "--lr", "0.01", "--max_new_tokens", "6"]
+
+    assert not adapt.main([*words, "--require", "gain[recent] > 0.99"])
+    assert served.resolve() == Path(draft_dir)
+    printed = capsys.readouterr()
+    assert "20 rows read, 2 without" in printed.err and "required gain[recent] > 0.99: new on recent" in printed.out
+    # The same call continues: nothing is trained again, and a requirement that holds switches the link.
+    (made,) = (tmp_path / "rounds").iterdir()
+    trained = (made / "new" / "model.safetensors").stat().st_mtime_ns
+    for _ in range(2):
+        assert adapt.main([*words, "--require", "gain[recent] > -1"])
+        assert served.resolve() == (made / "new").resolve()
+    assert (made / "new" / "model.safetensors").stat().st_mtime_ns == trained
+    record = json.loads((made / "new" / "draftsmith.json").read_text())["config"]
+    assert (record["draft"], record["replay_fraction"], record["steps"]) == (str(made / "old"), 0.7, 4)
+    recent = [json.loads(line)["prompt"] for line in (made / "recent.jsonl").read_text().splitlines()]
+    assert recent == [f"The quick brown fox jumps {number} times" for number in range(16, 20)]
+    results = ds.Results.load(made / "eval")
+    assert {name: results.kind(name) for name in results.domains()} == {"recent": "id", "keep": "ood"}
