@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from decode.defaults import default_tree, default_verifier
 from decode.propose import PROPOSERS, ProposerKind
-from decode.tree import Drawing, DynamicTree, OnlineTrees, Tree, TreeShape
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from decode.propose.prompt_lookup import PromptLookupProposer
     from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
     from decode.propose.retrieval import RetrievalProposer
-    from decode.propose.router import RouterProposer
     from decode.stats import DecodeStats
     from decode.stop_strings import StopCondition, StopStrings
     from decode.tree_batch import TreeBatch
@@ -41,7 +40,6 @@ _LAZY = {
     "Proposal": "decode.propose.protocol",
     "Proposer": "decode.propose.protocol",
     "RetrievalProposer": "decode.propose.retrieval",
-    "RouterProposer": "decode.propose.router",
     "Session": "decode.propose.protocol",
     "SessionSetup": "decode.propose.protocol",
     "SpeculativeDecoder": "decode.engine",
@@ -70,14 +68,12 @@ __all__ = [
     "DynamicTree",
     "HeadProposer",
     "LookaheadProposer",
-    "OnlineTrees",
     "Outcome",
     "PromptLookupProposer",
     "Proposal",
     "Proposer",
     "ProposerKind",
     "RetrievalProposer",
-    "RouterProposer",
     "Session",
     "SessionSetup",
     "TreeShape",

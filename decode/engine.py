@@ -23,7 +23,7 @@ from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
 from decode.stop_strings import StopCondition
 from decode.supported_models import attention_windows, check_context, check_window
-from decode.tree import Drawing, OnlineTrees, Tree, TreeShape
+from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
@@ -92,16 +92,7 @@ class SpeculativeDecoder:
             self.tree: TreeShape = Tree(())
             self.verifier = VERIFIERS["exact"]
         else:
-            self.tree = _shape(target, proposer, tree)
-            if isinstance(self.tree, OnlineTrees) and compile:
-                raise ValueError(
-                    "tree: auto:online has steps of many shapes, which compile records one by one; name a tree"
-                )
-            if compile and not proposer.compiles:
-                raise ValueError(
-                    "compile: a router's drafts read rows of many lengths, which would be recorded one by one; "
-                    "leave compile out"
-                )
+            self.tree = _shape(proposer, tree)
             self.verifier = _verifier(proposer, self.tree, verifier)
             if remark := size_remark(self.tree, draws=proposer.drawings(self.tree) != {"deterministic"}):
                 _say_once(remark)
@@ -317,26 +308,11 @@ def _say_once(remark: str) -> None:
     log.warning(remark)
 
 
-def _shape(target: PreTrainedModel, proposer: Proposer, tree: str | TreeShape | None) -> TreeShape:
+def _shape(proposer: Proposer, tree: str | TreeShape | None) -> TreeShape:
     shape = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
     if shape.size == 0:
         raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
-    if not isinstance(shape, OnlineTrees):
-        return shape
-    if not proposer.adapts:
-        raise ValueError("tree: auto:online is for draft models and heads; name a tree such as chain:4")
-    kept: list[str] = []
-    for name, arm in zip(shape.names, shape.arms, strict=True):
-        try:
-            proposer.check(target, arm)
-            kept.append(name)
-        except ValueError as error:
-            refused = error
-            _say_once(f"auto:online goes without {name}: {error}")
-    if not kept:
-        raise refused
-    arms = {name: arm for name, arm in zip(shape.names, shape.arms, strict=True) if name in kept}
-    return OnlineTrees(tuple(arms), tuple(arms.values()))
+    return shape
 
 
 def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | None) -> Verifier:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from decode.bandit import Bandit
-
 MAX_NODES = 1024
 MAX_CANDIDATES = 1 << 20
 
@@ -165,50 +163,4 @@ class DynamicTree:
         return self.beam == 1
 
 
-@dataclass(frozen=True)
-class OnlineTrees:
-    """Trees of which a bandit chooses one, or none, at every step, by what the steps before it gave (`--tree
-    auto:online`). `names` are what the trees are called. Size and depth are those of the largest and the deepest.
-    """
-
-    names: tuple[str, ...]
-    arms: tuple[Tree | DynamicTree, ...]
-
-    def __post_init__(self) -> None:
-        if not self.arms or len({arm.grows for arm in self.arms}) > 1:
-            raise ValueError("tree: arms must be trees that all grow, or trees of which none does")
-
-    @cached_property
-    def bandit(self) -> Bandit:
-        """Its memory, for as long as this object is decoded with."""
-        return Bandit(1 + len(self.arms))
-
-    @property
-    def size(self) -> int:
-        """The most nodes that a step drafts."""
-        return max(arm.size for arm in self.arms)
-
-    @property
-    def depth(self) -> int:
-        """Length of the longest path of any of them."""
-        return max(arm.depth for arm in self.arms)
-
-    @property
-    def is_chain(self) -> bool:
-        """True when no node of any of them has more than one child."""
-        return all(arm.is_chain for arm in self.arms)
-
-    @property
-    def grows(self) -> bool:
-        """Whether the draft's confidence gives them their shapes."""
-        return self.arms[0].grows
-
-    def record(self) -> list[dict[str, str | int | float | None]]:
-        """What was decoded so far with every arm, "none" first: steps, tokens per step of a row, seconds per step."""
-        return [
-            {"tree": name, **arm.record(), "step_s": arm.all_s / arm.all_steps if arm.all_steps else None}
-            for name, arm in zip(("none", *self.names), self.bandit.arms, strict=True)
-        ]
-
-
-TreeShape = Tree | DynamicTree | OnlineTrees
+TreeShape = Tree | DynamicTree

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import MAX_NODES, DynamicTree, OnlineTrees, Tree, TreeShape, tree_of_paths
+from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape, tree_of_paths
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,12 @@ TREES: dict[str, TreeKind] = {
         "opt:nodes=50,depth=10,gain=0.1",
     ),
     "auto": TreeKind(
-        "auto, auto:FILE, auto:online[:FILE]",
-        "as `draftsmith plan` chose; online: changes while it decodes",
-        "arXiv 2402.12374, 1711.03539",
+        "auto, auto:FILE",
+        "as `draftsmith plan` chose",
+        "arXiv 2402.12374",
         "auto:plan.json",
     ),
 }
-
-# What `auto:online` chooses from, besides no draft.
-LADDER = ("chain:2", "chain:4", "chain:8")
 
 # The keys of the two files, each with a value that works.
 _STATIC = {"parents": "[-1, -1, 0]", "paths": "[[0], [1], [0, 0]]", "stop": "0.2"}
@@ -101,11 +98,6 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
         fix = f"write {TREES[near[0]].example}" if near else f"write chain:4 or kary:4,2,2, or one of {others}"
         raise ValueError(f"{where}: unknown kind '{_shown(kind)}'; {fix}")
     content: object = None
-    online = kind == "auto" and (body == "online" or body.startswith("online:"))
-    if online:
-        body = body.removeprefix("online").removeprefix(":")
-        if not body:
-            return OnlineTrees(LADDER, tuple(_counted("chain", rung.partition(":")[2]) for rung in LADDER))
     if kind in ("static", "sequoia", "auto"):
         if not body:
             raise ValueError(f"{where}: names no file; write for example {TREES[kind].example}")
@@ -119,7 +111,7 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
             case "sequoia":
                 return _sequoia(content)
             case "auto":
-                return _planned_arms(content) if online else _planned(content)
+                return _planned(content)
             case "eagle2" | "opt":
                 return _growth(kind, body.split(",") if colon else [])
             case _:
@@ -244,24 +236,6 @@ def _written(spec: str) -> Tree | DynamicTree:
     if kind not in ("chain", "kary", "eagle2", "opt"):
         raise ValueError(f"tree '{_shown(spec)}' of the plan is unknown; write the plan anew with `draftsmith plan`")
     return _growth(kind, body.split(",") if colon else []) if kind in ("eagle2", "opt") else _counted(kind, body)
-
-
-def _planned_arms(content: object) -> OnlineTrees:
-    """The tree of a plan, and the fastest of its candidates that are at most half and at least one and a half times as
-    deep; where it lists none, chains of half and of twice its depth.
-    """
-    best = _planned(content)
-    assert isinstance(content, dict)
-    named = [row.get("tree") for row in content.get("candidates", ()) if isinstance(row, dict)]
-    others = {name: _written(name) for name in named if isinstance(name, str) and name.partition(":")[0] in TREES}
-    others |= {f"chain:{n}": kary((1,) * n) for n in (best.depth // 2, min(16, 2 * best.depth)) if n and not best.grows}
-    alike = [(name, tree) for name, tree in others.items() if tree.grows == best.grows]
-    shorter = next(((name, tree) for name, tree in alike if 2 * tree.depth <= best.depth), None)
-    longer = next(((name, tree) for name, tree in alike if 2 * tree.depth >= 3 * best.depth), None)
-    chosen = content.get("name")
-    planned = (chosen if isinstance(chosen, str) else "as planned", best)
-    arms = [arm for arm in (shorter, planned, longer) if arm is not None]
-    return OnlineTrees(tuple(name for name, _ in arms), tuple(tree for _, tree in arms))
 
 
 def _of_paths(paths: Sequence[object]) -> Tree:

@@ -186,8 +186,6 @@ class DistillConfig:
         if self.engine not in ("hf", "ray"):
             raise InputError(f"draft: is for --engine hf or ray; leave it out with --engine {self.engine}")
         if self.tree is not None:
-            if self.tree.startswith("auto:online"):
-                raise InputError("tree: auto:online goes by the clock, and a set must not; name one, such as chain:4")
             try:
                 parse_tree(self.tree, read_tree_file)
             except InputError:

@@ -6,7 +6,7 @@ What can be refused from names and small files alone is refused here, before a m
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode import PROPOSERS, VERIFIERS, OnlineTrees, TreeShape, Verifier, default_tree, default_verifier, parse_tree
+from decode import PROPOSERS, VERIFIERS, TreeShape, Verifier, default_tree, default_verifier, parse_tree
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
 from draftsmith_core.errors import InputError
@@ -31,9 +31,7 @@ def tree_name(shape: TreeShape, proposer: str) -> str:
 def planned_without_a_draft(tree: str) -> bool:
     """Whether `tree` is a plan (`auto:FILE`) that found no draft to be faster than the target alone."""
     kind, _, file = tree.partition(":")
-    # A draft that does not pay now may do so later: online decoding begins without one and tries.
-    online = file == "online" or file.startswith("online:")
-    plan = read_tree_file(file) if kind == "auto" and file and not online else None
+    plan = read_tree_file(file) if kind == "auto" and file else None
     return isinstance(plan, dict) and plan.get("pays") is False
 
 
@@ -66,13 +64,12 @@ def choose_method(
             return None
         if shape is None:
             shape, tree = (own := default_tree(name, heads)), tree_name(own, name)
-        together = 1 if name == "router" else len(kinds)  # drafts of one tree
-        rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=together)
+        rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
                 raise InputError(f"verifier: {rule!r} is unknown; use one of {', '.join(VERIFIERS)}")
             rule = VERIFIERS[rule]
-        _check_together(name, together, shape, rule)
+        _check_together(name, len(kinds), shape, rule)
     except ValueError as error:
         raise InputError(str(error)) from None
     return DraftingMethod(name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule)
@@ -101,10 +98,6 @@ def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
     what = "a language model" if needs == "models" else f"a head of kind {wanted}"
     if not kinds:
         raise InputError(f"proposer: `{proposer}` needs --draft, {what}")
-    if proposer == "router" and len(kinds) < 2:
-        raise InputError(
-            "proposer: router chooses among several drafts; name two or more with --draft, or leave it out"
-        )
     for name, kind in kinds.items():
         if kind != wanted:
             found = "a language model" if kind == "draft" else f"a head of kind {kind}"
@@ -120,16 +113,10 @@ def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
 def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
     """What can be known without the models; the decoder checks the rest once they are there."""
     copies = not PROPOSERS[proposer].draws
-    if proposer == "router" and isinstance(shape, OnlineTrees):
-        raise InputError("tree: auto:online chooses a tree for one draft, and router a draft for one tree; use chain:4")
-    if copies and isinstance(shape, OnlineTrees):
-        raise InputError(f"tree: auto:online is for draft models and heads, and {proposer} copies; use chain:8")
     if copies:
         check_static(proposer, shape)
     if shape.grows and drafts > 1:
-        raise InputError(
-            f"tree: {drafts} drafts cannot grow one tree; use --proposer router, or a tree such as kary:4,2,2"
-        )
+        raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
     usual = PROPOSERS[proposer].usual
     if usual is not None and not shape.is_chain:
         raise InputError(f"tree: {proposer} drafts chains only; use chain:4, or --proposer {usual}")

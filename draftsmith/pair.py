@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from decode import (
     PROPOSERS,
     DynamicTree,
-    OnlineTrees,
     Proposer,
     SpeculativeDecoder,
     StopStrings,
@@ -325,7 +324,7 @@ class Pair:
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
         how: dict[str, Any] = {"fast": self._fast, "compile": self._compile}
-        if not (tree is None or isinstance(tree, str | Tree | DynamicTree | OnlineTrees)):
+        if not (tree is None or isinstance(tree, str | Tree | DynamicTree)):
             raise InputError(f"tree: expected a spec such as chain:4, or a Tree, got {tree!r}")
         if not (verifier is None or isinstance(verifier, str | Verifier)):
             raise InputError(

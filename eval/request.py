@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from decode import VERIFIERS, OnlineTrees, TreeShape, default_verifier, parse_tree
+from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.option_types import check_least
@@ -94,8 +94,6 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
             raise InputError(f"--tree {spec}: {error}") from None
         except ValueError as error:
             raise InputError(f"--tree: {error}") from None
-        if isinstance(tree, OnlineTrees):
-            raise InputError(f"--tree {spec}: learns as it decodes; name the trees that it chooses from")
         for name in verifiers or [default_verifier(tree)]:
             if name not in VERIFIERS:
                 raise InputError(f"--verifier {name}: unknown; {nearest(name, VERIFIERS)}")

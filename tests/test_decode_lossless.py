@@ -30,7 +30,6 @@ from decode import (
     PromptLookupProposer,
     Proposer,
     RetrievalProposer,
-    RouterProposer,
     SpeculativeDecoder,
     Tree,
 )
@@ -116,7 +115,6 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft, of a part of the vocabulary": of_a_part,
     "string_match": string_match,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
-    "router": lambda: RouterProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
     "eagle3": lambda: head("eagle3"),
     "medusa": lambda: head("medusa"),
@@ -143,10 +141,7 @@ COSTLY = {
     "eagle",
     "eagle3",
     "hydra",
-    "router",
 }
-# What a router has learned is in what follows, and its drafts are not recorded (see test_decode_router.py).
-FIXED = [variant for variant in VARIANTS if variant != "router"]
 LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 
 
@@ -156,8 +151,7 @@ def proposer(variant: str) -> Proposer:
 
 
 def decoder(variant: str, tree: str, verifier: str) -> SpeculativeDecoder:
-    # A router goes on with what it has learned, so that a row is compared with one of a router that knows as little.
-    drafting = VARIANTS[variant]() if variant == "router" else proposer(variant)
+    drafting = proposer(variant)
     shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
     return SpeculativeDecoder(llama(2), drafting, shape, verifier)
 
@@ -199,7 +193,6 @@ def own_greedy(row: int) -> list[int]:
 # How many of TREES x LOSSLESS each takes.
 VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
-    "router": 44,
     "draft, of another vocabulary": 44,
     "draft, of a part of the vocabulary": 44,
     "several drafts": 12,
@@ -282,12 +275,12 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant: str, monkeypatch
             continue  # not every proposer takes every tree
         with monkeypatch.context() as patch:
             patch.setattr(session, "_most_probable_chain", lambda self: session.of_tensors(self, None))
-            drafting = VARIANTS[variant]() if variant == "router" else proposer(variant)
+            drafting = proposer(variant)
             shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
             assert run(SpeculativeDecoder(llama(2), drafting, shape, rule), rows, GREEDY) == found
 
 
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_row_that_joins_a_batch_is_what_it_is_alone(variant: str) -> None:
     """Rows join one that has been decoded for a while, as others end; every proposer, with trees of each kind."""
     own = ("chain:3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5")
@@ -420,7 +413,7 @@ def check_as_without(variant: str, tree: str, verifier: str) -> None:
 
 
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_proposer_decodes_as_without_compiling(variant: str) -> None:
     pairs = valid(variant)
     for tree, verifier in (pairs[0], pairs[len(pairs) // 2], pairs[-1]):
@@ -429,7 +422,7 @@ def test_every_proposer_decodes_as_without_compiling(variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pair_decodes_as_without_compiling(variant: str) -> None:
     for tree, verifier in valid(variant):
         check_as_without(variant, tree, verifier)
@@ -443,7 +436,7 @@ def test_a_step_is_one_graph(variant: str, tree: str, verifier: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_is_one_graph(variant: str) -> None:
     pairs = valid(variant)
     chosen = set(dict(pairs).items())

@@ -207,7 +207,6 @@ def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: st
     ("options", "said"),
     [
         (["--tree", "chain:2"], "tree: is what a draft drafts; add --draft"),
-        (["--draft", "D", "--tree", "auto:online"], "tree: auto:online goes by the clock, and a set must not"),
         (["--draft", "D", "--tree", "kary:0"], "tree 'kary:0': every number must be at least 1"),
         (["--draft", "D", "--engine", "openai", "--endpoint", "http://x/v1"], "draft: is for --engine hf or ray"),
         (["--draft", "/nowhere/at/all"], "/nowhere/at/all"),

@@ -56,13 +56,6 @@ PROPOSERS: dict[str, ProposerKind] = {
         "models",
         _in("draft_model", "DraftModelProposer"),
     ),
-    "router": ProposerKind(
-        "several language models: for each request the one that is accepted most",
-        "any",
-        "Liu, Lee, Shroff 2018, arXiv 1711.03539",
-        "models",
-        _in("router", "RouterProposer"),
-    ),
     "string_match": ProposerKind(
         "a language model of another tokenizer, by the text that it writes",
         "chain",

@@ -8,7 +8,6 @@ next step, right-aligned, so that the root is the last of them in every row.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,20 +18,17 @@ from decode.packed_linear import Packs
 from decode.propose.drafting_plan import DraftingPlan
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
-from decode.propose.online import OnlineSession
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
 from decode.propose.static_tree import StaticTreeSession
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps, steps_for
 from decode.supported_models import attention_windows, check_context
-from decode.tree import Drawing, DynamicTree, OnlineTrees, Tree, TreeShape
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
 # One target token may be several tokens of a draft with another vocabulary: so many of them are read at most.
 _MOST_PIECES = 4
-# A draft that was not used for some steps catches up on at most so many tokens in one forward.
-CATCH_UP = 256
 # Plans by tree, the device that drafts and the device of the target.
 Plans = dict[tuple[Tree, torch.device, torch.device], DraftingPlan]
 
@@ -46,12 +42,7 @@ class DraftModelProposer(Proposer):
     the choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
 
-    adapts = True
-
-    def __init__(
-        self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True, plans: Plans | None = None
-    ) -> None:
-        """plans: arrays of trees, to be shared with other proposers."""
+    def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)
         if not self.models:
             raise ValueError("no draft model was given; pass at least one")
@@ -62,7 +53,7 @@ class DraftModelProposer(Proposer):
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
-        self._plans: Plans = {} if plans is None else plans
+        self._plans: Plans = {}
         self._fast = fast
         self.steps: list[StaticSteps] = []
 
@@ -115,11 +106,7 @@ class DraftModelProposer(Proposer):
 
 
 def make_session(network: Network, setup: SessionSetup, plans: Plans, device: torch.device) -> Session:
-    """The session of a network on `device` for a static tree, for one that grows, or for several in turn."""
-    if isinstance(setup.tree, OnlineTrees):
-        sessions = [make_session(network, replace(setup, tree=arm), plans, device) for arm in setup.tree.arms]
-        sizes = [arm.size for arm in setup.tree.arms]
-        return OnlineSession(network, sessions, sizes, setup.tree.bandit, setup.device)
+    """The session of a network on `device` for a static tree, or for one that grows."""
     if isinstance(setup.tree, DynamicTree):
         return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
     key = (setup.tree, device, setup.device)
@@ -130,8 +117,6 @@ def make_session(network: Network, setup: SessionSetup, plans: Plans, device: to
 
 def slots_per_step(tree: TreeShape) -> int:
     """Cache slots that one step needs behind the text: pending tokens and every node that may be expanded."""
-    if isinstance(tree, OnlineTrees):
-        return max(map(slots_per_step, tree.arms))
     if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size
@@ -208,30 +193,6 @@ class DraftModelNetwork:
         """Rows of the batch."""
         return len(self._pending)
 
-    def skip(self, outcome: Outcome) -> None:
-        """Note what was emitted by a step that drafted nothing; it is forwarded by `catch_up`."""
-        for row, emitted in enumerate(outcome.tokens):
-            if emitted:
-                self._pending[row] += emitted if self._words is None else self._words.translate(emitted)[-_MOST_PIECES:]
-            else:
-                self.runner.finish(row)
-                self._pending[row] = self._pending[row][-1:]
-
-    def catch_up(self) -> None:
-        """Forward all but the last of what is pending: the same number in every row, so that steps keep few shapes,
-        unless some have far more of it than others.
-        """
-        while True:
-            lengths = [len(tokens) for tokens in self._pending]
-            count = min(CATCH_UP, (min if max(lengths) - min(lengths) < 2 else max)(lengths) - 1)
-            if count < 1:
-                return
-            read = [tokens[:-1][:count] for tokens in self._pending]
-            tokens_BW, lead = self.runner.open_pending(read)
-            self._forward(tokens_BW, pending_block(count, self.runner.device), 1)
-            self.runner.keep([range(ahead, count) for ahead in lead])
-            self._pending = [tokens[len(known) :] for tokens, known in zip(self._pending, read, strict=True)]
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.runner.select_rows(rows)
@@ -300,16 +261,6 @@ class SeveralNetworks:
     def rows(self) -> int:
         """Rows of the batch."""
         return self.networks[0].rows
-
-    def skip(self, outcome: Outcome) -> None:
-        """Have every draft note what a step that drafted nothing emitted."""
-        for network in self.networks:
-            network.skip(outcome)
-
-    def catch_up(self) -> None:
-        """Have every draft forward what such steps emitted."""
-        for network in self.networks:
-            network.catch_up()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

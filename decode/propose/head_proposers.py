@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.defaults import default_tree
 from decode.packed_linear import Packs
-from decode.propose.draft_model import CATCH_UP, Plans, make_session, slots_per_step
+from decode.propose.draft_model import Plans, make_session, slots_per_step
 from decode.propose.network import Frontier, StaticCall, fit_vocabulary, pending_block
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
 from decode.runner import Block, Runner
@@ -41,8 +41,6 @@ class HeadProposer(Proposer):
     """Drafts with a trained head; `chains_only` makes independent heads blockwise parallel decoding (Stern et al. 2018,
     arXiv 1811.03115).
     """
-
-    adapts = True
 
     def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
         self.head = head
@@ -246,27 +244,6 @@ class EagleNetwork:
         """Rows of the batch."""
         return len(self._tokens)
 
-    def skip(self, outcome: Outcome) -> None:
-        """Note the tokens and features of a step that drafted nothing; they are forwarded by `catch_up`."""
-        for row, tokens in enumerate(outcome.tokens):
-            if tokens:
-                new = self._fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
-                self._tokens[row] += tokens
-                self._features[row] = torch.cat([self._features[row], new])
-            else:
-                self.runner.finish(row)
-                self._tokens[row], self._features[row] = self._tokens[row][-1:], self._features[row][-1:]
-
-    def catch_up(self) -> None:
-        """Forward all but the last of what is pending, the same number in every row, so that steps keep few shapes."""
-        while (count := min(CATCH_UP, min(map(len, self._tokens)) - 1)) > 0:
-            tokens_BW, _ = self.runner.open_pending([tokens[:count] for tokens in self._tokens])
-            features_BWH = torch.stack([features[:count] for features in self._features])
-            self._forward(tokens_BW, features_BWH, pending_block(count, self.runner.device), 1)
-            self.runner.keep([range(count)] * len(self._tokens))
-            self._tokens = [tokens[count:] for tokens in self._tokens]
-            self._features = [features[count:] for features in self._features]
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.runner.select_rows(rows)
@@ -318,13 +295,6 @@ class FeatureNetwork:
     def rows(self) -> int:
         """Rows of the batch."""
         return len(self._roots)
-
-    def skip(self, outcome: Outcome) -> None:
-        """The same as if something had been drafted."""
-        self.commit((), outcome)
-
-    def catch_up(self) -> None:
-        """Nothing is cached, so nothing was missed."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -63,12 +63,6 @@ class Network(Protocol):
         forwarded after the root (0 the first), None if it was not forwarded.
         """
 
-    def skip(self, outcome: Outcome) -> None:
-        """Learn the outcome of a step in which it was not asked for a draft."""
-
-    def catch_up(self) -> None:
-        """After steps that it skipped, and before the next `open`: make up for them."""
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
 

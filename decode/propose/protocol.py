@@ -167,12 +167,6 @@ class Proposer(Protocol):
     steps: "Sequence[StaticSteps]" = ()
     """Its recorded forwards, where the decoder compiles."""
 
-    compiles: bool = True
-    """Whether its forwards keep few enough shapes to be recorded."""
-
-    adapts: bool = False
-    """Whether its sessions can draft another tree at every step, or none (`OnlineTrees`)."""
-
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
         return default_tree()

@@ -21,12 +21,10 @@ class DecodeConfig:
     draft: list[str] = field(default_factory=list)
     """A draft model (local directory or hub name), several of them, or a head (local directory)."""
     proposer: str | None = None
-    """What drafts; the table below lists them. Default: what --draft is, else none (the target alone). router: for
-    each request that one of several drafts which is accepted most."""
+    """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
     tree: str | None = None
-    """What is drafted per step; see below. auto plans first, auto:FILE is what `plan` chose, auto:online moves between
-    no draft, shorter and longer chains as it learns (auto:online:FILE: around what `plan` chose). Default: chain:4
-    (fewer for fewer heads), for lookahead its own."""
+    """What is drafted per step; see below. auto plans first, auto:FILE is what `plan` chose. Default: chain:4, fewer
+    for fewer heads; for lookahead its own."""
     verifier: str | None = None
     """What is kept of it; see below. Default: speculative on a chain, mcsd on a tree, specinfer for several drafts
     together, exact where nothing is drawn."""

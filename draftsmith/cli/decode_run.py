@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS, OnlineTrees, TreeShape
+from decode import PROPOSERS, TreeShape
 from drafts.load import draft_kind
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_summary import in_words, summarise
@@ -75,16 +75,6 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         stop=config.stop,
         ignore_eos=config.ignore_eos,
     )
-    if isinstance(decoding.decoder.tree, OnlineTrees) and not sampling.sampling.greedy:
-        _say(
-            f"{config.tree} chooses by the clock what is drafted: above temperature 0 another run with this seed draws "
-            f"other outputs from the same distribution"
-        )
-    if decoding.method is not None and decoding.method.proposer == "router" and not sampling.sampling.greedy:
-        _say(
-            "router learns from request to request: above temperature 0 an output depends on those before it, and a "
-            "run that was interrupted goes on with other draws of the same distribution"
-        )
     requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
     work = DecodeRun(config, pair, decoding, settings, requests)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1

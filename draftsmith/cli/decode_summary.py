@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from decode import DecodeStats, OnlineTrees, RouterProposer
+from decode import DecodeStats
 from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.outputs import Output
 from draftsmith.pair import Decoding
@@ -52,11 +52,6 @@ def summarise(
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
     }
-    if isinstance(decoding.decoder.tree, OnlineTrees):
-        summary["arms"] = decoding.decoder.tree.record()
-    if isinstance(decoding.decoder.proposer, RouterProposer):
-        record = zip(decoding.drafts, decoding.decoder.proposer.record(), strict=True)
-        summary["drafts"] = [{"draft": name, **counts} for name, counts in record]
     if config.out is not None:
         summary["out"] = config.out
     else:
@@ -93,15 +88,6 @@ def in_words(summary: dict[str, Any], shown: bool) -> list[str]:
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
         method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
-    if "arms" in summary:
-        arms = ", ".join(f"{arm['tree']} {arm['steps']}" for arm in summary["arms"])
-        lines.append(f"steps by arm (the last step of every batch is not counted): {arms}")
-    if "drafts" in summary:
-        drafts = ", ".join(
-            f"{each['draft']} {each['steps']} ({_number(each['tokens_per_step'], 2)} tokens each)"
-            for each in summary["drafts"]
-        )
-        lines.append(f"steps by draft (the last step of every output is not counted): {drafts}")
     if summary["recorded_steps"]:
         lines.append(
             f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "

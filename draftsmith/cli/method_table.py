@@ -43,7 +43,7 @@ def notes() -> list[str]:
     return [
         "What is drafted decides the speed; whether the output keeps the target's distribution is up to the verifier.",
         f"{', '.join(copying)} go with {', '.join(certain)}.",
-        f"Several drafts go with {', '.join(several)}; one at a time (router) with all that a draft goes with.",
+        f"Several drafts go with {', '.join(several)}.",
     ]
 
 
