@@ -33,8 +33,7 @@ class DistillConfig:
     the target writes by itself: self:N is N texts from the first token on, token:N from any one token of the vocabulary
     on, magpie:N is N turns of the user of its chat template."""
     out: str
-    """The distilled set: a directory of part-*.parquet and manifest.json, here or in a store that fsspec knows, such as
-    s3://BUCKET/DIR."""
+    """The distilled set: a directory of part-*.parquet and manifest.json."""
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
     """Where the target runs: `hf` in this process, through transformers; `openai` on servers, see `endpoint`; `vllm` in
     this process, on vLLM; `ray` on workers of a Ray cluster, each of which does as `hf` does."""
@@ -105,17 +104,12 @@ class DistillConfig:
     decontaminate: list[str] = field(default_factory=list)
     """Prompt sets of the evaluation, as NAME=P: a prompt that shares 13 words in a row with one of theirs is skipped,
     and counted."""
-    near_duplicates: float | None = None
-    """Skip a prompt whose runs of five words are to this share those of an earlier row, such as 0.8. About 1 kB of
-    memory a prompt, and the words of all rows are read again by a run that continues."""
     split: float | None = None
     """Ask only this share of the prompts, such as 0.9, chosen by the hash of their tokens; the others are skipped and
     written to heldout.jsonl for `eval`."""
     drop: list[Literal["empty", "truncated", "repetitive"]] = field(default_factory=list)
     """Answers to leave out: `empty`, without any text; `truncated`, at max_new_tokens; `repetitive`, half of whose runs
     of four tokens stood in it before."""
-    languages: list[str] = field(default_factory=list)
-    """Leave out answers in other languages than these, such as en de (ISO 639); those too short to tell stay."""
     min_response_tokens: int | None = None
     """Leave out answers of fewer tokens."""
     max_response_tokens: int | None = None
@@ -152,8 +146,6 @@ class DistillConfig:
             raise InputError(f"split: {self.split} must be between 0 and 1, such as 0.9")
         if self.split is not None and self.prompts.startswith("self:"):
             raise InputError("split: texts of self:N begin with one and the same prompt; leave it out, or use token:N")
-        if self.near_duplicates is not None and not 0.1 <= self.near_duplicates <= 0.95:
-            raise InputError(f"near_duplicates: {self.near_duplicates} must be from 0.1 to 0.95, such as 0.8")
         if (self.min_response_tokens or 1) > min(self.max_response_tokens or math.inf, self.max_new_tokens):
             raise InputError(f"min_response_tokens: {self.min_response_tokens} is more than an answer may have")
         if not self.domain:

@@ -21,23 +21,21 @@ from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.decontaminate import WORDS, Suites
 from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
-from distill.filters import HELD_OUT, NearDuplicates, check_languages, is_held_out, why_dropped
+from distill.filters import HELD_OUT, is_held_out, why_dropped
 from distill.kept_answers import Numbered, ask
-from distill.manifest import claim_set, finish
+from distill.manifest import check_store, claim_set, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
 from distill.parts import SCHEMA, TEACHER, Part, part_name, read_record
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
-from draftsmith_core.packages import require_package
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import OwnIds, Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line
-from draftsmith_core.run_directory import keeping
+from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sampling import row_seed
-from draftsmith_core.stores import Workplace, check_store, copied
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_sample
 
@@ -50,7 +48,7 @@ _NOT_IDENTITY = (
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
-_LATER = ("near_duplicates", "split", "drop", "languages", "min_response_tokens", "max_response_tokens", "thinking")
+_LATER = ("split", "drop", "min_response_tokens", "max_response_tokens", "thinking")
 # The largest file that `_is_read_ahead`.
 _READ_AHEAD_BYTES = 64 << 20
 # Keys of the manifest that the summary has beside the counts.
@@ -70,30 +68,26 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
         check_push(config.push_to_hub)
     if config.copy_to is not None:
         check_store(config.copy_to)
-    place = Workplace(config.out)
+    out = Path(config.out)
 
     def kept() -> bool:
         files = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
-        return any(any(place.directory.glob(name)) for name in files)
+        return any(any(out.glob(name)) for name in files)
 
     command = command or command_line("distill", config)
     with terminable(), without_fsdp_variable(), keeping(kept):
-        return _distill(dataclasses.replace(config, out=str(place.directory)), command, place)
+        return _distill(config, command)
 
 
-def _distill(config: DistillConfig, command: str, place: Workplace) -> dict[str, Any]:
+def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
     processes = join_processes(config.device)
-    out = place.directory
-    if not place.out.strip() or out.is_file():
-        raise InputError(f"--out {place.out!r}: is {'a file' if place.out else 'empty'}; name a directory")
-    if config.near_duplicates is not None:
-        require_package("datasketch", "near_duplicates")
-    check_languages(config.languages)
+    if Path(config.out).is_file():
+        raise InputError(f"--out {config.out}: is a file; name a directory")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     if config.thinking == "drop":
         switch_thinking_off(tokenizer)
     with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-        return _answered(config, engine, tokenizer, command, place, processes)
+        return _answered(config, engine, tokenizer, command, processes)
 
 
 def _answered(
@@ -101,10 +95,9 @@ def _answered(
     engine: Engine,
     tokenizer: Tokenizer,
     command: str,
-    place: Workplace,
     processes: "PartialState",
 ) -> dict[str, Any]:
-    out = place.directory
+    out = Path(config.out)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     reader = PromptReader(
@@ -122,7 +115,7 @@ def _answered(
         if _is_read_ahead(config.prompts):
             OwnIds(config.prompts).check(islice(iterate_records(config.prompts), config.max_prompts))
     identity = _identity(config, engine, tokenizer, suites)
-    with place.held():
+    with hold(out):
         on_main(lambda: claim_set(out, identity))
         if config.thinking == "drop":
             on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
@@ -136,16 +129,15 @@ def _answered(
             drafting = cast(DraftingEngine, engine)
             settle_drafting(out, config, drafting, reader)
             drafted = {"drafted": drafting.tree or None}
-        place.send()
-        run = _Run(config, engine, reader, suites, place, processes)
+        run = _Run(config, engine, reader, suites, processes)
         run.make()
         processes.wait_for_everyone()
         extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
         on_main(lambda: finish(out, run.parts, identity, command, extra, config))
         manifest = read_json(out / "manifest.json", "the manifest that this run has written")
-        copies = copied(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
+        copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
-        "out": place.out,
+        "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
         **drafted,
@@ -223,16 +215,14 @@ class _Run:
         engine: Engine,
         reader: PromptReader,
         suites: Suites | None,
-        place: Workplace,
         processes: "PartialState",
     ) -> None:
         self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
         self.process, self.processes = processes.process_index, processes.num_processes
-        self.place, self.out = place, place.directory
+        self.out = Path(config.out)
         self.parts = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
-        self.near = NearDuplicates(config.near_duplicates, config.prompts) if config.near_duplicates else None
         self.tokens = 0
         self.part_of: dict[int, Part] = {}
         self.advance: Advance
@@ -261,7 +251,6 @@ class _Run:
         ahead, ids = _is_read_ahead(self.config.prompts), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
-            near = self.near.among(group) if self.near else {}
             if not ahead:
                 ids.check(group)
             if index % self.processes != self.process:
@@ -274,20 +263,12 @@ class _Run:
                         f"{self.out / part_name(index)} was made from; choose another --out or delete the directory"
                     )
                 self.advance(len(group), "")
-            elif requests := self._open(index, digest, group, near):
+            elif requests := self._open(index, digest, group):
                 yield index, requests
 
-    def _open(self, index: int, digest: str, group: list[Record], near: dict[int, int]) -> list[AnswerRequest]:
-        """Begin a part: read its prompts, and return what to ask first.
-
-        near: rows to skip, and the earlier rows that they are nearly the same as.
-        """
-        found = [
-            Skipped(record.number, f"nearly the same as row {near[record.number]}")
-            if record.number in near
-            else _read(self.reader, record, self.config, self.suites)
-            for record in group
-        ]
+    def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
+        """Begin a part: read its prompts, and return what to ask first."""
+        found = [_read(self.reader, record, self.config, self.suites) for record in group]
         prompts = {each.row: each for each in found if isinstance(each, Prompt)}
         skipped = [each for each in found if isinstance(each, Skipped)]
         samples = range(self.config.num_samples)
@@ -302,7 +283,7 @@ class _Run:
                 del part.left[prompt.row]
         self.advance(len(part.skipped), "")
         if not part.left:
-            self.place.put(part.write(self.out, self.schema))
+            part.write(self.out, self.schema)
         return requests
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
@@ -379,5 +360,5 @@ class _Run:
             del part.left[number], self.part_of[number]
             self.advance(1, f"{self.tokens:,} tokens")
         if not part.left:
-            self.place.put(part.write(self.out, self.schema))
+            part.write(self.out, self.schema)
         return None

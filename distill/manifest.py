@@ -4,12 +4,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from distill.config import DistillConfig
 from distill.drafting import DECISION
 from distill.own_prompts import RECORD
 from distill.parts import KINDS, Totals, add_up, names_of
 from draftsmith_core.cards import distilled_set_card
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.io import (
     atomic_file,
     canonical_json,
@@ -19,6 +21,7 @@ from draftsmith_core.io import (
     write_text_atomic,
     writing,
 )
+from draftsmith_core.processes import on_main
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.provenance import provenance
 from draftsmith_core.run_directory import claim
@@ -113,3 +116,30 @@ def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[st
         "identity": identity,
         **provenance(command, identity["config"]),
     }
+
+
+def check_store(url: str) -> None:
+    """Raise InputError if `url` names no store that fsspec can open."""
+    try:
+        fsspec.core.url_to_fs(url)
+    except (ImportError, OSError, ValueError) as error:
+        raise InputError(f"copy_to: {url}: {one_line(error)}") from None
+
+
+def copy_set(out: Path, url: str | None) -> dict[str, str]:
+    """Copy a finished set to a store, its manifest last; return `{"copied_to": url}` for the summary."""
+    if url is None:
+        return {}
+
+    def copy() -> None:
+        store, directory = fsspec.core.url_to_fs(url)
+        files = [path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")]
+        try:
+            store.makedirs(directory, exist_ok=True)
+            for path in sorted(files, key=lambda path: (path.name == "manifest.json", path.name)):
+                store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")
+        except Exception as error:  # every store's package has errors of its own
+            raise RunError(f"copy_to {url}: {one_line(error)}; {out} is complete, call again to copy") from None
+
+    on_main(copy)
+    return {"copied_to": url}

@@ -36,8 +36,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
 from draftsmith_core.prompts import answered, check_tools, content_id
 from draftsmith_core.provenance import command_line
-from draftsmith_core.run_directory import keeping
-from draftsmith_core.stores import Workplace
+from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer, vocabulary_sample
 
@@ -63,14 +62,13 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
 
     command: the command line to record; without one, the one that asks for `config`. Raises InputError and RunError.
     """
-    place = Workplace(config.out)
-    with terminable(), without_fsdp_variable(), keeping(lambda: any(place.directory.glob("part-*.parquet"))):
-        return _score_set(config, command or command_line("distill", config), place)
+    with terminable(), without_fsdp_variable(), keeping(lambda: any(Path(config.out).glob("part-*.parquet"))):
+        return _score_set(config, command or command_line("distill", config))
 
 
-def _score_set(config: ScoreConfig, command: str, place: Workplace) -> dict[str, Any]:
+def _score_set(config: ScoreConfig, command: str) -> dict[str, Any]:
     processes = join_processes(config.device)
-    out = place.directory
+    out = Path(config.out)
     if out.is_file() or out.resolve() == Path(config.score).resolve():
         raise InputError(f"--out {config.out!r}: name a directory of its own for the scored set")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
@@ -104,9 +102,9 @@ def _score_set(config: ScoreConfig, command: str, place: Workplace) -> dict[str,
                 teacher = score(model, row["prompt_ids"], row["response_ids"], config.teacher_top_k)
                 kept.append({**row, COLUMN: teacher})
         record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
-        place.put(write_part(out, index, record, kept, pa.schema([*SCHEMA, *TEACHER])))
+        write_part(out, index, record, kept, pa.schema([*SCHEMA, *TEACHER]))
 
-    with place.held():
+    with hold(out):
         on_main(lambda: claim_set(out, identity))
         parts = 0
         with progress("score", source.rows if processes.num_processes == 1 else None) as advance:

@@ -7,12 +7,10 @@ from draftsmith_core.errors import InputError
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
 EXTRAS = {
     "bitsandbytes": "bnb",
-    "datasketch": "dedupe",
     "deepspeed": "deepspeed",
     "gguf": "gguf",
     "httpx": "serve",
     "peft": "peft",
-    "py3langid": "language",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "vllm": "vllm",

@@ -8,21 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from distill.config import DistillConfig
 from distill.engines import Answer
-from distill.filters import NearDuplicates, is_held_out, why_dropped
-from draftsmith_core.packages import is_installed
-from draftsmith_core.prompt_rows import Record
+from distill.filters import is_held_out, why_dropped
 from draftsmith_core.prompts import prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
-needs_datasketch = pytest.mark.skipif(not is_installed("datasketch"), reason="datasketch is not installed")
-needs_py3langid = pytest.mark.skipif(not is_installed("py3langid"), reason="py3langid is not installed")
 
 
 @pytest.fixture
@@ -127,102 +124,10 @@ def test_the_share_that_is_held_out() -> None:
     assert abs(held - 0.1) < 4 * math.sqrt(0.09 / 20_000)
 
 
-@needs_datasketch
-def test_near_duplicates_of_prompts_are_skipped(words: list[str], door: Door) -> None:
-    text = "Write a short story about a lighthouse keeper who finds a letter in a bottle and answers it every day"
-    rows = [{"prompt": text}, {"prompt": text.upper() + "!"}, {"prompt": text + " of the year"}, {"prompt": "Say hi"}]
-    rows += [{"prompt": "Say hi"}, {"prompt": ""}, {"prompt": "Name the capital of a country of your own choice"}]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, err = door(*words, "--near_duplicates", 0.7, "--part_rows", 3)
-    assert code == 0, err
-    skipped = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
-    assert [(line["row"], line["reason"]) for line in skipped] == [
-        (2, "nearly the same as row 1"),
-        (3, "nearly the same as row 1"),
-        (5, "nearly the same as row 4"),
-        (6, "key 'prompt' is empty"),
-    ]
-    before = {path.name: path.read_bytes() for path in Path("set").iterdir()}
-    Path("set/part-00006.parquet").unlink()
-    assert door(*words, "--near_duplicates", 0.7, "--part_rows", 3)[0] == 0
-    assert {path.name: path.read_bytes() for path in Path("set").iterdir()} == before
-
-
-@needs_datasketch
-def test_near_duplicates_are_those_of_exact_counting() -> None:
-    """Against Jaccard similarity of the sets themselves, away from the threshold."""
-    draw, base = random.Random(3), [f"w{number}" for number in range(60)]
-    texts = [" ".join(base)]
-    for changes in [*range(0, 12), *range(20, 32)]:
-        words = list(base)
-        for place in draw.sample(range(60), changes):
-            words[place] = f"x{draw.randrange(10**9)}"
-        texts.append(" ".join(words))
-
-    def runs(text: str) -> set[tuple[str, ...]]:
-        words = text.split()
-        return {tuple(words[start : start + 5]) for start in range(len(words) - 4)}
-
-    for number, text in enumerate(texts[1:], 2):
-        one, other = runs(texts[0]), runs(text)
-        similarity = len(one & other) / len(one | other)
-        if abs(similarity - 0.6) > 0.15:
-            found = NearDuplicates(0.6, "p.jsonl").among(
-                [Record(1, {"prompt": texts[0]}), Record(number, {"prompt": text})]
-            )
-            assert (number in found) == (similarity > 0.6), similarity
-
-
-@needs_py3langid
-@pytest.mark.parametrize(
-    ("text", "languages", "why"),
-    [
-        ("If the lock is not owned by the thread that calls release, an error is raised.", ["en"], ""),
-        ("Wenn das Schloss dem Faden nicht gehört, wird ein Fehler gemeldet.", ["en"], "in language de, not en"),
-        ("Wenn das Schloss dem Faden nicht gehört, wird ein Fehler gemeldet.", ["en", "de"], ""),
-        ("Je ne sais pas, mais je crois que le chat est là.", ["en", "de"], "in language fr, not en or de"),
-        ("こんにちは、元気ですか", ["en"], "in language ja, not en"),
-        ("42", ["en"], ""),
-        ("x = 3, y = 4", ["de"], ""),
-        ("Paris", ["en"], ""),
-        ("", ["en"], ""),
-    ],
-)
-def test_answers_in_other_languages(tokenizer: Tokenizer, text: str, languages: list[str], why: str) -> None:
-    config = DistillConfig(target="t", prompts="p", out="o", languages=languages)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert why_dropped(config, tokenizer, Answer((*ids, 1), "stop")) == why
-
-
-@needs_py3langid
-def test_what_is_dropped_for_its_language_is_counted(
-    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tiny target writes no language, so a stand-in calls every third text French."""
-    import distill.filters
-
-    told: list[str] = []
-
-    def classify(text: str) -> tuple[str, float]:
-        told.append(text)
-        return ("fr" if len(told) % 3 == 0 else "en"), 0.9
-
-    detector = distill.filters._languages()
-    monkeypatch.setattr(type(detector), "classify", lambda self, text: classify(text))
-    code, out, err = door(*words, "--languages", "en")
-    assert code == 0, err
-    assert "30 dropped: in language fr, not en (row " in out
-    assert manifest()["counts"]["rows"] == 60 and manifest()["config"]["languages"] == ["en"]
-    assert errors()["dropped"] == 30
-    code, _, err = door(*words, "--languages", "xx", "--out", "other")
-    assert code == 2 and "languages: 'xx' is none of ace, af, am, " in err and not Path("other").exists()
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (["--split", "1"], "split: 1.0 must be between 0 and 1"),
-        (["--near_duplicates", "1"], "near_duplicates: 1.0 must be from 0.1 to 0.95"),
         (["--drop", "short"], "expected one of empty, truncated, repetitive"),
         (["--min_response_tokens", "0"], "min_response_tokens: 0 must be at least 1"),
         (["--min_response_tokens", "11"], "min_response_tokens: 11 is more than an answer may have"),
@@ -235,13 +140,26 @@ def test_options_that_cannot_be(words: list[str], door: Door, wrong: list[str], 
     assert not Path("set").exists()
 
 
-def test_a_missing_package_is_named(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith_core.packages.is_installed", lambda package: False)
-    for option, value, package, extra in (
-        ("near_duplicates", 0.8, "datasketch", "dedupe"),
-        ("languages", "en", "py3langid", "language"),
-    ):
-        code, _, err = door(*words, f"--{option}", value)
-        said = f"{option}: needs {package}, which is not installed; pip install 'draftsmith[{extra}]'"
-        assert code == 2 and said in err
-        assert not Path("set").exists()
+def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:
+    code, out, err = door(*words, "--copy_to", "memory://bucket/set", "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["copied_to"] == "memory://bucket/set"
+    store = fsspec.filesystem("memory")
+    copies = {path["name"].rsplit("/", 1)[1]: path for path in store.ls("/bucket/set")}
+    assert {name: store.cat(path["name"]) for name, path in copies.items()} == {
+        path.name: path.read_bytes() for path in Path("set").iterdir()
+    }
+    assert max(copies, key=lambda name: copies[name]["created"]) == "manifest.json"
+
+
+def test_a_store_that_fails_keeps_the_set(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = door(*words, "--copy_to", "nonsense://bucket/set")
+    assert code == 2 and "copy_to: nonsense://bucket/set: Protocol not known" in err and not Path("set").exists()
+
+    def refuse(*words: object, **options: object) -> None:
+        raise PermissionError("bucket is\nread-only")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", refuse)
+    code, _, err = door(*words, "--copy_to", "memory://bucket/other")
+    assert code == 1 and "copy_to memory://bucket/other: bucket is read-only; set is complete" in err
+    assert Path("set/manifest.json").exists()
