@@ -42,7 +42,6 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "the largest alone": (False, {}),
     "by size": (True, {}),
     "temperature 3": (True, {"mixing_temperature": 3.0}),
-    "group DRO 0.3": (True, {"group_dro": 0.3}),
     "temperature 3, half of it even replay": (True, {"mixing_temperature": 3.0, "replay_fraction": 0.5}),
 }
 

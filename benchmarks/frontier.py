@@ -69,7 +69,6 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["self", "token"], "times": 0.5},
     },
     "anchor kl": {f"weight {weight:g}": {"anchor_kl": weight} for weight in (0.1, 0.3, 1.0)},
-    "anchor l2": {f"weight {weight:g}": {"anchor_l2": weight} for weight in (0.003, 0.01, 0.03)},
     "LoRA": {
         "rank 8": {"lora": Lora(rank=8)},
         "rank 8, 3 x lr": {"lora": Lora(rank=8), "times": 3.0},

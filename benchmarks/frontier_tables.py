@@ -20,13 +20,12 @@ COLOURS = {
     "plain": "ink",
     "interpolation": "d6",
     "anchor kl": "d3",
-    "anchor l2": "d5",
     "LoRA": "soft",
     "replay + interpolation": "d4",
     "even replay + interpolation": "d2",
     "mixed replay + interpolation": "d1",
 }
-MARKERS = dict(zip(COLOURS, "oPD^vsX*", strict=True))
+MARKERS = dict(zip(COLOURS, "oPDvsX*", strict=True))
 # The bars: this share of the plain method's gain, and at most this share of its loss.
 GAIN, LOSS = 0.9, 0.1
 
