@@ -56,8 +56,8 @@ class Trace:
     """What decides acceptance at the positions of one continuation of L tokens; every list is filled chunk by chunk.
 
     Of the first drafted token, `[L]`: alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of
-    the tokens that the draft cannot draft), string (p of what its text begins with; NaN where not asked). Of the text's
-    token when it is drafted at depth d, `[D, L]` (D = 1 for a language model, which drafts it alike at any depth):
+    the tokens that the draft cannot draft). Of the text's token when it is drafted at depth d, `[D, L]` (D = 1 for a
+    language model, which drafts it alike at any depth):
     ratio q(x)/p(x), place (how many tokens the draft holds for more probable), belief (what a confidence stop reads).
     `ranks[rule]` `[D, L, K]`: the chance that it was accepted at each rank, for rules with several candidates.
     """
@@ -67,7 +67,6 @@ class Trace:
     greedy: Floats = field(init=False)
     match: Floats = field(init=False)
     missing: Floats = field(init=False)
-    string: Floats = field(init=False)
     ratio: Floats = field(init=False)
     place: Floats = field(init=False)
     belief: Floats = field(init=False)
@@ -76,7 +75,6 @@ class Trace:
     def reserve(self, depths: int, ranks: Mapping[str, int]) -> None:
         """Room for `depths` and, by rule, so many ranks. Where nothing is written, nothing is accepted."""
         self.alpha, self.greedy, self.match, self.missing = (np.zeros(self.length) for _ in range(4))
-        self.string = np.full(self.length, np.nan)
         self.ratio, self.belief = np.zeros((depths, self.length)), np.zeros((depths, self.length))
         self.place = np.full((depths, self.length), np.inf)
         self.ranks = {rule: np.zeros((depths, self.length, count)) for rule, count in ranks.items()}

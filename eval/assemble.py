@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import prompt_hash
-from eval.bootstrap import PromptSums, difference, estimate, pool_sums, quotient, transfer
+from eval.bootstrap import difference, estimate, quotient, transfer
 from eval.definitions import DEFINITIONS
 from eval.groups import Group, Measured, Setting, at_depth, ratio
 from eval.headroom import RootStep
@@ -99,24 +99,11 @@ def alpha_rows(setting: Setting, measured: Measured) -> list[AlphaRow]:
                 "alpha_greedy_draft": estimate(greedy, group.picks),
                 "alpha_match": estimate(match, group.picks),
                 "missing_mass": estimate(missing, group.picks),
-                "alpha_string": _by_text(measured, group, draft, "sum", "count"),
-                "round_trip": _by_text(measured, group, draft, "whole"),
                 "gain": None if draft == setting.base else difference(sums, base, group.picks),
                 "per_prompt": None if group.domain is None else own,
             }
             rows.append(row)
     return rows
-
-
-def _by_text(measured: Measured, group: Group, draft: str, above: str, below: str | None = None) -> Estimate | None:
-    """A ratio of what string-level match counted (`eval.string_match`): `above` over `below`, or per text. It is
-    None for a draft of the target's own tokenizer.
-    """
-    parts: list[Any] = [alpha["string"] for alpha in group.alphas(measured, draft)]
-    if None in parts:
-        return None
-    sums = [PromptSums.of(part[above], part[below] if below else [1] * len(part[above])) for part in parts]
-    return estimate(pool_sums(sums), group.picks)
 
 
 def transfer_rows(setting: Setting, measured: Measured) -> list[TransferRow]:

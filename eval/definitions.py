@@ -21,16 +21,6 @@ DEFINITIONS: dict[str, str] = {
         "that it does not share (another tokenizer) or has no output row for (a draft vocabulary). alpha is at most "
         "1 minus it."
     ),
-    "alpha_string": (
-        "Of a draft of another tokenizer, by string-level match (decode --proposer string_match): the mean of p of the "
-        "token that the draft's text begins with in the target's tokens, when the draft takes its most probable "
-        "tokens and writes 4 of them; 0 where the text begins with none. At up to 16 positions per prompt, spread "
-        "evenly."
-    ),
-    "round_trip": (
-        "Of a draft of another tokenizer: the share of the target's continuations that its tokens can write without "
-        "loss."
-    ),
     "accept@d": (
         "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted and a "
         "token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean over all "

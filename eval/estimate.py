@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from decode.propose.network import fit_vocabulary
 from drafts.load import Draft
-from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.processes import divided, launched
@@ -27,7 +26,6 @@ from eval.diagnose import Diagnoser, Diagnosis
 from eval.headroom import RootMeasurement, RootStep, RootSums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
 from eval.request import Method
-from eval.string_match import StringMeasurement, by_text, first_tokens
 
 T = TypeVar("T")
 # Logits held at once, as a number of elements (256 MiB in fp32). Columns, or rows where a head drafts, are cut to fit.
@@ -40,7 +38,6 @@ class AlphaMeasurement(TypedDict):
 
     `roots`: by name of a root step, what `eval.headroom` found at some of these positions. `predicted`: by name of a
     method, what decoding with it is expected to count. `diagnosis`: why (`eval.diagnose`), if it was asked for.
-    `string`: of a draft of another tokenizer, by its text.
     """
 
     sum: list[float]
@@ -48,7 +45,6 @@ class AlphaMeasurement(TypedDict):
     match: list[float]
     missing: list[float]
     count: list[int]
-    string: StringMeasurement | None
     roots: dict[str, RootMeasurement]
     predicted: dict[str, PredictedCounts]
     diagnosis: Diagnosis | None
@@ -128,11 +124,6 @@ def _read(
         for trace in own:
             trace.reserve(asked.depths if name in heads else 1, asked.ranks)
     reader = _Reader(texts, asked, traces, first_row)
-    reader.spelled = {
-        name: [first_tokens(draft, row.prompt_ids, row.output_ids) for row in rows]
-        for name, draft in drafts.items()
-        if isinstance(draft, PreTrainedModel) and vocabulary_map(draft) is not None
-    }
     first = min(len(row.prompt_ids) for row in rows) - 1
     width = columns if heads else max(1, asked.max_logits // (len(rows) * vocabulary))
     caches: dict[str, Any] = dict.fromkeys(["", *drafts])
@@ -167,8 +158,6 @@ class _Reader:
 
     def __init__(self, texts: _Texts, asked: _Asked, traces: Mapping[str, list[Trace]], first_row: int) -> None:
         self.texts, self.asked, self.traces, self.first_row = texts, asked, traces, first_row
-        # Of drafts of another tokenizer, by row: the token that their text begins with, by position.
-        self.spelled: dict[str, list[dict[int, int]]] = {}
         most = max(asked.ranks.values(), default=1)
         # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
         self.uniforms = {
@@ -219,8 +208,6 @@ class _Reader:
             (b, c + self.start + depth - len(self.texts.rows[b].prompt_ids) + 1)
             for b, c in zip(at_b.tolist(), at_c.tolist(), strict=True)
         ]
-        if not depth and name in self.spelled:
-            self._keep_string(name, places, p_NV)
         if not depth and name in self.asked.diagnosers:
             self.asked.diagnosers[name].add([(self.first_row + b, at) for b, at in places], p_NV, q_NV, chosen_NV)
         for rule, count in self.asked.ranks.items():
@@ -238,11 +225,6 @@ class _Reader:
                     getattr(trace, key)[depth, at] = values[key][number, 0]
             for rule in self.asked.ranks:
                 trace.ranks[rule][depth, at] = values[rule][number]
-
-    def _keep_string(self, name: str, places: Sequence[tuple[int, int]], p_NV: Tensor) -> None:
-        for number, (b, at) in enumerate(places):
-            if (token := self.spelled[name][b].get(at)) is not None:
-                self.traces[name][b].string[at] = float(p_NV[number, token]) if token >= 0 else 0.0
 
     def _finite(self, name: str, logits_BCV: Tensor, wanted_BC: Tensor) -> Tensor:
         """The logits `[N, V]` at the wanted columns; RunError that names model and prompt where a logit is NaN or +inf,
@@ -362,7 +344,6 @@ def measure_alphas(
             match=[float(trace.match.sum()) for trace in traces.rows],
             missing=[float(trace.missing.sum()) for trace in traces.rows],
             count=[trace.length for trace in traces.rows],
-            string=by_text(drafts[name], [trace.string for trace in traces.rows], [row.output_ids for row in rows]),
             roots=sums[name].sums if roots else {},
             predicted={key: value for key, value in counts.items() if value is not None},
             diagnosis=diagnosers[name].found if diagnose else None,

@@ -72,16 +72,13 @@ class OfMethod(OfSet):
 class AlphaRow(OfSet):
     """Expected acceptance of one draft on one suite (`domain`), or on all suites of a kind (`domain` None).
 
-    `missing_mass` is None in results before schema 5; `alpha_string` and `round_trip` are there for drafts of another
-    tokenizer.
+    `missing_mass` is None in results before schema 5.
     """
 
     alpha: Estimate
     alpha_greedy_draft: Estimate | None
     alpha_match: Estimate | None
     missing_mass: Estimate | None
-    alpha_string: Estimate | None
-    round_trip: Estimate | None
     gain: Difference | None
     per_prompt: dict[str, list[Any]] | None
 

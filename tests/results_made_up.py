@@ -85,7 +85,6 @@ def made_up(
                     "greedy": list(rate * 19),
                     "match": list(rate * 12),
                     "missing": [0.0] * prompts,
-                    "string": None,
                     "count": [20] * prompts,
                     "roots": roots,
                     "predicted": {},

@@ -20,8 +20,6 @@ from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
-from eval.headroom import spread
-from eval.string_match import WRITTEN
 from train.data import load_examples
 
 Door = Callable[..., tuple[int, str, str]]
@@ -131,18 +129,13 @@ def test_eval_gives_its_alpha(
     rows = {row["draft"]: row for row in results["alpha"]}
     assert 0 < rows["foreign"]["alpha"]["value"] < 1
     assert 0 < rows["foreign"]["missing_mass"]["value"] < 1 - rows["foreign"]["alpha"]["value"]
-    assert 0 < rows["foreign"]["alpha_string"]["value"] < 1 and rows["foreign"]["round_trip"]["value"] == 1
     assert rows["own"]["missing_mass"]["value"] == 0
-    assert rows["own"]["alpha_string"] is None and rows["own"]["round_trip"] is None
     assert "What cannot be drafted" in (tmp_path / "eval" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
-def test_what_it_is_worth_by_its_text_and_what_it_cannot_draft(
-    target_dir: str, donor_dir: str, temperature: float
-) -> None:
-    """Against the definitions: the draft's greedy text by its own forward, spelled, and the target's p of it."""
+def test_missing_mass_is_what_it_cannot_draft(target_dir: str, donor_dir: str, temperature: float) -> None:
     pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
     draft: Any = pair.drafts[donor_dir]
     words = vocabulary_map(draft)
@@ -154,23 +147,13 @@ def test_what_it_is_worth_by_its_text_and_what_it_cannot_draft(
         rows.append(Continuation(str(number), pair.tokenizer.encode(prompt), ids))
     measured = alpha_sums(pair.target, draft, rows, sampling, batch_size=2)
     shared = torch.isin(torch.arange(290), words.target_ids)
-    assert measured["string"] is not None and measured["string"]["whole"] == [1, 1]
     for number, row in enumerate(rows):
-        missing, by_text, places = 0.0, 0.0, spread(len(row.output_ids), 16)
+        missing = 0.0
         for at in range(len(row.output_ids)):
             text = [*row.prompt_ids, *row.output_ids[:at]]
             p_V = probs(pair.target(input_ids=torch.tensor([text])).logits[0, -1:], sampling)[0]
             missing += float(p_V[~shared].sum())
-            if at not in places:
-                continue
-            own = words.translate(text)
-            for _ in range(WRITTEN):
-                own.append(int(draft(input_ids=torch.tensor([own])).logits[0, -1].argmax()))
-            spelled = words.spell(text[-1], own[-WRITTEN:])
-            by_text += float(p_V[spelled[0]]) if spelled else 0.0
         assert measured["missing"][number] == pytest.approx(missing, abs=1e-4)
-        assert measured["string"]["sum"][number] == pytest.approx(by_text, abs=1e-4)
-        assert measured["string"]["count"][number] == len(places)
 
 
 def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir: str) -> None:

@@ -130,7 +130,7 @@ def world(gain: float) -> tuple[Setting, Measured]:
         alpha = [[0.5 + more * (token == 5) + 0.01 * row for token in tokens] for row in range(prompts)]
         measured.alphas["prose", 1.0, draft] = {
             "sum": [sum(row) for row in alpha], "greedy": [], "match": [], "count": [length] * prompts, "roots": {},
-            "missing": [], "string": None,
+            "missing": [],
             "predicted": {},
             "diagnosis": {
                 "alpha": alpha, "entropy": [[1.0] * length] * prompts,

@@ -79,8 +79,6 @@ UNDRAFTED: list[Column] = [
     DRAFT,
     TEMPERATURE,
     ("missing mass [95 %]", _interval("missing_mass")),
-    ("α by text [95 %]", _interval("alpha_string")),
-    ("texts written whole [95 %]", _interval("round_trip")),
 ]
 TRANSFER: list[Column] = [
     ("domain", lambda row: _domain(row["domain"], "ood")),
@@ -204,15 +202,10 @@ def tables(results: Results) -> list[Table]:
         ),
         Table(
             "What cannot be drafted",
-            "Drafts of another tokenizer, or of a part of the vocabulary: α is at most 1 minus the missing mass. By "
-            "text: what a draft of another tokenizer is worth by string-level match.",
+            "Drafts of another tokenizer, or of a part of the vocabulary: α is at most 1 minus the missing mass.",
             2,
             UNDRAFTED,
-            [
-                row
-                for row in document["alpha"]
-                if row["round_trip"] or (row["missing_mass"] and row["missing_mass"]["value"])
-            ],
+            [row for row in document["alpha"] if row["missing_mass"] and row["missing_mass"]["value"]],
         ),
         Table(
             "Transfer",
