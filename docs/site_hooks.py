@@ -5,13 +5,12 @@ import dataclasses
 import json
 import re
 import sys
-import typing
 from pathlib import Path
-from typing import Any
 
-from docstring_parser import parse_from_object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+from draftsmith_core.options import options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +39,7 @@ def of_the_root(name: str) -> str:
 def commands() -> str:
     """Every command with its options, their types, defaults and meanings."""
     from draftsmith.__main__ import COMMANDS
-    from draftsmith.cli.completion import options_of
+    from draftsmith.cli.completion import config_of
 
     parts = [
         "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m draftsmith COMMAND ...` on "
@@ -52,50 +51,22 @@ def commands() -> str:
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
     for name, (what, _) in COMMANDS.items():
-        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(options_of(name)))
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(config_of(name)))
         head = f"## {name}\n\n{what[0].upper()}{what[1:]}."
         parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
     return "\n\n".join(parts) + "\n"
 
 
-def options(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(option, type, default, meaning) of every field, those of nested dataclasses with dotted names."""
-    hints = typing.get_type_hints(cls)
-    said = {each.arg_name: each.description or "" for each in parse_from_object(cls).params}
+def options(cls: type) -> list[tuple[str, str, str, str]]:
+    """(option, type, default, meaning) of every option of a command."""
     rows = []
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            rows += options(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
-            continue
-        meaning = " ".join(said.get(field.name, "").split()).replace("|", "\\|")
-        rows.append((f"`--{prefix}{field.name}`", kind(hints[field.name]), default(field), meaning))
+    for option in options_of(cls):
+        kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind.replace("|", " or ")
+        default = "**required**" if option.default is dataclasses.MISSING else option.default_text
+        shown = f"`{default}`" if default and option.default is not dataclasses.MISSING else default
+        meaning = option.help.replace("|", "\\|")
+        rows.append((f"`--{option.key}`", kind + " ..." * option.many, shown, meaning))
     return rows
-
-
-def kind(hint: Any) -> str:
-    """A type as a reader of the command line thinks of it."""
-    arguments = [each for each in typing.get_args(hint) if each is not type(None)]
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{each}`" for each in arguments)
-    if typing.get_origin(hint) is list:
-        return f"{kind(arguments[0])} ..."
-    if len(arguments) == 1:
-        return kind(arguments[0])
-    return str(getattr(hint, "__name__", hint))
-
-
-def default(field: "dataclasses.Field[Any]") -> str:
-    """What a field is when it is not given."""
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING:
-        return "**required**"
-    if value is None or value == []:
-        return ""
-    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`".replace("True", "true").replace(
-        "False", "false"
-    )
 
 
 def methods() -> str:

@@ -1,12 +1,10 @@
 """Options of `draftsmith doctor`, without torch."""
 
-from dataclasses import dataclass
-
-from draftsmith_core.option_types import check_types
+from draftsmith_core.options import CodeOptions, options
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorConfig:
+@options
+class DoctorConfig(CodeOptions):
     """Which engines will load a target with a draft, which will not and why, and the commands that serve the pair."""
 
     target: str
@@ -15,8 +13,3 @@ class DoctorConfig:
     """The draft: a local directory or hub name of a language model, or a directory of a head."""
     plan: str | None = None
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands; 4 without one."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a checkpoint."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
