@@ -266,7 +266,6 @@ def assemble(
     speed = speed_rows(setting, measured)
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
-        migrated_from=None,
         definitions=DEFINITIONS,
         remarks=list(remarks),
         config=config,

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_apart, check_replaceable, check_writable
 from draftsmith_core.model_options import Quantize
 from draftsmith_core.option_types import check_least, check_types
@@ -27,41 +26,6 @@ class CompareConfig:
 
     compare: list[str]
     """The first and the second: each a results.json or the directory of an evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchConfig:
-    """Follow a growing log of answers and tell when acceptance leaves what the baseline measured."""
-
-    watch: str
-    """A .jsonl log: rows with prompt_ids and output_ids (as `decode --out` writes them), or with messages or prompt and
-    a response, a text or the body of an OpenAI-compatible server."""
-    baseline: str
-    """The results.json of an evaluation, or its directory: whose models, temperature and band are used."""
-    draft: str | None = None
-    """The draft of it that is watched; needed where it compared several with a base."""
-    domain: str = "id"
-    """The prompt set of it that is home; id is all of those in distribution."""
-    temperature: float | None = None
-    """The temperature that the log was sampled at; the highest of the evaluation when not given."""
-    window: int = 50
-    """Answers per line of output."""
-    rate: float = 0.05
-    """At most this share of streams that stay in the band is ever called changed."""
-    follow: bool = True
-    """Wait for more at the end of the file; false ends there, with exit code 3 when acceptance has left the band."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16."""
-    trust_remote_code: bool = False
-    """Run model code that comes with a checkpoint."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_least(self, 1, "window")
-        if not 0.0001 <= self.rate <= 0.5:
-            raise InputError(f"--rate {self.rate:g}: must be from 0.0001 to 0.5, for example 0.05")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import Any
 from eval.schema import ResultsDocument
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_NESTED: dict[str, type[Any]] = {"object": dict, "array": list, "null": type(None)}
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -57,34 +56,6 @@ def _of(kind: Any, rows: dict[str, Any]) -> dict[str, Any]:
             "additionalProperties": False,
         }
     return {"$ref": f"#/$defs/{name}"}
-
-
-def first_gap(document: Any) -> str | None:
-    """The first place at which a document has no row or list where one must be, or a row lacks a key; None where all
-    are there. Numbers and texts are not looked at.
-    """
-    schema = results_schema()
-    return _gap(document, schema, schema["$defs"], "")
-
-
-def _gap(value: Any, schema: dict[str, Any], rows: dict[str, Any], where: str) -> str | None:
-    schema = rows[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-    if "anyOf" in schema:
-        gaps = [_gap(value, each, rows, where) for each in schema["anyOf"]]
-        return None if None in gaps else gaps[0]
-    kind = _NESTED.get(schema.get("type", ""))
-    if kind is not None and not isinstance(value, kind):
-        return f"{where} is no {schema['type']}"
-    parts: list[tuple[str, Any, dict[str, Any]]] = []
-    if kind is list and schema["items"].get("type") not in _PLAIN.values():
-        parts = [(f"{where}[{index}]", each, schema["items"]) for index, each in enumerate(value)]
-    elif kind is dict:
-        for key in schema.get("required", ()):
-            if key not in value:
-                return f"{where} lacks the key {key!r}".strip()
-        known, others = schema.get("properties", {}), schema["additionalProperties"] or {}
-        parts = [(f"{where}.{key}".strip("."), each, known.get(key, others)) for key, each in value.items()]
-    return next((gap for name, each, of in parts if (gap := _gap(each, of, rows, name))), None)
 
 
 if __name__ == "__main__":

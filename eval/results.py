@@ -9,12 +9,10 @@ results.to_frame("decoding").pivot_table(...)
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json_value
-from eval.json_schema import first_gap
-from eval.migrate import OLDEST, migrate
 from eval.schema import (
     SCHEMA_VERSION,
     AlphaRow,
@@ -49,27 +47,14 @@ class Results:
 
     @classmethod
     def load(cls, path: str | Path) -> "Results":
-        """Read results.json (or DIR/results.json), of this schema or an earlier one from 2 on.
-
-        InputError when it is not there or is nothing of the kind.
-        """
+        """Read results.json (or DIR/results.json). InputError if it is missing or of another schema version."""
         file = Path(path)
         file = file / "results.json" if file.suffix != ".json" else file
         document: Any = read_json_value(file, "the results of `draftsmith eval`")
         version = document.get("schema_version") if isinstance(document, dict) else None
-        if version not in range(OLDEST, SCHEMA_VERSION + 1):
-            raise InputError(
-                f"{file}: not results of schema versions {OLDEST} to {SCHEMA_VERSION} (schema_version is {version!r}); "
-                f"run eval again"
-            )
-        try:
-            found = migrate(document)
-            gap = first_gap(found)
-        except (KeyError, TypeError, AttributeError) as error:
-            gap = f"{type(error).__name__}: {error}"
-        if gap is not None:
-            raise InputError(f"{file}: is not whole ({gap}); run eval again")
-        return cls(cast(ResultsDocument, found), file.parent)
+        if version != SCHEMA_VERSION:
+            raise InputError(f"{file}: made by another version (schema {version}); evaluate again")
+        return cls(document, file.parent)
 
     @property
     def base(self) -> str:

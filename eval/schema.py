@@ -317,10 +317,9 @@ class Remark(TypedDict):
 
 
 class ResultsDocument(TypedDict):
-    """results.json. `migrated_from` is the schema version it was written in, None for the present one."""
+    """results.json."""
 
     schema_version: Literal[5]
-    migrated_from: int | None
     definitions: dict[str, str]
     remarks: list[Remark]
     config: dict[str, Any]

@@ -4,14 +4,13 @@ from draftsmith.cli.output import finish
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.options import parse, typed
 from draftsmith_core.processes import require_single_process
-from eval.config import CompareConfig, EvalConfig, RenderConfig, WatchConfig
+from eval.config import CompareConfig, EvalConfig, RenderConfig
 from eval.request import check
 
 
 def run(argv: list[str]) -> None:
-    """Measure drafts in distribution and out of it; or draw a report again, set two evaluations side by side, or
-    watch a log."""
-    for key, instead in (("render", _render), ("compare", _compare), ("watch", _watch)):
+    """Measure drafts in distribution and out of it; or draw a report again, or set two evaluations side by side."""
+    for key, instead in (("render", _render), ("compare", _compare)):
         if key in typed(argv):
             return instead(argv)
     config, as_json = parse(EvalConfig, "eval", argv)
@@ -59,12 +58,3 @@ def _compare(argv: list[str]) -> None:
 
     found = compare(*(Results.load(path) for path in asked.compare))
     finish(found.summary(), comparison_lines(found), as_json)
-
-
-def _watch(argv: list[str]) -> None:
-    asked, as_json = parse(WatchConfig, "eval", argv)
-    require_single_process("eval")
-    from eval.watch import watch
-
-    seen = watch(asked)
-    finish(seen, [f"{seen['answers']} answers; acceptance has not left the band"], as_json)
