@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -280,28 +279,3 @@ def test_launch_files_say_how_they_are_called(path: Path) -> None:
     assert config.num_processes == 2
     assert config.mixed_precision == "no"
     assert f"accelerate launch --config_file configs/accelerate/{path.name}" in path.read_text()
-
-
-@pytest.mark.parametrize(("machines", "held", "left"), [(1, False, False), (1, True, True), (2, False, True)])
-def test_the_lock_of_a_dead_build_is_removed_and_no_other(
-    machines: int,
-    held: bool,
-    left: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from train.extension_locks import remove_dead_locks
-
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", str(2 * machines))
-    with lock.open() if held else nullcontext():
-        remove_dead_locks()
-    assert lock.exists() == left
-    assert [record.getMessage() for record in caplog.records] == (
-        [] if left else [f"removed {lock}: the process that was building there is dead"]
-    )

@@ -121,7 +121,6 @@ def test_two_processes_are_one(
         ("--lora.rank 0 --lora.alpha 3", "lora: is not used while lora.rank is 0"),
         ("--lora.alpha 0", "lora.alpha: 0.0 must be above 0"),
         ("--lora.dropout 1", "lora.dropout: 1.0 must be at least 0 and below 1"),
-        ("--anchor_l2 1", "anchor_l2: with lora the weights themselves stay"),
         ("--lora.targets q_proj qproj", "is named 'qproj'; it has q_proj, k_proj, v_proj, o_proj, gate_proj"),
         ("--lora.targets lm_head", "lora.targets: names the output projection"),
     ],

@@ -1,6 +1,6 @@
 """Batches as training steps see them; apart from `train.data`, which reads files, because a step needs only torch.
 
-Legend: B rows of a batch, T tokens of the longest of them, K domains.
+Legend: B rows of a batch, T tokens of the longest of them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Batch:
     There is no attention mask: under causal attention no valid token attends to padding on its right, and without a
     mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document, and
     `documents_BT`, its number in the row (-1 for padding). `stored` is set when data has the teacher's columns: those
-    at the valid tokens in the order of the labels. `domains_B` is the domain of each row, None where rows are packed.
+    at the valid tokens in the order of the labels.
     """
 
     ids_BT: Tensor
@@ -29,13 +29,6 @@ class Batch:
     positions_BT: Tensor | None = None
     documents_BT: Tensor | None = None
     stored: StoredTeacher | None = None
-    domains_B: Tensor | None = None
-
-    def domain_tokens(self, domains: int) -> Tensor:
-        """How many tokens of each of so many domains are predicted, `[K]`."""
-        assert self.domains_B is not None
-        valid_B = (self.labels_BT != IGNORE).sum(1)
-        return torch.zeros(domains, dtype=valid_B.dtype, device=valid_B.device).index_add(0, self.domains_B, valid_B)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""

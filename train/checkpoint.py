@@ -37,7 +37,6 @@ class Position:
     """How far training is. Data order and schedule follow from `step` alone.
 
     best: the held-out figure that `best_by` names, at `best_step`; best_figures: all held-out figures at that step.
-    domain_weights: with group DRO, how much each domain counts in the next step; empty before the first.
     """
 
     step: int = 0
@@ -46,7 +45,6 @@ class Position:
     best_figures: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
     stopped: bool = False
-    domain_weights: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -146,14 +146,9 @@ class TrainConfig:
     mixing_temperature: float = 1.0
     """With several `data`, which are domains then: each is drawn in proportion to its size^(1 / temperature). 1: as
     large as it is; far above 1: all alike."""
-    group_dro: float = 0.0
-    """With several `data`: how fast the domains with the greatest loss come to count most (group DRO; `replay` is a
-    domain too). 0: every token counts alike. For language models."""
     anchor_kl: float = 0.0
     """Weight of KL(draft before training || draft) per token, beside the objective, so that the draft keeps what it
     knew; it holds on the tokens of `data` and `replay`. 0: none. For language models."""
-    anchor_l2: float = 0.0
-    """Weight of half the squared distance between the weights and those before training (L2-SP). 0: none."""
     lora: Lora = field(default_factory=Lora)
     on_policy: OnPolicy = field(default_factory=OnPolicy)
     head: HeadOptions = field(default_factory=HeadOptions)
@@ -224,10 +219,9 @@ class TrainConfig:
             raise InputError("replay_fraction: is 0, so `replay` would not be used; set it, such as to 0.3")
         if self.replay_fraction > 0 and not self.replay:
             raise InputError("replay: is empty and replay_fraction is not; name the data to mix in")
-        for key in ("anchor_kl", "anchor_l2"):
-            if getattr(self, key) and self.draft is None:
-                raise InputError(f"{key}: fresh weights have nothing to keep; name the `draft` to start from")
-        self._check_domains(objective.keep is not None or objective.depth is not None)
+        if self.anchor_kl and self.draft is None:
+            raise InputError("anchor_kl: fresh weights have nothing to keep; name the `draft` to start from")
+        self._check_domains()
         self._check_lora()
 
     def _check_ranges(self) -> None:
@@ -235,7 +229,7 @@ class TrainConfig:
         check_least(self, 1, "head.num_heads", "head.num_layers", "head.draft_vocab_size", "head.test_steps")
         check_least(self, 1, "on_policy.max_new_tokens")
         check_least(self, 0, "optim.weight_decay", "optim.warmup_steps", "optim.final_lr_fraction", "optim.clip_norm")
-        check_least(self, 0, "patience", "anchor_kl", "anchor_l2", "group_dro", "lora.rank", "head.noise")
+        check_least(self, 0, "patience", "anchor_kl", "lora.rank", "head.noise")
         check_range(self, "(0, inf)", "epochs", "optim.lr", "mixing_temperature", "lora.alpha")
         check_range(self, "(0, inf)", "on_policy.temperature", "head.features_gib")
         check_range(self, "[0, 1)", "replay_fraction", "optim.beta1", "optim.beta2", "lora.dropout")
@@ -243,18 +237,13 @@ class TrainConfig:
         check_range(self, "(0, 1]", "head.step_decay")
         check_range(self, "[0, 1]", "on_policy.fraction")
 
-    def _check_domains(self, selects: bool) -> None:
-        """InputError for options of several domains that this run cannot follow."""
-        for key, used, domains in (
-            ("mixing_temperature", self.mixing_temperature != 1, len(self.data)),
-            ("group_dro", self.group_dro > 0, len(self.data) + bool(self.replay)),
-        ):
-            if used and domains < 2:
-                raise InputError(f"{key}: needs several domains; name a set each in `data`, or leave it out")
-            if used and self.packing:
-                raise InputError(f"{key}: rows of several documents belong to no one domain; set packing to false")
-        if self.group_dro and (self.kind != "lm" or selects):
-            raise InputError("group_dro: is for language models, without @adaspec and @e2e; leave it out")
+    def _check_domains(self) -> None:
+        if self.mixing_temperature != 1 and len(self.data) < 2:
+            raise InputError("mixing_temperature: needs several domains; name a set each in `data`, or leave it out")
+        if self.mixing_temperature != 1 and self.packing:
+            raise InputError(
+                "mixing_temperature: rows of several documents belong to no one domain; set packing to false"
+            )
 
     def _check_other_tokenizer(self) -> None:
         """InputError for what cannot be done across tokenizers."""
@@ -284,8 +273,6 @@ class TrainConfig:
             return
         if self.kind != "lm" or self.draft is None:
             raise InputError("lora.rank: updates a language model that is there; name it as `draft`, with kind lm")
-        if self.anchor_l2:
-            raise InputError("anchor_l2: with lora the weights themselves stay as they are; leave out one of them")
 
     def _check_unused(self) -> None:
         """InputError for an option that was set and that this run would not use."""
@@ -319,7 +306,7 @@ class TrainConfig:
         for key, why in (
             ("draft_config", "a head has the shape that its target gives it"),
             ("reference", "heads are not trained with @adaspec"),
-            ("anchor_kl", "is for draft language models; use anchor_l2"),
+            ("anchor_kl", "is for draft language models"),
             ("gradient_checkpointing", "is for draft language models; a head has one layer"),
             ("compile", "is for draft language models; a head costs little beside its target"),
         ):

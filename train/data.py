@@ -375,8 +375,7 @@ def collate(
     if examples.stored and not answers:
         stored = _stored([row for group in documents for row in group], examples.max_length)
     if examples.groups is None:
-        domains_B = None if examples.domains is None else torch.from_numpy(examples.domains[chosen])
-        return Batch(ids_BT, labels_BT, stored=stored, domains_B=domains_B)
+        return Batch(ids_BT, labels_BT, stored=stored)
     positions_BT, documents_BT = document_layout(lengths, width)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
 

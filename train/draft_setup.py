@@ -205,11 +205,6 @@ def make_trainee(
     memory: of the frozen models of a language model; `state_memory` says which.
     """
     target, anchor = frozen.get("target"), frozen.get("anchor")
-    if config.anchor_l2 and world.sharing.startswith("zero"):
-        raise InputError(
-            "anchor_l2: adds to gradients, which DeepSpeed keeps to itself; launch with configs/accelerate/ddp.yaml or "
-            "fsdp2.yaml, or use anchor_kl"
-        )
     draft.to(world.device)  # type: ignore[arg-type]
     if not isinstance(draft, PreTrainedModel):
         assert target is not None

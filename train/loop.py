@@ -30,7 +30,6 @@ from train.config import Optim, TrainConfig
 from train.data import Examples, collate, units
 from train.loss_sums import LossSums
 from train.memory_errors import memory_errors
-from train.mixture import domain_scales, raised
 from train.onpolicy import Answerer
 from train.parallel import WrappedTrainee
 from train.world import World
@@ -145,29 +144,8 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
     return figures
 
 
-def _weigh_domains(job: TrainingJob, made: StepBatches, weights_K: list[float]) -> list[float]:
-    """Tell the trainee how much a token of each domain counts in this step; returns how many each has, over all."""
-    tokens_K = torch.stack([batch.domain_tokens(len(weights_K)) for batch in made.batches]).sum(0)
-    counts_K: list[float] = job.world.accelerator.reduce(tokens_K, reduction="sum").tolist()
-    scales = torch.tensor(domain_scales(weights_K, counts_K), dtype=torch.float64, device=tokens_K.device)
-    job.trainee.domain_scale_K = scales
-    return counts_K
-
-
-def domain_weights(job: TrainingJob, position: Position) -> list[float]:
-    """How much each domain counts in the next step, all alike in the first; empty without group DRO."""
-    if not job.config.group_dro:
-        return []
-    assert job.training.domains is not None
-    count = int(job.training.domains.max()) + 1
-    return position.domain_weights or [1 / count] * count
-
-
-def training_step(
-    job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal, weights_K: list[float]
-) -> tuple[dict[str, float], list[float]]:
-    """One optimizer step; its loss per valid token, gradient norm, rate, tokens, and alpha where a teacher is read; and
-    with group DRO, what the domains count in the next step.
+def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal) -> dict[str, float]:
+    """One optimizer step; its loss per valid token, gradient norm, rate, tokens, and alpha where a teacher is read.
 
     Afterwards `stop.agreed` is set in every process if `stop.asked` was set in any.
     """
@@ -178,8 +156,6 @@ def training_step(
     counts = torch.stack([job.trainee.count(batch) for batch in made.batches]).sum()  # type: ignore[operator]
     local = torch.stack([counts, *(torch.tensor(n, device=counts.device) for n in (made.drawn, made.drawn_tokens))])
     valid, drawn, drawn_tokens = accelerator.reduce(local, reduction="sum").tolist()
-    tokens_K = _weigh_domains(job, made, weights_K) if weights_K else []
-    losses_K = torch.zeros(len(weights_K), dtype=torch.float64, device=counts.device)
     total: Tensor | None = None
     for index, batch in enumerate(made.batches):
         with parallel.accumulating(wrapped, last=index == len(made.batches) - 1):
@@ -190,7 +166,6 @@ def training_step(
             with memory_errors(job, wrapped, f"in the backward of step {step + 1}"):
                 parallel.backward(wrapped, sums.loss * (job.world.size / max(valid, 1)))
         total = _vector(sums) if total is None else total + _vector(sums)
-        losses_K += 0 if sums.domain_loss_K is None else sums.domain_loss_K
     assert total is not None
     asked = torch.tensor([float(stop.asked > 0)], dtype=torch.float64, device=total.device)
     *vector, stops = accelerator.reduce(torch.cat([total, asked]), reduction="sum").tolist()
@@ -201,12 +176,7 @@ def training_step(
         norm = parallel.step(wrapped, config.optim.clip_norm)
     _check_finite(step, "gradient norm", norm, config)
     figures = {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
-    figures |= {"drawn_tokens": drawn_tokens / drawn} if drawn else {}
-    if not weights_K:
-        return figures, []
-    summed_K: list[float] = accelerator.reduce(losses_K, reduction="sum").tolist()
-    figures |= {f"domain_weight_{domain}": weight for domain, weight in enumerate(weights_K)}
-    return figures, raised(weights_K, summed_K, tokens_K, config.group_dro)
+    return figures | ({"drawn_tokens": drawn_tokens / drawn} if drawn else {})
 
 
 def _check_finite(step: int, name: str, value: float, config: TrainConfig) -> None:
@@ -264,8 +234,8 @@ def fit(job: TrainingJob, stop: StopSignal) -> Position:
     with progress(f"train {job.objective}", job.steps, position.step) as advance:
         while position.step < job.steps and not position.stopped:
             started = time.perf_counter()
-            figures, weights = training_step(job, wrapped, position.step, stop, domain_weights(job, position))
-            position = replace(position, step=position.step + 1, domain_weights=weights)
+            figures = training_step(job, wrapped, position.step, stop)
+            position = replace(position, step=position.step + 1)
             seconds = time.perf_counter() - started
             memory_gib = peak_memory(job.world.device)[0] / 2**30
             measured = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory_gib}
@@ -288,12 +258,10 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position]:
     """The wrapped trainee with the state of the newest checkpoint, and that checkpoint's position."""
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
-    start = parallel.copy_trained(job.trainee) if config.anchor_l2 else {}
     found = checkpoint.newest(job.run_dir, job.world)
     if found is not None:
         checkpoint.restore_weights(found, draft)
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
-    wrapped = parallel.anchored(wrapped, start, config.anchor_l2)
     if found is None:
         return wrapped, Position()
     position = checkpoint.restore_rest(found, wrapped, batch_layout(job), config.seed)

@@ -17,7 +17,6 @@ class LossSums:
     the same sum for every depth, and over how many tokens; a count of 0 means that it was not measured (no target).
     missing: scalar, the sum over tokens of the target's probability of tokens that the draft cannot give, or that
     stored teacher rows do not list; None where the teacher's whole distribution is known.
-    domain_loss_K: the sums of the losses of each domain, not weighted; None but with group DRO.
     """
 
     loss: Tensor
@@ -26,4 +25,3 @@ class LossSums:
     depth_alpha_D: Tensor
     depth_tokens_D: Tensor
     missing: Tensor | None = None
-    domain_loss_K: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Several domains in one training run: how often each is drawn, and how much each counts.
+"""Several domains in one training run: how often each is drawn.
 
 A domain is one source of `data`; general data to replay is one more.
 
@@ -48,33 +48,3 @@ def drawn(shares_K: Sequence[float], start: int, stop: int) -> list[tuple[npt.ND
         places, left = places[~own], left - share
         start, stop = start - int(before[0]), stop - int(before[-1])
     return found
-
-
-def domain_scales(weights_K: Sequence[float], tokens_K: Sequence[float]) -> list[float]:
-    """What the loss of a token of each domain is multiplied with, so that the loss per valid token of a step becomes
-    the weighted mean of the domains' own; 0 for those without a token in it.
-    """
-    known = sum(weight for weight, tokens in zip(weights_K, tokens_K, strict=True) if tokens)
-    total = sum(tokens_K)
-    return [
-        weight / known * total / tokens if tokens else 0.0 for weight, tokens in zip(weights_K, tokens_K, strict=True)
-    ]
-
-
-def raised(
-    weights_K: Sequence[float], losses_K: Sequence[float], tokens_K: Sequence[float], step_size: float
-) -> list[float]:
-    """The weights after a step: each times exp(step_size x its domain's loss per token), and normalised again, so that
-    the domain with the greatest loss comes to count most (group DRO, arXiv 1911.08731, algorithm 1).
-    """
-    means = [loss / tokens if tokens else None for loss, tokens in zip(losses_K, tokens_K, strict=True)]
-    top = max((mean for mean in means if mean is not None), default=0.0)
-    # A domain that had no token in this step keeps what it has, relative to the mean of the others.
-    seen = [(w, m) for w, m in zip(weights_K, means, strict=True) if m is not None]
-    usual = sum(w * m for w, m in seen) / max(sum(w for w, _ in seen), 1e-300)
-    # A weight that has become 0 would stay 0, and a step with tokens of such domains only would have none.
-    grown = [
-        max(weight * math.exp(step_size * ((usual if mean is None else mean) - top)), 1e-30)
-        for weight, mean in zip(weights_K, means, strict=True)
-    ]
-    return [each / sum(grown) for each in grown]

@@ -9,7 +9,7 @@ on how many processes wrote it, nor on how they shared the weights.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +27,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class WrappedTrainee:
-    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the weights.
-
-    anchor: what the trained weights are pulled towards, by name, divided among processes as they are; `anchor_weight`
-    how strongly.
-    """
+    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the weights."""
 
     world: World
     trainee: nn.Module
     module: Any
     optimizer: Any
-    anchor: dict[str, Tensor] = field(default_factory=dict)
-    anchor_weight: float = 0.0
 
 
 class _Forward(nn.Module):
@@ -57,8 +51,7 @@ class _Forward(nn.Module):
             # find the result's tensors in what that module returns.
             sums: LossSums = self.trainee.forward(batch)
         tensors = (sums.loss, sums.tokens, sums.alpha, sums.depth_alpha_D, sums.depth_tokens_D)
-        none = sums.tokens.new_empty(0)
-        return (*tensors, *(none if each is None else each for each in (sums.missing, sums.domain_loss_K)))
+        return (*tensors, sums.tokens.new_empty(0) if sums.missing is None else sums.missing)
 
 
 def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> WrappedTrainee:
@@ -118,8 +111,8 @@ def compile_layers(draft: nn.Module) -> None:
 
 def forward(wrapped: WrappedTrainee, batch: Batch) -> LossSums:
     """The trainee's sums over a batch, through the wrapper."""
-    *tensors, missing, domain_loss_K = wrapped.module(batch)
-    return LossSums(*tensors, *(each if each.numel() else None for each in (missing, domain_loss_K)))
+    *tensors, missing = wrapped.module(batch)
+    return LossSums(*tensors, missing if missing.numel() else None)
 
 
 @contextmanager
@@ -151,35 +144,12 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
         wrapped.module.step()
         return float(wrapped.module.get_global_grad_norm())
     parameters = [parameter for _, parameter in _trained(wrapped)]
-    if wrapped.anchor:
-        # After the average over processes, and so once per step however it was divided (law 6).
-        for name, parameter in _trained(wrapped):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - wrapped.anchor[name], alpha=wrapped.anchor_weight)
     found: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
     norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
     if math.isfinite(norm):
         wrapped.optimizer.step()
     wrapped.optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def copy_trained(trainee: nn.Module) -> dict[str, Tensor]:
-    """A copy of the weights that are trained, by name, of a trainee that is not wrapped yet."""
-    return {name: p.detach().clone() for name, p in trainee.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def anchored(wrapped: WrappedTrainee, weights: dict[str, Tensor], strength: float) -> WrappedTrainee:
-    """The same, its weights pulled towards `weights` of `copy_trained` at every step: L2-SP (Li et al. 2018, arXiv
-    1802.01483), the gradient of strength / 2 x the squared distance. No weights: no pull. Every process calls it.
-    """
-    if wrapped.world.sharing == "fsdp":
-        from torch.distributed.tensor import distribute_tensor
-
-        places = {name: (p.device_mesh, p.placements) for name, p in _trained(wrapped)}
-        weights = {name: distribute_tensor(value, *places[name]) for name, value in weights.items()}
-    return replace(wrapped, anchor=weights, anchor_weight=strength)
 
 
 def set_rate(wrapped: WrappedTrainee, rate: float) -> None:

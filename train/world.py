@@ -26,7 +26,6 @@ from draftsmith_core.processes import (
     telling_who_is_waited_for,
 )
 from train.config import TrainConfig
-from train.extension_locks import remove_dead_locks
 
 Sharing = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 
@@ -76,7 +75,6 @@ def make_world(config: TrainConfig) -> World:
         require_package(
             "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
         )
-        remove_dead_locks()
     _check_launcher(wanted, bf16)
     options = process_group_options(on_cpu)
     if on_cpu:

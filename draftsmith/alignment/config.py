@@ -71,8 +71,6 @@ class TrainChoices:
     """Share of the sequences that are general text, so that the draft keeps what it knew; 0 with policy id."""
     anchor_kl: float = 0.0
     """As `train --anchor_kl`: weight of the divergence from the draft that was started from."""
-    anchor_l2: float = 0.0
-    """As `train --anchor_l2`: weight of half the squared distance from its weights."""
     draft_vocab_size: int = 0
     """As `train --head.draft_vocab_size`: how many tokens a draft language model drafts, the commonest in what it is
     trained on; 0 is all."""
@@ -171,7 +169,7 @@ class AlignConfig:
         ):
             check_least(self, 1, *(f"{part}.{key}" for key in keys))
         check_least(self, 0, "distill.general_texts", "train.warmup_steps", "eval.speed_prompts")
-        check_least(self, 0, "train.anchor_kl", "train.anchor_l2", "train.draft_vocab_size")
+        check_least(self, 0, "train.anchor_kl", "train.draft_vocab_size")
         check_least(self, 100, "eval.bootstrap")
         check_sampling(self.distill.temperature, self.distill.top_k, self.distill.top_p, self.distill.min_p)
         for temperature in self.eval.temperature:

@@ -59,7 +59,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     objective = config.trained()[name]
     index = config.objective.index(objective)
     if name in config.plain_drafts():
-        chosen |= {"replay_fraction": 0.0, "anchor_kl": 0.0, "anchor_l2": 0.0}
+        chosen |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
     elif chosen["replay_fraction"]:
         chosen["replay"] = [str(Path(config.out) / "general")]
     optim = Optim(lr=rates[index % len(rates)], warmup_steps=chosen.pop("warmup_steps"))

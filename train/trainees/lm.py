@@ -63,8 +63,6 @@ class LMTrainee(nn.Module):
         self.reference = None if reference is None else last(reference, name="reference")
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
         self.anchor_objective = None if anchor is None else Objective("anchor_kl", (Term(anchor[1], "fkl"),))
-        # Group DRO: what the loss of a token of each domain is multiplied with in this step; the loop sets it.
-        self.domain_scale_K: Tensor | None = None
         self.size = vocabulary_size(draft)
         assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
         if reference is not None and self.ids_D is not None:
@@ -96,8 +94,6 @@ class LMTrainee(nn.Module):
         valid = _ValidTokens(rows_N, tokens_N, hidden_NH, teacher, weights_N)
         if self.reference is not None:
             sums = self._selected(valid, batch, self.reference)
-        elif self.training and self.domain_scale_K is not None:
-            sums = self._by_domain(valid, batch, self.domain_scale_K)
         elif self.objective.depth is not None:
             sums = self._of_drafts(valid, batch, self.objective.depth)
         else:
@@ -128,20 +124,6 @@ class LMTrainee(nn.Module):
             self.projection,
             alpha,
         )
-
-    def _by_domain(self, valid: "_ValidTokens", batch: Batch, scale_K: Tensor) -> LossSums:
-        """Sums in which a token of domain k counts `scale_K[k]` times, and the unscaled loss of every domain, from
-        which the scales of the next step follow.
-        """
-        assert batch.domains_B is not None
-        losses_N, *measured = self._measures(valid, self.projection)
-        weights_N = torch.ones_like(losses_N) if valid.weights_N is None else valid.weights_N
-        losses_N = losses_N * weights_N
-        domain_N = batch.domains_B[valid.rows_N // batch.labels_BT.shape[1]]
-        losses_K = torch.zeros(len(scale_K), dtype=torch.float64, device=losses_N.device)
-        losses_K.index_add_(0, domain_N, losses_N.double())
-        sums = self._weighted(valid, weights_N * scale_K[domain_N].to(losses_N.dtype), *measured)
-        return replace(sums, domain_loss_K=losses_K)
 
     def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
         """The loss of drafts of `depth` tokens (`@e2e`): its value, and its gradient as `tvd` of every token times a
