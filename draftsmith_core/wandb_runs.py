@@ -1,10 +1,8 @@
-"""Weights & Biases: runs without prompts, and artifacts that link data, drafts and evaluations of different runs.
+"""Weights & Biases for training and evaluation: a run without prompts, and the draft checkpoint as an artifact.
 
-Keys and tokens stay in the environment, where wandb itself reads them; they are neither passed on nor printed.
-Artifacts are named by the hash of their contents, so that runs on different machines refer to the same one.
+Keys and tokens stay in the environment, where wandb reads them; nothing here passes or prints them.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,30 +12,28 @@ from typing import Any
 
 from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.packages import require_package
-from draftsmith_core.provenance import RECORD, read_record
+from draftsmith_core.processes import launched
 
-_OFFLINE = "WANDB_MODE=offline, which needs neither account nor network"
-
-
-def require_tracker(tracker: str) -> None:
-    """InputError when the package of a tracker is not there."""
-    if tracker != "none":
-        require_package(tracker, "tracker")
+_OFFLINE = "set WANDB_MODE=offline, which needs neither account nor network"
 
 
-def require_account() -> None:
-    """InputError unless a run can be opened: its settings are sound, and there is a key where one is needed."""
-    import wandb
+def check_tracker(tracker: str) -> None:
+    """Raise InputError if the tracker is not installed, or if wandb has neither an account nor offline mode."""
+    if tracker == "none":
+        return
+    require_package(tracker, "tracker")
+    # Before several processes are connected they cannot share an error; opening the run finds a missing key then.
+    if tracker == "wandb" and launched() == 1:
+        import wandb
 
-    with without_prompts():
-        settings = wandb.setup().settings
-        if settings.mode in ("online", "run", "shared"):
-            wandb.login()
+        with without_prompts():
+            if wandb.setup().settings.mode in ("online", "run", "shared"):
+                wandb.login()
 
 
 @contextmanager
 def without_prompts() -> Iterator[None]:
-    """Run wandb without standard input, so that it cannot wait for an answer; its errors become InputErrors."""
+    """Run wandb without standard input, so that it cannot wait for an answer; raise its errors as InputError."""
     import wandb
 
     stdin = sys.stdin
@@ -45,100 +41,32 @@ def without_prompts() -> Iterator[None]:
         with open(os.devnull) as empty:
             sys.stdin = empty
             yield
-    except InputError:
-        raise
-    except wandb.errors.UsageError as error:
-        if "api key" in str(error).lower().replace("_", " "):
-            raise InputError(f"tracker: wandb has no key; set WANDB_API_KEY, or {_OFFLINE}") from None
-        raise InputError(f"tracker: wandb: {_one_line(error)}; there is {_OFFLINE}") from None
     except (wandb.errors.Error, ValueError) as error:
-        raise InputError(f"tracker: wandb: {_one_line(error)}; there is {_OFFLINE}") from None
+        if isinstance(error, InputError):
+            raise
+        # The full text of a validation error contains the value, which may be the key.
+        reasons = [reason["msg"] for reason in error.errors()] if hasattr(error, "errors") else [one_line(error)]
+        raise InputError(f"tracker: wandb: {', '.join(reasons).rstrip('.')}; or {_OFFLINE}") from None
     finally:
         sys.stdin = stdin
 
 
-def _one_line(error: Exception) -> str:
-    if hasattr(error, "errors"):
-        # The full text of a validation error contains the value, which may be the key.
-        return ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return one_line(error).rstrip(".")
-
-
 def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[str, Any]:
-    """Arguments of `wandb.init` beside the project; a `run_id` that was used before continues that run."""
+    """Return the arguments of `wandb.init` beside the project; a `run_id` that was used before continues that run."""
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
-    return {
-        "dir": str(directory),
-        "name": name,
-        "id": run_id,
-        "resume": "allow",
-        "job_type": job_type,
-        # wandb would upload the uncommitted changes and the remote's address of the checkout it is started in.
-        "settings": wandb.Settings(disable_git=True),
-    }
+    # disable_git: wandb would upload uncommitted changes and the remote's address of the checkout it is started in.
+    settings = wandb.Settings(disable_git=True)
+    options = {"dir": str(directory), "name": name, "id": run_id, "resume": "allow", "job_type": job_type}
+    return options | {"settings": settings}
 
 
-def log_input(run: Any, artifact: Any) -> None:
-    """Record `artifact` as an input of `run`, and create it where it is not known yet."""
-    if run.disabled:
-        return
-    if run.offline:
-        # `use_artifact` refuses to work offline. This call writes down the same two steps (log it, then mark it as an
-        # input), which take effect when the run is synchronised.
-        run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
-    else:
-        run.use_artifact(artifact)
-
-
-def log_output(run: Any, artifact: Any, aliases: list[str] | None = None) -> None:
-    """Record `artifact` as an output of `run`."""
-    if not run.disabled:
-        run.log_artifact(artifact, aliases=aliases)
-
-
-@contextmanager
-def staging_artifacts_in(directory: Path) -> Iterator[None]:
-    """Keep files of artifacts in `directory`, and not in the user's home directory, until they are uploaded."""
-    kept = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = kept or str(directory.resolve())
-    try:
-        yield
-    finally:
-        if kept is None:
-            del os.environ["WANDB_DATA_DIR"]
-
-
-def data_artifact(name: str, digest: str, sources: list[str]) -> Any:
-    """A data set as an artifact: its digest and the names of its sources, without any rows."""
+def log_checkpoint(run: Any, directory: Path, record: dict[str, Any]) -> None:
+    """Log a draft checkpoint as an artifact that refers to its files by checksum; no weights are uploaded."""
     import wandb
 
-    artifact = wandb.Artifact(f"{name}-{digest[:16]}", type="dataset", metadata={"digest": digest, "sources": sources})
-    with artifact.new_file("digest.json") as file:
-        json.dump({"digest": digest}, file)
-    return artifact
-
-
-def draft_artifact(source: str, fingerprint: str) -> Any:
-    """A draft as an artifact: its record, and its other files by reference and checksum, so no weights are uploaded.
-
-    source: a directory or a hub name. fingerprint: of the draft as it was loaded; used only when the directory has no
-    record, whose fingerprint is of the weights as they were written.
-    """
-    import wandb
-
-    directory = Path(source)
-    record = read_record(directory)
-    fingerprint = record.get("fingerprint", fingerprint)
-    keys = ("kind", "objective", "target", "target_fingerprint", "steps", "best_step", "data", "git_commit", "versions")
-    about = {"source": source, "fingerprint": fingerprint} | {key: record[key] for key in keys if key in record}
-    artifact = wandb.Artifact(f"draft-{fingerprint}", type="model", metadata=about)
-    with artifact.new_file("fingerprint.json") as file:
-        json.dump({"fingerprint": fingerprint}, file)
-    if record:
-        artifact.add_file(str(directory / RECORD), RECORD)
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if path.is_file() and path.name != RECORD and not path.name.startswith("."):
-            artifact.add_reference(path.resolve().as_uri(), name=path.name)
-    return artifact
+    artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
+    for path in sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")):
+        artifact.add_reference(path.resolve().as_uri(), name=path.name)
+    run.log_artifact(artifact, aliases=["best"])

@@ -21,6 +21,7 @@ from draftsmith_core.processes import is_main, join_processes, launched, on_main
 from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.wandb_runs import check_tracker
 from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
@@ -36,7 +37,7 @@ from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark
 from eval.suites import Suite, fit, load_suites
-from eval.tracking import check_tracker, track
+from eval.tracking import track
 
 
 def evaluate(config: EvalConfig) -> Results:
@@ -50,7 +51,7 @@ def evaluate(config: EvalConfig) -> Results:
     """
     started = time.time()
     request = check(config)
-    check_tracker(config)
+    check_tracker(config.tracker)
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)

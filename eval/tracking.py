@@ -1,4 +1,4 @@
-"""An evaluation in Weights & Biases: its figures, its files, and which drafts they are about."""
+"""An evaluation in Weights & Biases: its figures, tables and pictures."""
 
 from typing import Any
 
@@ -12,15 +12,8 @@ from eval.schema import ResultsDocument
 TABLES = ("alpha", "decoding", "predictions", "speed", "costs", "transfer", "why", "lost")
 
 
-def check_tracker(config: EvalConfig) -> None:
-    """InputError when the tracker that is asked for is not installed or has no account."""
-    wandb_runs.require_tracker(config.tracker)
-    if config.tracker == "wandb":
-        wandb_runs.require_account()
-
-
 def track(config: EvalConfig, results: Results) -> None:
-    """Tell the tracker, if one is asked for, what results.json says; the same evaluation again is the same run."""
+    """Log the results to the tracker, if there is one; the same evaluation again is the same W&B run."""
     if config.tracker == "none":
         return
     import wandb
@@ -34,22 +27,11 @@ def track(config: EvalConfig, results: Results) -> None:
     run_id = hash_json([str(out.resolve()), settings])[:16]
     with wandb_runs.without_prompts():
         options = wandb_runs.run_options(out, out.resolve().name, run_id, "eval")
-        with (
-            wandb.init(project=config.project, config=settings, **options) as run,
-            wandb_runs.staging_artifacts_in(out / "wandb"),
-        ):
-            for name in document["drafts"]:
-                row = document["models"][name]
-                wandb_runs.log_input(run, wandb_runs.draft_artifact(row["name"], row["fingerprint"]))
+        with wandb.init(project=config.project, config=settings, **options) as run:
             run.summary.update(figures(document))
-            # Tables that can be filtered there, and the figures of the report.
             frames = {f"tables/{name}": results.to_frame(name) for name in TABLES}
             run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items() if len(frame)})
             run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
-            artifact = wandb.Artifact(f"eval-{run_id}", type="eval", metadata={"drafts": models})
-            for file in ("results.json", "report.html"):
-                artifact.add_file(str(out / file), file)
-            wandb_runs.log_output(run, artifact)
 
 
 def figures(document: ResultsDocument) -> dict[str, float]:

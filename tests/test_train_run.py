@@ -475,23 +475,6 @@ def no_secret(directory: Path, *texts: str) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_its_run_in_the_run_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
-    code, out, err = spawn(*words, "--steps", "3", "--tracker", "wandb", cwd=tmp_path, env=ENV).wait()
-    assert code == 0, err
-    runs = list((tmp_path / "draft" / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(runs) == 1
-    written = runs[0].read_bytes()
-    for curve in (b"heldout_loss", b"tokens_per_s", b"memory_gib", b"grad_norm"):
-        assert curve in written
-    # Lineage: the data by its hash, and the draft by its fingerprint and record.
-    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
-    for side, name in (("training", "data"), ("heldout", "heldout-data")):
-        assert f"{name}-{record['data'][side]['digest'][:16]}".encode() in written
-    assert f"draft-{record['fingerprint']}".encode() in written
-    no_secret(tmp_path, out, err)
-
-
-@pytest.mark.slow
 def test_tensorboard_gets_the_curves_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     code, out, err = spawn(*words, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path, env=ENV).wait()

@@ -112,7 +112,7 @@ def compile_layers(draft: nn.Module) -> None:
 def forward(wrapped: WrappedTrainee, batch: Batch) -> LossSums:
     """The trainee's sums over a batch, through the wrapper."""
     *tensors, missing = wrapped.module(batch)
-    return LossSums(*tensors, missing if missing.numel() else None)
+    return LossSums(*tensors, missing=missing if missing.numel() else None)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.run_directory import claim, hold, keeping
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.wandb_runs import check_tracker
 from train import checkpoint, draft_setup, lora, tracking
 from train.config import TrainConfig
 from train.data import Examples, divide, load_examples, packed, trained_prompts, with_replay
@@ -118,7 +119,7 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
 def _prepare(config: TrainConfig, loss: LossFn | None) -> tuple[PreparedRun, TrainingJob]:
     """Load and check everything. The job holds the draft, which must be freed before the process group is."""
     objective = _objective(config, loss)
-    tracking.check_installed(config)
+    check_tracker(config.tracker)
     world = make_world(config)
     if config.smoke:
         recipe = config
