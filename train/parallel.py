@@ -111,8 +111,8 @@ def compile_layers(draft: nn.Module) -> None:
 
 def forward(wrapped: WrappedTrainee, batch: Batch) -> LossSums:
     """The trainee's sums over a batch, through the wrapper."""
-    *tensors, missing = wrapped.module(batch)
-    return LossSums(*tensors, missing=missing if missing.numel() else None)
+    loss, tokens, alpha, depth_alpha_D, depth_tokens_D, missing = wrapped.module(batch)
+    return LossSums(loss, tokens, alpha, depth_alpha_D, depth_tokens_D, missing if missing.numel() else None)
 
 
 @contextmanager
