@@ -6,9 +6,9 @@ writes it as SentencePiece's bar or as a letter of GPT-2's byte alphabet.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from drafts.draft_vocabulary import to_target
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer
 
-# Bytes of a character in UTF-8 but its first.
-_CONTINUATION = bytes(range(0x80, 0xC0))
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -98,9 +96,6 @@ class VocabularyMap:
     target_size: int
     lost: frozenset[int] = frozenset()
     """Target tokens whose text the draft's tokens cannot write."""
-    encode: Callable[[str], list[int]] | None = None
-    """The target's tokenizer, without special tokens; with `draft_texts` and `target_texts` it spells drafted text."""
-    draft_texts: Mapping[int, bytes] = field(default_factory=dict)
     target_texts: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
@@ -116,33 +111,6 @@ class VocabularyMap:
     def translate(self, ids: Iterable[int]) -> list[int]:
         """Target tokens as tokens of the draft."""
         return [each for token in ids for each in self.in_draft[token]]
-
-    def spell(self, before: int, ids: Sequence[int]) -> list[int]:
-        """The text of draft tokens as target tokens behind the target token `before`.
-
-        Ends before a token without a text, and is empty where the target's tokenizer would not split behind `before`.
-        """
-        assert self.encode is not None
-        written = b""
-        for each in ids:
-            if each not in self.draft_texts:
-                break
-            written += self.draft_texts[each]
-        # Bytes that finish a character begun in an earlier token are no text by themselves and are left out.
-        anchor = self.target_texts.get(before, b"").lstrip(_CONTINUATION)
-        # The last bytes can be the beginning of a character; errors="ignore" leaves them out.
-        text = (anchor + written).decode("utf-8", errors="ignore")
-        spelled = self.encode(text)
-        if not all(token in self.target_texts for token in spelled):
-            return []
-        # Some tokenizers put a space before any text.
-        extra = len(b"".join(self.target_texts[token] for token in spelled)) - len(text.encode())
-        reached = 0
-        for place, token in enumerate(spelled):
-            if reached == len(anchor) + extra:
-                return spelled[place:]
-            reached += len(self.target_texts[token])
-        return []
 
     def coverage(self, texts: Sequence[Sequence[int]]) -> str:
         """In words: how many tokens of these texts can be drafted, and how many texts the draft reads whole.
@@ -207,8 +175,6 @@ def map_vocabulary(
         tuple(in_draft),
         target_size,
         frozenset(lost),
-        partial(target.encode, add_special_tokens=False),
-        draft_texts,
         theirs,
     )
 

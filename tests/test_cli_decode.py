@@ -321,7 +321,6 @@ FAMILIES = [
     ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
     ("--draft {hydra}", "hydra", "chain:3", "speculative"),
     ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),
-    ("--draft {donor} --heterogeneous_vocab true --proposer string_match", "string_match", "chain:4", "exact"),
     ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
     ("--proposer lookahead", "lookahead", "its own", "exact"),
     ("--proposer retrieval --datastore {datastore} --tree kary:2,2", "retrieval", "kary:2,2", "exact"),

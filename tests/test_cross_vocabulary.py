@@ -96,7 +96,7 @@ def test_the_command_decodes_as_the_target_alone(
     prompts_file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ODD))
     found = []
     foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
-    for name, words in {"alone": (), "shared": foreign, "text": (*foreign, "--proposer", "string_match")}.items():
+    for name, words in {"alone": (), "shared": foreign}.items():
         out = tmp_path / f"{name}.jsonl"
         code, _, err = door(
             *("decode", "--target", target_dir, "--prompts", prompts_file, "--out", out, "--temperature", 0),
@@ -156,35 +156,9 @@ def test_missing_mass_is_what_it_cannot_draft(target_dir: str, donor_dir: str, t
         assert measured["missing"][number] == pytest.approx(missing, abs=1e-4)
 
 
-def test_drafted_text_is_spelled_as_the_target_would(target_dir: str, donor_dir: str) -> None:
-    """Behind the last token of the text, in the target's tokens, up to a token of the draft that has no text."""
-    target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
-    words = map_vocabulary(target, draft, 290, len(draft))
-    written = draft.encode("dog and", add_special_tokens=False)
-    before = target.encode("the ", add_special_tokens=False)[-1]
-    spelled = words.spell(before, [*written, draft.eos_token_id, *written])
-    assert str(target.decode(spelled)).strip() == "dog and"
-    assert words.spell(before, [draft.eos_token_id, *written]) == []
-    # Half a character is not spelled until it is whole.
-    accent = draft.encode("\u00e9", add_special_tokens=False)[-2:]
-    assert target.decode(words.spell(before, accent)) == "\u00e9" and words.spell(before, accent[:1]) == []
-    # Behind the last bytes of a character, which are a token of their own and no text, it is spelled from there on.
-    last = target.encode("\U0001f642", add_special_tokens=False)[-1]
-    assert target.decode(words.spell(last, written)) == " dog and"
-    # The other way round: a tokenizer that puts a space before any text.
-    back = map_vocabulary(draft, target, len(draft), 290)
-    ids = back.spell(draft.encode("the", add_special_tokens=False)[-1], target.encode(" dog", add_special_tokens=False))
-    assert str(draft.decode(ids)).strip() == "dog"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--draft", "{own}", "--proposer", "string_match"), "string_match is for a draft of another tokenizer"),
-        (
-            ("--draft", "{donor}", "--heterogeneous_vocab", "true", "--proposer", "string_match", "--tree", "kary:2,2"),
-            "tree: string_match drafts chains only; use chain:4",
-        ),
         (("--draft", "{donor}", "{own}", "--heterogeneous_vocab", "true"), "cannot draft together; use one"),
     ],
 )

@@ -33,12 +33,11 @@ from decode import (
     SpeculativeDecoder,
     Tree,
 )
-from decode.propose.string_match import StringMatchProposer
 from decode.suffix_index import SuffixIndex
 from drafts.draft_vocabulary import trim
 from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.vocabulary import VocabularyMap, attach, pieces
+from drafts.vocabulary import VocabularyMap, attach
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
 from tests.tiny_models import random_llama, stirred
 
@@ -88,23 +87,9 @@ def of_a_part() -> DraftModelProposer:
 
 
 def words() -> VocabularyMap:
-    """Token 2 of the target is the text of tokens 0 and 1 together, so that text of the draft can merge."""
-    target, own = dict(enumerate([b"a", b"b", b"ab", b"c", b"d"])), [b"b", b"a", b"a", b"ab", b"b", b"c", b"d"]
-
-    def encode(text: str) -> list[int]:
-        found = pieces(text.encode(), {each: token for token, each in target.items()}, 2)
-        assert found is not None
-        return found
-
+    """Token 2 of the target is two tokens of the draft."""
     shared = torch.tensor([2, 0, 5, 6]), torch.tensor([0, 1, 3, 4])
-    in_draft = ((2,), (0,), (1, 4), (5,), (6,))
-    return VocabularyMap(*shared, in_draft, VOCAB, frozenset(), encode, dict(enumerate(own)), target)
-
-
-def string_match() -> StringMatchProposer:
-    draft = llama(8, VOCAB + 2)
-    attach(draft, words())
-    return StringMatchProposer(draft)
+    return VocabularyMap(*shared, ((2,), (0,), (1, 4), (5,), (6,)), VOCAB)
 
 
 VARIANTS: dict[str, Callable[[], Proposer]] = {
@@ -113,7 +98,6 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft, fewer tokens": lambda: DraftModelProposer(llama(7, VOCAB - 1)),
     "draft, of another vocabulary": of_another_vocabulary,
     "draft, of a part of the vocabulary": of_a_part,
-    "string_match": string_match,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
     "eagle3": lambda: head("eagle3"),
@@ -196,7 +180,6 @@ VALID = {
     "draft, of another vocabulary": 44,
     "draft, of a part of the vocabulary": 44,
     "several drafts": 12,
-    "string_match": 6,
     "blockwise": 20,
     "prompt_lookup": 10,
     "lookahead": 24,

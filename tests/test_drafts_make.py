@@ -219,7 +219,6 @@ def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir: st
     there = map_vocabulary(byte_level, pieced, len(byte_level), len(pieced))
     assert there.in_draft[letter] == (own["t"],)
     assert there.in_draft[run] == (own["\u2581"],) * 4 and run not in there.lost
-    assert there.draft_texts[own["<0x74>"]] == b"t"
     back = map_vocabulary(pieced, byte_level, len(pieced), len(byte_level))
     pairs = dict(zip(back.target_ids.tolist(), back.draft_ids.tolist(), strict=True))
     assert pairs[own["t"]] == letter and own["<0x74>"] not in pairs

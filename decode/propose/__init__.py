@@ -20,8 +20,7 @@ class ProposerKind:
     """A method of drafting, as help texts and tables print it: its title, the trees that it drafts, its paper.
 
     `make` takes what it `needs`: a list of language models, a head, a suffix index, or None; of models and heads also
-    `fast`. determined: its models are greedy, so that the context determines its drafts. usual: the proposer that
-    drafts with the same kind of model or head on any tree, where this one is for chains only.
+    `fast`. usual: the proposer that drafts with the same kind of head on any tree, where this one is for chains only.
     """
 
     title: str
@@ -29,13 +28,12 @@ class ProposerKind:
     paper: str
     needs: Literal["models", "head", "index", "nothing"]
     make: Callable[..., "Proposer"]
-    determined: bool = False
     usual: str | None = None
 
     @property
     def draws(self) -> bool:
         """Whether it can draw tokens at random; what copies from a text cannot: the context determines its drafts."""
-        return self.needs in ("models", "head") and not self.determined
+        return self.needs in ("models", "head")
 
 
 def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
@@ -55,15 +53,6 @@ PROPOSERS: dict[str, ProposerKind] = {
         "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
         "models",
         _in("draft_model", "DraftModelProposer"),
-    ),
-    "string_match": ProposerKind(
-        "a language model of another tokenizer, by the text that it writes",
-        "chain",
-        "Timor et al. 2025, arXiv 2502.05202",
-        "models",
-        _in("string_match", "StringMatchProposer"),
-        determined=True,
-        usual="draft",
     ),
     "eagle": ProposerKind(
         "EAGLE-1/2 head: the target's next top feature",
