@@ -63,7 +63,7 @@ class BenchmarkConfig:
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Plan, sweep, and time the best again."""
     from eval.plan import TRIED, Planner, plan_pair, planned_tree
-    from eval.plan_joint import kary_space
+    from eval.plan_model import kary_space
 
     pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
     prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)

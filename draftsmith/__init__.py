@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from eval.config import PlanConfig as PlanConfig
     from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
-    from eval.plan_run import plan as plan
+    from eval.plan import plan as plan
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
     from train.losses import LOSSES as losses  # noqa: N811
@@ -82,7 +82,7 @@ _PUBLIC = {
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),
-    "plan": ("eval.plan_run", "plan"),
+    "plan": ("eval.plan", "plan"),
     "score_set": ("distill.score_set", "score_set"),
     "train": ("train.training_run", "train"),
     "write_set_page": ("draftsmith.set_page", "write_set_page"),

@@ -29,8 +29,7 @@ from eval.groups import Setting
 from eval.measure_all import Run, measure_all
 from eval.measurement_cache import MeasurementCache
 from eval.model_rows import clock, identity, machine, model_row
-from eval.plan import Planner
-from eval.plan_run import NOW_PROMPTS, plan_now, planned_now
+from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
 from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check

@@ -2,8 +2,8 @@
 
 1. The target writes the answers; one forward of each model over them gives the chances of acceptance at every rank and
    depth (`eval.acceptance`).
-2. Steps are timed over rows that are verified and nodes that are expanded (`eval.plan_costs`).
-3. Chains, k-ary trees in MCSD's whole space and trees grown node by node from joint runs (`eval.plan_joint`, Sequoia's
+2. Steps are timed over rows that are verified and nodes that are expanded (`eval.plan_model`).
+3. Chains, k-ary trees in MCSD's whole space and trees grown node by node from joint runs (`eval.plan_model`, Sequoia's
    objective without its assumption) are ranked by expected tokens per step over seconds per step. What can only be
    tried, confidence stops and trees that grow while decoding, is timed on a few prompts.
 4. The best are timed beside the target alone, interleaved, and the fastest is the plan: of four candidates the largest
@@ -14,8 +14,9 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,25 @@ from transformers import PreTrainedModel
 from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
 from decode.packed_linear import Packs
 from decode.tree_spec import kary
-from drafts.load import Draft, depth_limit, kind_of
+from drafts.load import Draft, depth_limit, kind_of, load_pair
+from draftsmith_core.engine_commands import SERVING
+from draftsmith_core.errors import InputError
+from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
+from draftsmith_core.io import write_json_atomic
+from draftsmith_core.model_options import loading
 from draftsmith_core.models import eos_ids, vocabulary_size
-from draftsmith_core.progress import Advance
-from draftsmith_core.prompts import Prompt
+from draftsmith_core.processes import say
+from draftsmith_core.progress import Advance, progress
+from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.provenance import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import PromptSums, estimate, quotient, ratio_signs, resamples
+from eval.config import PlanConfig
 from eval.estimate import read_traces
-from eval.plan_costs import Costs, measure_costs
-from eval.plan_flags import engine_flags
-from eval.plan_joint import JointRuns, kary_space
+from eval.model_rows import machine, model_row
+from eval.plan_model import Costs, JointRuns, kary_space, measure_costs
 from eval.predict import Traces, chances, expected_counts
 from eval.request import Method
 
@@ -54,6 +63,9 @@ STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
 # Finalists are timed anew, with the same seeds, until each has had so many seconds, at most so often.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
+STEPS = 6
+# `--tree auto` plans on so many prompts, with answers of so many tokens.
+NOW_PROMPTS, NOW_TOKENS = 8, 48
 
 
 @dataclass(frozen=True)
@@ -325,3 +337,135 @@ def _by_domain(
             {"domain": domain, "prompts": len(own.rows), "tree": name, "tau": tau, "speedup": speed * costs.alone}
         )
     return rows
+
+
+# Engine: the rule above temperature 0, as a verifier here, and in words.
+# At temperature 0 all of them accept what the target would have chosen.
+_GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
+_RULES = {
+    "vllm": _GREEDY_DRAFT,
+    "sglang": _GREEDY_DRAFT,
+    "llama.cpp": _GREEDY_DRAFT,
+    "transformers": ("speculative", "the draft samples, accepted with min(1, p/q)"),
+}
+
+
+def engine_flags(
+    kind: str, rate: Callable[[str, int], tuple[float, float]], alone: float, longest: int
+) -> list[dict[str, Any]]:
+    """By engine that loads such a draft: the best length, and tau and speedup there. `rate(verifier, n)` gives tau and
+    tokens per second of a chain of n, `alone` the tokens per second without a draft, as predicted here.
+    """
+    found: list[dict[str, Any]] = []
+    for engine, (verifier, rule) in _RULES.items():
+        if kind not in SERVING[engine]:
+            continue
+        rates = [(rate(verifier, n), n) for n in range(1, longest + 1)]
+        (tau, speed), best = max(rates, key=lambda each: each[0][1])
+        found.append({"engine": engine, "rule": rule, "draft_tokens": best, "tau": tau, "speedup": speed / alone})
+    return found
+
+
+def with_commands(engines: Sequence[dict[str, Any]], kind: str, target: str, draft: str) -> list[dict[str, Any]]:
+    """The same with the command that serves the pair, and those that first write what it reads (`exports`)."""
+    rows = []
+    for row in engines:
+        exports, command = SERVING[row["engine"]][kind].commands(kind, target, draft, row["draft_tokens"])
+        rows.append({**row, "exports": exports, "command": command})
+    return rows
+
+
+def plan(config: PlanConfig) -> dict[str, Any]:
+    """Find the fastest tree for a pair, write it with everything it is based on to `config.out`, and return that.
+
+    Raises InputError for what cannot be loaded, read or drafted.
+    """
+    if Path(config.out).is_dir():
+        raise InputError(f"--out {config.out}: is a directory; name a .json file")
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts)
+    pair = load_pair(
+        config.target,
+        {"draft": config.draft},
+        quantize=config.quantize,
+        tokenizer=tokenizer,
+        **loading(config),
+    )
+    draft = pair.drafts["draft"]
+    # A step that is timed stands behind two thirds of a prompt and its answer, and goes on from there.
+    room = (pair.context or 2**31) - config.max_new_tokens
+    prompts = [prompt for prompt in read.prompts if len(prompt.ids) <= room]
+    for skip in read.skipped:
+        say(f"plan: row {skip.row} skipped: {skip.reason}")
+    if long := len(read.prompts) - len(prompts):
+        say(f"plan: {long} prompts skipped: longer than the {room} tokens that leave room")
+    if not prompts:
+        raise InputError(f"--prompts {config.prompts}: none fits {room} tokens; lower --max_new_tokens")
+    found = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    if found.note:
+        say(f"plan: {found.note}")
+    try:
+        planner = Planner(
+            pair.target,
+            draft,
+            prompts,
+            found.sampling,
+            batch_size=config.batch_size,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+        )
+        with progress("plan", STEPS) as advance:
+            planned = plan_pair(planner, confirm_prompts=config.confirm_prompts * config.batch_size, advance=advance)
+    except ValueError as error:
+        raise InputError(f"--draft {config.draft}: {error}") from None
+    document = {
+        **planned,
+        "engines": with_commands(planned["engines"], kind_of(draft), config.target, config.draft),
+        "models": {"target": model_row(config.target, pair.target), "draft": model_row(config.draft, draft)},
+        "machine": machine(pair.target),
+        "provenance": provenance("draftsmith plan", {"prompts": config.prompts, "seed": config.seed}),
+    }
+    write_json_atomic(Path(config.out), document)
+    return document
+
+
+def plan_now(planner: Planner) -> dict[str, Any]:
+    """A plan made on the spot, on the first prompts and with short answers, for `--tree auto`."""
+    few, tokens = planner.prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, planner.max_new_tokens))
+    with progress("plan", STEPS) as advance:
+        return plan_pair(
+            replace(planner, prompts=few, max_new_tokens=tokens), confirm_prompts=len(few), advance=advance
+        )
+
+
+def planned_now(plan: dict[str, Any]) -> str:
+    """One line about a plan of `plan_now`."""
+    best = "no draft is faster; the best is " * (plan["pays"] is False) + plan["name"]
+    times = plan["speedup"]["value"]
+    return f"planned now, on {plan['prompts']} prompts: {best} ({times:.2f} times no draft)"
+
+
+def plan_lines(document: dict[str, Any]) -> list[str]:
+    """What a person wants to read of a plan."""
+    speedup, pays = document["speedup"], document["pays"]
+    where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
+    bounds = "" if speedup["low"] is None else f" [{speedup['low']:.2f}, {speedup['high']:.2f}]"
+    best, times = f"{document['name']} with {document['verifier']}", f"{speedup['value']:.2f}{bounds}"
+    verdict = {
+        True: f"use {best}: {times} times as fast as no draft",
+        False: f"use no draft: the best, {best}, is {times} times as fast",
+        None: f"the best is {best}, and its {times} times the speed of no draft cannot be told from 1",
+    }[pays]
+    lines = [f"{verdict} ({where})", ""]
+    width = max(len(row["tree"]) for row in document["confirmed"])
+    for row in document["confirmed"]:
+        times = f"  {row['speedup']['value']:.2f}x" if row["speedup"] else ""
+        lines.append(f"  {row['tree']:<{width}}  {row['tokens_per_s']:8.1f} tokens/s{times}")
+    if document["engines"]:
+        lines += ["", "elsewhere, under each engine's rule and at this machine's costs:"]
+        for row in document["engines"]:
+            lines.append(
+                f"  {row['engine']}: {row['draft_tokens']} draft tokens, {row['tau']:.2f} tokens a step expected"
+            )
+            lines += [f"    {command}" for command in (*row["exports"], row["command"])]
+    return lines

@@ -13,10 +13,8 @@ from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
 from draftsmith_core.engine_commands import SERVING
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.plan import Candidate, _finalists, _pays
-from eval.plan_costs import fit, measure_costs, shapes
-from eval.plan_flags import engine_flags
-from eval.plan_joint import JointRuns, kary_space
+from eval.plan import Candidate, _finalists, _pays, engine_flags
+from eval.plan_model import JointRuns, fit, kary_space, measure_costs, shapes
 
 Door = Callable[..., tuple[int, str, str]]
 

@@ -137,8 +137,7 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 
 def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
-    from eval.plan import Planner, planned_tree
-    from eval.plan_run import plan_now, planned_now
+    from eval.plan import Planner, plan_now, planned_now, planned_tree
 
     sampling = pair.sampling(**sampling_options(config)).sampling
     (draft,) = pair.drafts.values()

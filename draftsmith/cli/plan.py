@@ -12,7 +12,7 @@ def run(argv: list[str]) -> None:
     """Find the tree with which a draft is fastest here."""
     config, as_json = parse(PlanConfig, "plan", argv)
     require_single_process("plan")
-    from eval.plan_run import plan, plan_lines
+    from eval.plan import plan, plan_lines
 
     found = plan(config)
     lines = [*plan_lines(found), "", f"plan: {config.out} (--tree auto:{config.out})"]
