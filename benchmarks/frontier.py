@@ -43,7 +43,7 @@ from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
 from eval.estimate import measure_alphas
-from eval.measurement_cache import MeasurementCache
+from eval.measure_all import MeasurementCache
 from train.config import Lora, Optim, TrainConfig
 from train.training_run import train
 

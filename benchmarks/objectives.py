@@ -46,7 +46,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from eval.measurement_cache import MeasurementCache
+from eval.measure_all import MeasurementCache
 from train.config import OnPolicy, Optim, TrainConfig
 from train.training_run import train
 

@@ -12,7 +12,7 @@ independent of each other. Counts are kept per prompt and divided last (law 3).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import NormalDist
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from eval.schema import Difference, Estimate, Transfer
-from eval.student import student_cdf, student_quantile
 
 Floats = npt.NDArray[np.float64]
 
@@ -28,6 +27,8 @@ LEVEL = 0.95
 # A resample in which the denominator is zero has no value. When more than this share of them has none, the
 # percentiles of the rest would describe a different quantity, so no interval is given.
 MAX_UNDEFINED = 0.05
+# Beyond so many degrees of freedom it is the normal distribution to 1e-3, and its series are long.
+MANY = 2000
 
 
 @dataclass(frozen=True)
@@ -258,3 +259,31 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
+
+
+def student_cdf(t: float, freedom: int) -> float:
+    """P(T <= t), by the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    if freedom > MANY:
+        return NormalDist().cdf(t)
+    angle = math.atan(t / math.sqrt(freedom))
+    odd, square = freedom % 2, math.cos(angle) ** 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1, freedom // 2 + 1):
+        total += term
+        term *= square * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
+    inside = math.sin(angle) * total
+    return 0.5 + (angle + inside) / math.pi if odd else 0.5 + inside / 2
+
+
+@cache
+def student_quantile(probability: float, freedom: int) -> float:
+    """The t that `student_cdf` takes to this probability, at least a half."""
+    if freedom > MANY:
+        return NormalDist().inv_cdf(probability)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < probability:
+        high *= 2
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
+    return high

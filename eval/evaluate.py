@@ -26,8 +26,7 @@ from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.groups import Setting
-from eval.measure_all import Run, measure_all
-from eval.measurement_cache import MeasurementCache
+from eval.measure_all import MeasurementCache, Run, measure_all
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
 from eval.remarks import announce
@@ -89,7 +88,7 @@ def evaluate(config: EvalConfig) -> Results:
                 config=asdict(config),
                 models=models,
                 provenance=provenance(command_line("eval", asked), asdict(config)),
-                clock=clock(started, cache, pair.target),
+                clock=clock(started, cache.reused, cache.measured, pair.target),
                 remarks=said,
                 diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
             )

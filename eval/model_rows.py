@@ -20,7 +20,6 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.provenance import read_record
-from eval.measurement_cache import MeasurementCache
 from eval.schema import ModelRow, Training
 
 
@@ -92,15 +91,15 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def clock(started: float, cache: MeasurementCache, target: PreTrainedModel) -> dict[str, Any]:
+def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
     """When the run started (seconds since 1970) and ended, what it measured anew, where, and its peak memory."""
     finished = time.time()
     return {
         "started": _utc(started),
         "finished": _utc(finished),
         "seconds": round(finished - started, 3),
-        "cells_reused": cache.reused,
-        "cells_measured": cache.measured,
+        "cells_reused": reused,
+        "cells_measured": measured,
         "machine": machine(target),
         "peak_memory_bytes": peak_memory(target.device)[0],
     }

@@ -14,9 +14,10 @@ from eval.bootstrap import (
     quotient,
     resamples,
     signs,
+    student_cdf,
+    student_quantile,
     transfer,
 )
-from eval.student import student_cdf, student_quantile
 
 
 def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40) -> PromptSums:

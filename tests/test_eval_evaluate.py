@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 # Dies in the middle of writing its fourth cell: the temporary file is there, the cell is not.
 KILLED = """
 import json, os, signal
-import eval.measurement_cache
+import eval.measure_all
 from draftsmith_core import io
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
@@ -46,7 +46,7 @@ def write(path, value):
             temporary.write_text(json.dumps(value)[:20])
             os.kill(os.getpid(), signal.SIGKILL)
     io.write_json_atomic(path, value)
-eval.measurement_cache.write_json_atomic = write
+eval.measure_all.write_json_atomic = write
 evaluate(EvalConfig(**{options!r}))
 """
 
@@ -412,7 +412,7 @@ def test_a_stopped_evaluation_says_whether_anything_was_kept(
         left[0] -= 1
         write_json_atomic(path, value)
 
-    monkeypatch.setattr("eval.measurement_cache.write_json_atomic", stopped)
+    monkeypatch.setattr("eval.measure_all.write_json_atomic", stopped)
     for left[0], note in ((0, "nothing was kept"), (2, "the same command continues where it was")):
         with pytest.raises((Terminated, KeyboardInterrupt)) as stop:
             evaluate(config)
