@@ -230,6 +230,18 @@ def on_main(work: Callable[[], None]) -> None:
         raise (InputError if by_user else RunError)(" ".join(message.split()))
 
 
+def from_main(work: Callable[[], T]) -> T:
+    """As `on_main`, and return in every process what `work` returned in the main one."""
+    result: list[Any] = []
+    on_main(lambda: result.append(work()))
+    if launched() > 1 and not _others_wait:
+        from accelerate.utils import broadcast_object_list
+
+        result = broadcast_object_list(result or [None])
+    value: T = result[0]
+    return value
+
+
 def divided(count: int, work: Callable[[int], T]) -> list[T]:
     """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them, in turn.
 

@@ -28,7 +28,6 @@ from draftsmith_core.options import (
     options_of,
     parse,
 )
-from draftsmith_core.provenance import difference
 from train.config import TrainConfig
 
 Door = Callable[..., tuple[int, str, str]]
@@ -326,15 +325,6 @@ def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path: Path) -> No
     )
     assert run.stderr == "draftsmith train: --data: is missing; --help says what it means\n"
     assert run.returncode == 2
-
-
-def test_a_difference_is_named_by_its_key() -> None:
-    there = {"config": {"seed": 1, "optim": {"lr": 0.1}}, "data": "x"}
-    assert difference(there, there) is None
-    assert difference(there, {**there, "data": "y"}) == 'data is "x", now it is "y"'
-    other: dict[str, Any] = {"config": {"seed": 1, "optim": {"lr": 0.2}}, "data": "x"}
-    assert difference(there, other) == "optim.lr is 0.1, now it is 0.2"
-    assert difference({}, {"a": "z" * 99}) == 'a is null, now it is "' + "z" * 56 + "..."
 
 
 def test_python_callers_get_the_same_checks() -> None:

@@ -1,0 +1,336 @@
+"""A run of a command: it locks its directory, resumes what a killed run left, and records where results come from.
+
+    with Run(out, keeps=("part-*.parquet",)) as run:              # SIGTERM and Ctrl-C end the block with a note
+        ...                                                       # load and check; nothing is written yet
+        run.begin(identity(config), what="distilled set")         # lock; InputError if another run's files are there
+        answer = run.step("cells/abc.json", make)                 # the value in the file, or of make(), then written
+        part = run.step("part-00000.parquet", make)               # the file, or make(temporary path)
+        draft = run.step("start/", make)                          # the directory, or make(temporary directory)
+        with run.journal(".answers.jsonl") as journal:            # rows appended one by one
+            journal.rows, journal.append(row)
+
+A step is written whole (temporary name, fsync, rename), so a killed run finds each step finished or missing. Of several
+processes, the main one makes a step while the others wait; with `who="all"` every process calls `make` and the main
+one writes; with `who="each"` this process alone makes it.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import draftsmith_core
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import (
+    atomic_dir,
+    atomic_file,
+    canonical_json,
+    make_dir,
+    read_json,
+    read_json_value,
+    remove_leftovers,
+    write_json_atomic,
+    writing,
+)
+from draftsmith_core.processes import StopSignal, Terminated, from_main, on_main, terminable, without_fsdp_variable
+
+log = logging.getLogger(__name__)
+
+# Beside the weights of a draft: how it was made.
+RECORD = "draftsmith.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+
+
+class Run:
+    """What one command writes to `out`, a directory or (`file=True`) one file. See the module.
+
+    keeps: globs in `out`; if any matches when the run is interrupted, the note says that the same command resumes.
+    """
+
+    stop: StopSignal
+
+    def __init__(
+        self, out: Path | str, *, option: str = "--out", keeps: Sequence[str] = (), file: bool = False
+    ) -> None:
+        self.out = Path(out)
+        self.directory = self.out.parent if file else self.out
+        self.resumed = False
+        self._option, self._keeps, self._file = option, keeps, file
+        self._steps = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.stop = self._stack.enter_context(terminable())
+        self._stack.enter_context(without_fsdp_variable())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt | Terminated):
+            kept = self._steps or any(any(self.directory.glob(pattern)) for pattern in self._keeps)
+            error.add_note("the same command continues where it was" if kept else "nothing was kept")
+        self._stack.close()
+
+    def begin(
+        self,
+        identity: Mapping[str, Any] | None = None,
+        *,
+        what: str = "run",
+        records: Sequence[str] = ("run.json",),
+        advice: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Lock `out` and, given an identity, claim it; return whether this resumes a run. See `hold` and `claim`."""
+        self._stack.enter_context(hold(self.out, self._option, file=self._file))
+        if identity is not None:
+            options: dict[str, Any] = {"what": what, "option": self._option, "records": records, "advice": advice}
+            self.resumed = from_main(lambda: claim(self.out, identity, **options))
+        return self.resumed
+
+    def step(self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main") -> Any:
+        """Return the finished step `name`, or make it. NAME.json holds the JSON value that `make()` returns; of another
+        file or a directory (`NAME/`) the path is returned, and `make(temporary)` fills it.
+        """
+        path = self.directory / name
+        self._steps += path.exists()
+        if who == "all":
+            if not from_main(path.exists):
+                value = make()
+                on_main(lambda: self._write(path, name, lambda: value))
+        elif who == "each":
+            self._write(path, name, make)
+        else:
+            on_main(lambda: self._write(path, name, make))
+        return read_json_value(path, "a finished step") if name.endswith(".json") else path
+
+    def _write(self, path: Path, name: str, make: Callable[..., Any]) -> None:
+        if path.exists():
+            return
+        if name.endswith(".json"):
+            value = make()
+            with writing(path):
+                write_json_atomic(path, value)
+        else:
+            with writing(path), (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary:
+                make(temporary)
+        self._steps += 1
+
+    def journal(self, name: str, head: Any = None) -> "Journal":
+        """Open a file of rows that are appended one by one. A journal with another `head` is started anew."""
+        return Journal(self.directory / name, head)
+
+
+class Journal:
+    """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is dropped."""
+
+    def __init__(self, path: Path, head: Any = None) -> None:
+        self.path = path
+        data = path.read_bytes() if path.exists() else b""
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        first = [] if head is None else [canonical_json(head).encode() + b"\n"]
+        if lines[: len(first)] != first:
+            lines = []
+        try:
+            self.rows = [json.loads(line) for line in lines[len(first) :]]
+        except ValueError:
+            raise InputError(f"{path}: is damaged; delete it, and its rows are made again") from None
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            self._file.truncate(sum(map(len, lines)))
+            if first and not lines:
+                self._put(first[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def append(self, row: Any) -> None:
+        """Add one row, and flush."""
+        self._put(canonical_json(row).encode() + b"\n")
+
+    def _put(self, line: bytes) -> None:
+        with writing(self.path):
+            self._file.write(line)
+            self._file.flush()
+
+    def remove(self) -> None:
+        """Close and delete the file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[None]:
+    """Lock the directory (or `file`) `out` while the block runs; make the directory if it is missing.
+
+    Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends with its process.
+    Raise InputError, in every process, that names the host and process id of the run that holds it.
+    """
+    path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
+    made = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
+    descriptor: int | None = None
+
+    def take() -> None:
+        nonlocal descriptor
+        make_dir(path.parent, option)
+        descriptor = _lock(path, f"{option} {out}")
+
+    on_main(take)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            # A run that wrote nothing leaves no directories.
+            with contextlib.suppress(OSError):
+                for directory in made:
+                    directory.rmdir()
+
+
+def _lock(path: Path, out: str) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise InputError(
+                f"{out}: {holder or 'another run'} is writing it; wait for it, or choose another"
+            ) from None
+        except OSError as error:
+            log.warning("%s: its file system has no locks (%s); start no second run there", out, error.strerror)
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        os.close(descriptor)  # the run that held it has just ended and deleted the file; try again
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return descriptor
+
+
+def claim(
+    directory: Path,
+    identity: Mapping[str, Any],
+    *,
+    what: str,
+    option: str = "--out",
+    records: Sequence[str] = ("run.json",),
+    advice: Mapping[str, str] | None = None,
+) -> bool:
+    """Make `directory` this run's own, and return whether a run of the same identity began it.
+
+    identity: everything that decides the result; JSON. records: files that hold an identity; a new run writes the last.
+    advice: what to do if a key of the identity differs. Raise InputError that names the first key that differs.
+    """
+    make_dir(directory, option)
+    remove_leftovers(directory)
+    current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
+    for name in records:
+        if (directory / name).exists():
+            recorded = read_json(directory / name, f"the record of a {what}")["identity"]
+            differs = difference(recorded, current)
+            if differs is None:
+                return True
+            fix = (advice or {}).get(differs.split(" ")[0], "delete the directory")
+            raise InputError(
+                f"{option} {directory}: holds another {what}: its {differs}; choose another {option} or {fix}"
+            )
+    write_json_atomic(directory / records[-1], {"identity": current})
+    return False
+
+
+def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """The first key (dotted) in which two identities differ, with both values; None if they agree."""
+    for key in sorted(recorded.keys() | current.keys()):
+        a, b = recorded.get(key), current.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            inner = difference(a, b)
+            if inner is not None:
+                return f"{key}.{inner}".removeprefix("config.")
+        elif a != b:
+            return f"{key} is {_short(a)}, now it is {_short(b)}"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def keeping(kept: Callable[[], bool]) -> Iterator[None]:
+    """Add a note to Ctrl-C and SIGTERM in the block: whether the same command will find something done."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        stop.add_note("the same command continues where it was" if kept() else "nothing was kept")
+        raise
+
+
+def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Where an artifact came from: command, options, versions, commit. No times: equal runs write equal bytes."""
+    return {"command": command, "config": config, "versions": versions(), "git_commit": git_commit()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this project and of the libraries that decide its numbers."""
+    found = {"python": platform.python_version(), "draftsmith": draftsmith_core.__version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # `datasets` may be absent
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this code runs from, with `+` if it has changes; None outside a checkout."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def command_line(command: str, config: Any) -> str:
+    """The command line that gives the options of `config`; those at their defaults are left out."""
+    return shlex.join(["draftsmith", command, *_words(config, "")])
+
+
+def _words(config: Any, prefix: str) -> list[str]:
+    words = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(value):
+            words += _words(value, f"{prefix}{field.name}.")
+        elif value != default:
+            words += [f"--{prefix}{field.name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The record of a draft that this project made; empty for others."""
+    path = checkpoint / RECORD
+    return read_json(path, "the record of a draft checkpoint") if path.is_file() else {}
