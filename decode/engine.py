@@ -141,7 +141,7 @@ class SpeculativeDecoder:
             return BatchOutput([], 0.0, 0.0)
         began = self._clock()
         # Heads multiply with the target's own output projection, which may be packed.
-        packed = self._packs.inside(self.target, 0) if self._packs else nullcontext()
+        packed = self._packs.inside(self.target) if self._packs else nullcontext()
         with self._alone(), self._own_dtype(), packed:
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
             joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
             if not joining and (run is None or not run.live):
                 return
-            with self._own_dtype(), self._packs.inside(self.target, 0) if self._packs else nullcontext():
+            with self._own_dtype(), self._packs.inside(self.target) if self._packs else nullcontext():
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]

@@ -225,8 +225,7 @@ class LeanForward:
         """One forward behind `cache.column`. `positions_Bq` may have one row for all, none above `top_position`.
 
         `masks` are additive, `[1 or B, 1, q, P]`, by kind of layer or one for all; None sees everything, but in
-        the first chunk of a prefill means causal. `prefill` computes no logits, and leaves out oneDNN, whose rounding
-        depends on how many rows there are.
+        the first chunk of a prefill means causal. `prefill` computes no logits.
         """
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
@@ -246,7 +245,6 @@ class LeanForward:
             )
             return self._over_all_tokens(logits), tuple(found[asked.index(number)] for number in numbers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
-        packed = self.packs.one_dnn(total) and not prefill
         news, alls = cache.views(rows, groups, size, queries, self.norm_D)
         attend = self._attention(masks, queries)
         wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}
@@ -257,7 +255,7 @@ class LeanForward:
             if index in wanted:
                 states[index] = x_XD
             h_XD = self._norm(x_XD, layer.norm_D)
-            qkv_BqHE = layer.qkv(h_XD, packed).view(rows, queries, heads + 2 * groups, size)
+            qkv_BqHE = layer.qkv(h_XD).view(rows, queries, heads + 2 * groups, size)
             qk_BqHE = qkv_BqHE[:, :, : heads + groups]
             if layer.head_norms_E is not None:
                 qk_BqHE = torch.cat(
@@ -275,10 +273,10 @@ class LeanForward:
             if prefill and index == last and last + 1 not in wanted:
                 break  # The last layer's keys and values are in the cache; its output is not wanted.
             mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), alls[0][index], alls[1][index], layer.kind)
-            x_XD = layer.out.plus(mixed_XD, x_XD, packed)
+            x_XD = layer.out.plus(mixed_XD, x_XD)
             h_XD = self._norm(x_XD, layer.ffn_norm_D)
-            h_XI = self._inner(h_XD, layer, packed)
-            x_XD = layer.down.plus(h_XI, x_XD, packed)
+            h_XI = self._inner(h_XD, layer)
+            x_XD = layer.down.plus(h_XI, x_XD)
         if prefill and last + 1 not in wanted:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
         if last + 1 not in wanted:
@@ -289,7 +287,7 @@ class LeanForward:
             x_XD = _end(x_XD, rows, keep_logits)
         if prefill:
             return x_XD.new_empty(rows, 0, 0), self._hidden(states, hidden_layers, rows, queries)
-        logits = self.head(x_XD, packed and self.packs.one_dnn(x_XD.shape[0])).view(rows, x_XD.shape[0] // rows, -1)
+        logits = self.head(x_XD).view(rows, x_XD.shape[0] // rows, -1)
         return self._over_all_tokens(logits), self._hidden(states, hidden_layers, rows, queries)
 
     def _over_all_tokens(self, logits: Tensor) -> Tensor:
@@ -310,8 +308,8 @@ class LeanForward:
             return torch.mul(x, (float(row.dot(row)) / row.shape[0] + self.eps) ** -0.5).mul_(weight)
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
-    def _inner(self, h_XD: Tensor, layer: _Layer, packed: bool) -> Tensor:
-        gate, up = layer.gate_up.parts(h_XD, packed)
+    def _inner(self, h_XD: Tensor, layer: _Layer) -> Tensor:
+        gate, up = layer.gate_up.parts(h_XD)
         gate = F.silu(gate) if self.silu else self.act(gate)
         return gate.mul_(up)
 

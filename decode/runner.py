@@ -145,8 +145,7 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, begin: int, end: int, hidden_layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         if self._lean is None:
-            # oneDNN is left out (0 rows): its rounding depends on how many rows a prompt's piece happens to have.
-            with self._packs.inside(self.model, 0) if self._packs is not None else nullcontext():
+            with self._packs.inside(self.model) if self._packs is not None else nullcontext():
                 return self._own(tokens, positions, None, 1, hidden_layers)[1]
         masks = {
             kind: causal_mask(begin, end, window, self.dtype, self.device)
@@ -225,7 +224,7 @@ class Runner:
             return self._lean.run(tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers)
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
         if self._packs is not None:
-            with self._packs.inside(self.model, tokens_Bq.numel()):
+            with self._packs.inside(self.model):
                 return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
         return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
 

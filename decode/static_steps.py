@@ -48,7 +48,7 @@ class UnpackedProducts(Packs):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.native = self._one_dnn = False
+        self.native = False
 
 
 class StaticSteps:

@@ -25,7 +25,7 @@ from decode import packed_linear as packed_module
 from decode import runner as runner_module
 from decode.llama_forward import lean_forward
 from decode.native import kernel
-from decode.packed_linear import FusedLinear, OneDnnLinear, Packs, packing_available
+from decode.packed_linear import FusedLinear, Packs
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from decode.tree import Tree
@@ -138,28 +138,22 @@ def test_lean_equals_the_models_own_forward(name: str, lengths: list[int]) -> No
         assert_close(ours, walk(runner(model, False), lengths, rows_of_block), 1e-4)
 
 
-@pytest.fixture(params=["kernel", "oneDNN"])
-def packed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Pack matrices of any size, by the one or the other."""
-    if request.param == "kernel" and kernel() is None:
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack matrices of any size."""
+    if kernel() is None:
         pytest.skip("no C compiler with OpenMP here, or torch has another runtime")
-    if request.param == "oneDNN":
-        if not packing_available(torch.float32):
-            pytest.skip("this torch has no packed linear layer")
-        monkeypatch.setattr(packed_module, "kernel", lambda: None)
     monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
-    monkeypatch.setattr(packed_module, "_SMALLEST_ONEDNN", 0)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, packed_by: str) -> None:
+def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, any_size: None) -> None:
     with torch.inference_mode(False):
         model = build(name)
     plain = walk(runner(model, False), [9, 4], 1)
     packs = Packs(model)
-    assert packs.nbytes() == 0 and packs.native == (packed_by == "kernel")
+    assert packs.nbytes() == 0 and packs.native
     run = runner(model, packs)
     assert run._lean is not None
     assert_close(walk(run, [9, 4], 1), plain, 1e-4)
@@ -228,7 +222,7 @@ def test_opting_out_is_the_model_itself_to_the_bit() -> None:
     assert torch.equal(mine, theirs)
 
 
-def test_a_changed_weight_is_noticed(packed_by: str) -> None:
+def test_a_changed_weight_is_noticed(any_size: None) -> None:
     model = build("qwen2")
     packs = Packs(model)
     before = walk_quietly(model, packs)
@@ -250,7 +244,7 @@ def walk_quietly(model: PreTrainedModel, fast: bool | Packs) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_the_model_is_left_as_it_was_and_the_copies_go(name: str, packed_by: str) -> None:
+def test_the_model_is_left_as_it_was_and_the_copies_go(name: str, any_size: None) -> None:
     model = tiny_gpt2() if name == "gpt2" else build(name)
     plain = walk_quietly(model, False)  # Leaves transformers' own marks.
     attributes = {key: set(vars(module)) for key, module in model.named_modules()}
@@ -258,11 +252,11 @@ def test_the_model_is_left_as_it_was_and_the_copies_go(name: str, packed_by: str
     packs = Packs(model)
     assert_close(walk_quietly(model, packs), plain, 1e-4)
     lean = Runner(model, attention_windows(model), 64, packs)
-    held = [*packs._copies.values(), *packs._matrices.values()]
+    held = list(packs._matrices.values())
     packed = [weakref.ref(each) for each in held]
     assert packs.nbytes() > 0 and (lean._lean is None) == (name == "gpt2")
     assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
-    with pytest.raises(RuntimeError), packs.inside(model, 5):
+    with pytest.raises(RuntimeError), packs.inside(model):
         raise RuntimeError("a forward that fails")
     assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
     # Who reads the weights gets them back, and then no packed matrix is left.
@@ -280,34 +274,25 @@ def tiny_gpt2() -> PreTrainedModel:
     return model
 
 
-def test_small_matrices_are_not_packed_and_onednn_takes_several_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_matrices_are_not_packed() -> None:
     model = build("llama")
     packs = Packs(model)
     walk_quietly(model, packs)
-    assert packs.nbytes() == 0  # Matrices this small gain nothing.
-    monkeypatch.setattr(packed_module, "kernel", lambda: None)
-    packs = Packs(model)
-    walk_quietly(model, packs)
-    assert packs.nbytes() == 0
-    assert [packs.one_dnn(rows) for rows in (1, 3, 4, 256, 5000)] == [False, False, *[packs._one_dnn] * 2, False]
-    monkeypatch.setattr(packed_module, "packing_available", lambda dtype: False)
-    assert not Packs(model).one_dnn(8)
-    assert Packs(model).layer("x", (torch.ones(4, 4),), (None,)).one_dnn is None
+    assert packs.nbytes() == 0  # They gain nothing.
 
 
-def test_fused_layers_lie_side_by_side_and_add(packed_by: str) -> None:
+def test_fused_layers_lie_side_by_side_and_add(any_size: None) -> None:
     torch.manual_seed(1)
     a, b, x, other = torch.randn(7, 5), torch.randn(3, 5), torch.randn(6, 5), torch.randn(6, 10)
     bias = torch.randn(3)
     model = nn.ParameterList([a.clone(), b.clone()])
     plain = torch.cat([x @ a.T, x @ b.T + bias], dim=1)
     layer = Packs(model).layer("both", list(model), (None, bias))
-    assert isinstance(layer, FusedLinear) and (layer.matrix is None) == (packed_by == "oneDNN")
-    assert isinstance(layer.one_dnn, OneDnnLinear) == (packed_by == "oneDNN")
-    torch.testing.assert_close(layer(x, True), plain)
-    for part, wanted in zip(layer.parts(x, True), plain.split((7, 3), dim=1), strict=True):
+    assert isinstance(layer, FusedLinear) and layer.matrix is not None
+    torch.testing.assert_close(layer(x), plain)
+    for part, wanted in zip(layer.parts(x), plain.split((7, 3), dim=1), strict=True):
         torch.testing.assert_close(part, wanted)
-    torch.testing.assert_close(layer.plus(x, other, True), plain + other)
+    torch.testing.assert_close(layer.plus(x, other), plain + other)
 
 
 class Custom(LlamaForCausalLM):
