@@ -32,6 +32,7 @@ from benchmarks import peers, sections
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench
 from benchmarks.sixteen_bits import four_bits, sixteen_bits
+from decode import take_over
 from decode.native import kernel
 from drafts.make.widen import widen
 from draftsmith.demo import corpus
@@ -134,10 +135,12 @@ def load_bench(options: Options) -> Bench:
     if options.target is None:
         pair = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
     tokenizer = load_tokenizer(options.target or str(TARGET))
+    apart = Pair(copy.deepcopy(pair.target), copy.deepcopy(pair.draft))
+    take_over(pair.target, pair.draft)
     return Bench(
         pair=pair,
         small=small,
-        apart=Pair(copy.deepcopy(pair.target), copy.deepcopy(pair.draft)),
+        apart=apart,
         prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
         text=long_text(tokenizer, max([*options.context, *sections.FORWARD_CONTEXTS])),
         max_new_tokens=options.max_new_tokens,

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
-from decode import SpeculativeDecoder
-from decode.packed_linear import Packs
-from decode.packed_weight import PackedWeight
+from decode import SpeculativeDecoder, take_over
+from decode.packed_weights import packs_of
 from decode.runner import Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.models import load_model
@@ -50,7 +49,8 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
     for kept, pair in pairs.items():
         for model in (pair.target, pair.draft):
             with kept_in_fp32() if kept == "fp32" else nullcontext():
-                Runner(model, attention_windows(model), None)  # packs
+                take_over(model)
+                Runner(model, attention_windows(model), None, packs_of(model))  # packs
     device = bench.pair.target.device
     before = bandwidth(device)
     found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
@@ -88,7 +88,6 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
         copy.deepcopy(bench.apart.target).save_pretrained(directory)
         rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
     pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
-    packs = {kept: Packs(pair.target) for kept, pair in pairs.items()}
     found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
     speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
     found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
@@ -96,8 +95,9 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
     found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
-        Runner(pair.target, attention_windows(pair.target), None, packs[kept])  # packs
-        found[f"{kept}_MB_per_token"] = packs[kept].nbytes() / 1e6
+        packs = packs_of(pair.target)
+        Runner(pair.target, attention_windows(pair.target), None, packs)  # packs
+        found[f"{kept}_MB_per_token"] = (packs.nbytes() or bytes_per_token(pair.target)) / 1e6
     return found
 
 
@@ -164,8 +164,7 @@ def _timed(call: Any) -> tuple[float, list[list[int]]]:
 
 
 def _matrices(model: PreTrainedModel) -> list[torch.Tensor]:
-    weights = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
-    return [weight.place.matrix.values for weight in weights]
+    return [place.matrix.values for module in model.modules() if (place := getattr(module, "place", None)) is not None]
 
 
 def _resident(target: str, kept: str) -> dict[str, float]:
@@ -184,6 +183,7 @@ def report(target: str, kept: str) -> None:
     torch.zeros(8, 8) @ torch.zeros(8, 8)
     before = _resident_mb()
     model = load_model(target, device="cpu", dtype="float32")
+    take_over(model)
     with kept_in_fp32() if kept == "fp32" else nullcontext():
         SpeculativeDecoder(model).generate([[1] * 16], Sampling(temperature=0.0), 8, eos_ids=())
     sys.stdout.write(json.dumps({"before": before, "decoding": _resident_mb()}) + "\n")

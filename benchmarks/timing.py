@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.native.large_pages import empty_bytes
-from decode.packed_linear import Packs
-from decode.packed_weight import PackedWeight
+from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.models import context_length, text_config
@@ -158,10 +157,11 @@ def hugging_face_forwards(
 
 @torch.inference_mode()
 def runner_forwards(
-    model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int], fast: bool | Packs
+    model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int], fast: bool = True
 ) -> dict[int, Callable[[], None]]:
     """Forwards of chains of so many tokens behind `context`, through our own runner and its cache."""
-    runner = Runner(model, attention_windows(model), context_length(model), fast)
+    packs = packs_of(model) if fast else None
+    runner = Runner(model, attention_windows(model), context_length(model), packs)
     runner.prefill([list(context)], max(row_counts) + 1)
 
     @torch.inference_mode()
@@ -216,17 +216,19 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of weights that a forward of one token reads, as they are kept at present; less an embedding that is only
-    looked up in.
+    """Bytes of weights that a forward of one token reads from a model that was taken over and packed; less an
+    embedding that is only looked up in.
     """
     lookup, projection = model.get_input_embeddings(), model.get_output_embeddings()
     read: dict[int, int] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, PackedWeight):
-            values = parameter.place.matrix.values
-            read[id(values)] = values.numel() * values.element_size()
-        elif parameter is not lookup.weight or parameter is projection.weight:  # type: ignore[union-attr]
-            read[id(parameter)] = parameter.numel() * parameter.element_size()
+    for module in model.modules():
+        place = getattr(module, "place", None)
+        if place is not None:
+            read[id(place.matrix)] = place.matrix.values.nbytes
+        for name, parameter in module._parameters.items():
+            packed = place is not None and name == "weight"
+            if parameter is not None and not packed and (module is not lookup or parameter is projection.weight):  # type: ignore[union-attr]
+                read[id(parameter)] = parameter.nbytes
     return sum(read.values())
 
 

@@ -17,6 +17,7 @@ from decode.verify import VERIFIERS, Verifier
 if TYPE_CHECKING:
     from decode.batch_run import Generation
     from decode.engine import BatchOutput, SpeculativeDecoder
+    from decode.packed_weights import take_over
     from decode.propose.draft_model import DraftModelProposer
     from decode.propose.head_proposers import HeadProposer
     from decode.propose.lookahead import LookaheadProposer
@@ -47,6 +48,7 @@ _LAZY = {
     "StopStrings": "decode.stop_strings",
     "TreeBatch": "decode.tree_batch",
     "Verdict": "decode.verify.tree_walk",
+    "take_over": "decode.packed_weights",
 }
 
 
@@ -88,4 +90,5 @@ __all__ = [
     "default_tree",
     "default_verifier",
     "parse_tree",
+    "take_over",
 ]

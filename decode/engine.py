@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.batch_run import BatchRun, Generation, OnTokens
 from decode.defaults import default_verifier, size_remark
-from decode.packed_linear import Packs
+from decode.packed_weights import packs_of
 from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
@@ -64,7 +64,8 @@ class SpeculativeDecoder:
     `VERIFIERS` or a `Verifier` of your own; None for the one that suits proposer and tree (`default_verifier`).
     Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
     follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
-    forward only, without packed weights or the lean LLaMA forward; decoders of one target may share one `Packs`.
+    forward only, without packed weights or the lean LLaMA forward. The target is not changed; `take_over(target)`
+    saves memory (`decode.packed_weights`).
     `compile=True` records every step as a CUDA graph of fixed shapes, when it first occurs, and replays it from then
     on; the name of a torch.compile backend compiles it too, and works on a CPU (`decode.static_steps`). Outputs differ
     by rounding at most. Raises ValueError, one line with the fix, when the parts do not go together.
@@ -77,7 +78,7 @@ class SpeculativeDecoder:
         tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         *,
-        fast: bool | Packs = True,
+        fast: bool = True,
         compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
         self.target, self.proposer = target, proposer
@@ -105,9 +106,7 @@ class SpeculativeDecoder:
         self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
         self.compile, self.compile_s = compile, 0.0
         self._turn, self._at_work = threading.RLock(), False
-        self._packs = None
-        if fast and not compile:
-            self._packs = fast if isinstance(fast, Packs) else Packs(target)
+        self._packs = packs_of(target) if fast and not compile else None
 
     @torch.inference_mode()
     def generate(
@@ -140,9 +139,7 @@ class SpeculativeDecoder:
         if not prompts:
             return BatchOutput([], 0.0, 0.0)
         began = self._clock()
-        # Heads multiply with the target's own output projection, which may be packed.
-        packed = self._packs.inside(self.target) if self._packs else nullcontext()
-        with self._alone(), self._own_dtype(), packed:
+        with self._alone(), self._own_dtype():
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
@@ -182,7 +179,7 @@ class SpeculativeDecoder:
             joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
             if not joining and (run is None or not run.live):
                 return
-            with self._own_dtype(), self._packs.inside(self.target) if self._packs else nullcontext():
+            with self._own_dtype():
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]
@@ -214,7 +211,7 @@ class SpeculativeDecoder:
 
     def new_runner(self) -> Runner:
         """The target with an empty cache."""
-        return Runner(self.target, self._windows, self._limit, self._packs or False, self.steps)
+        return Runner(self.target, self._windows, self._limit, self._packs, self.steps)
 
     def block(self, tree: TreeBatch) -> Block:
         """The target's block of [root] + tree; kept for trees that all rows share."""

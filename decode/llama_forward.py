@@ -28,8 +28,7 @@ from decode.cache import TreeCache
 from decode.native import kernel
 from decode.native.four_bits import four_bit_state
 from decode.native.llama import MOST_TOKENS, LayerWeights, LlamaKernel, Product
-from decode.packed_linear import FusedLinear, Packs, is_four_bits
-from decode.packed_weight import PackedWeight
+from decode.packed_weights import FusedLinear, PackedEmbedding, PackedLinear, Packs, embedding_of, is_four_bits
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.models import vocabulary_size
 
@@ -45,12 +44,14 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 _SMALLEST_MODEL = 1 << 18
 # Modules whose hooks are known: transformers' own, left behind when hidden states were once asked for and silent
 # otherwise, and what makes logits over the whole vocabulary of a trimmed draft's, which is done here too.
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
 
 
-def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
-    """The lean forward of `model`, or None when only its own forward is sure to be right: another architecture, a
-    subclass, hooks, adapters, quantised or scattered weights, other attention, a frequency that depends on length.
+def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | None":
+    """The lean forward of `model` (by torch where `packs` is None), or None when only its own forward is sure to be
+    right: another architecture, a subclass, hooks, adapters, quantised or scattered weights, other attention, a
+    frequency that depends on length.
     """
     family = _FAMILY.get(type(model))
     if family is None or model.training or getattr(model.config, "_attn_implementation", "") != "sdpa":
@@ -62,8 +63,9 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
         return None
     for module in model.modules():
         kind = type(module)
-        known = kind in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) or vars(family).get(kind.__name__) is kind
-        known = known or kind.__module__ == "transformers.activations" or (packs.native and is_four_bits(module))
+        known = kind in _PLAIN or vars(family).get(kind.__name__) is kind
+        known = known or kind.__module__ == "transformers.activations"
+        known = known or (packs is not None and packs.native and is_four_bits(module))
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if (
             not known
@@ -76,7 +78,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     parameters = [weight for weight in model.parameters() if four_bit_state(weight) is None]
-    if any(type(parameter) not in (nn.Parameter, PackedWeight) for parameter in parameters):
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return None
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
         return None
@@ -116,7 +118,7 @@ class LeanForward:
     `run` returns logits `[B, kept, V]` and the hidden states asked for `[B, q, D]`.
     """
 
-    def __init__(self, model: PreTrainedModel, packs: Packs) -> None:
+    def __init__(self, model: PreTrainedModel, packs: Packs | None) -> None:
         body: Any = model.model
         config: Any = model.config
         attention = body.layers[0].self_attn
@@ -127,13 +129,13 @@ class LeanForward:
         self.eps: float = body.norm.variance_epsilon
         self.act = body.layers[0].mlp.act_fn
         self.silu = config.hidden_act in ("silu", "swish")
-        self.embedding_VD: Tensor = body.embed_tokens.weight
+        self.embedding: nn.Module = body.embed_tokens
         self.norm_D: Tensor = body.norm.weight
         head: Any = model.lm_head
         self._any_size = self.silu and sum(weight.numel() for weight in model.parameters()) >= _SMALLEST_MODEL
         # Codes of four bits are no matrix that anything else could multiply with.
         self._any_size = self._any_size or any(four_bit_state(weight) is not None for weight in model.parameters())
-        self.head = packs.layer("head", (head.weight,), (head.bias,), any_size=self._any_size)
+        self.head = self._fused("head", head)
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D, self._vocabulary = draft_vocabulary(model), vocabulary_size(model)
         self.rotary = body.rotary_emb
@@ -153,37 +155,33 @@ class LeanForward:
     def _layer(self, index: int, layer: Any, kind: str) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-
-        def fused(name: str, *linears: nn.Linear) -> FusedLinear:
-            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-            return self.packs.layer(f"{index}.{name}", weights, biases, any_size=self._any_size)
-
         return _Layer(
             kind=kind,
             norm_D=layer.input_layernorm.weight,
-            qkv=fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._fused(f"{index}.qkv", attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms_E=head_norms,
-            out=fused("out", attention.o_proj),
+            out=self._fused(f"{index}.out", attention.o_proj),
             ffn_norm_D=layer.post_attention_layernorm.weight,
-            gate_up=fused("gate_up", mlp.gate_proj, mlp.up_proj),
-            down=fused("down", mlp.down_proj),
+            gate_up=self._fused(f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
+            down=self._fused(f"{index}.down", mlp.down_proj),
         )
+
+    def _fused(self, name: str, *linears: nn.Linear) -> FusedLinear:
+        matrix = None if self.packs is None else self.packs.matrix(name, linears, any_size=self._any_size)
+        return FusedLinear.of(linears, matrix)
 
     def _whole(self) -> LlamaKernel | None:
         """This model as one call of the kernel; None where it does not know a part of it."""
-        functions = kernel() if self.packs.native and self.silu else None
+        functions = kernel() if self.packs is not None and self.packs.native and self.silu else None
         # One kind of mask for each of the forward's two places.
         self._kinds = sorted({layer.kind for layer in self.layers})
         products = [_product(layer) for each in self.layers for layer in (each.qkv, each.out, each.gate_up, each.down)]
         head = _product(self.head)
-        table = self.embedding_VD
-        embedding = table.place.matrix if isinstance(table, PackedWeight) and table.place.whole else table
+        embedding = embedding_of(self.embedding)
         vectors = [vector for each in self.layers for vector in (each.norm_D, each.ffn_norm_D)]
         if functions is None or head is None or len(self._kinds) > 2 or not self.norm_D.is_contiguous():
             return None
-        if isinstance(embedding, PackedWeight) or (isinstance(embedding, Tensor) and not embedding.is_contiguous()):
-            return None
-        if not all(vector.is_contiguous() for vector in vectors):
+        if embedding is None or not all(vector.is_contiguous() for vector in vectors):
             return None
         layers = []
         for index, layer in enumerate(self.layers):
@@ -249,7 +247,7 @@ class LeanForward:
         attend = self._attention(masks, queries)
         wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}
         states: dict[int, Tensor] = {}
-        x_XD = F.embedding(tokens_Bq, self.embedding_VD).view(total, -1)
+        x_XD = self.embedding(tokens_Bq).view(total, -1)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if index in wanted:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from decode.attention_masks import GrowingMask, additive, causal_mask
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
-from decode.packed_linear import Packs
+from decode.packed_weights import Packs, kernel_products
 from decode.static_steps import StaticForward, StaticSteps
 from draftsmith_core.models import text_config
 
@@ -85,13 +85,12 @@ class Runner:
         model: PreTrainedModel,
         windows: dict[str, int | None],
         limit: int | None,
-        fast: bool | Packs = True,
+        packs: Packs | None = None,
         steps: StaticSteps | None = None,
     ) -> None:
-        """`fast` chooses the lean forward where the model has one, and packed weights for several rows where they help;
-        False is the model's own forward and nothing else. A caller that makes many runners passes one `Packs` for all,
-        so that weights are packed once; the copies are freed with it. With `steps`, forwards have fixed shapes and are
-        recorded or compiled, and nothing is packed.
+        """`packs` are the model's (`packs_of`), for the lean forward where the model has one, and for packed weights;
+        None is the model's own forward and nothing else. With `steps`, forwards have fixed shapes and are recorded or
+        compiled, and nothing is packed.
         """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
@@ -99,12 +98,12 @@ class Runner:
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self.steps = steps
-        self._packs = (steps.packs if steps is not None else Packs(model) if fast is True else fast) or None
-        self._lean = lean_forward(model, self._packs) if self._packs else None
-        if self._packs is not None:
+        self._packs = packs
+        self._lean = lean_forward(model, packs) if packs is not None and steps is None else None
+        if packs is not None:
             if self._lean is None:
-                self._packs.prepare(model)
-            self._packs.settle()
+                packs.prepare(model)
+            packs.settle()
         self._live: GrowingMask | None = None
 
     def prefill(
@@ -145,8 +144,7 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, begin: int, end: int, hidden_layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         if self._lean is None:
-            with self._packs.inside(self.model) if self._packs is not None else nullcontext():
-                return self._own(tokens, positions, None, 1, hidden_layers)[1]
+            return self._own(tokens, positions, None, 1, hidden_layers)[1]
         masks = {
             kind: causal_mask(begin, end, window, self.dtype, self.device)
             if begin or (window is not None and end > window)
@@ -223,9 +221,6 @@ class Runner:
             top = min(top, self.column + block.max_offset)
             return self._lean.run(tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers)
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
-        if self._packs is not None:
-            with self._packs.inside(self.model):
-                return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
         return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
 
     def static(self, total: int, keep_logits: int = 0, hidden_layers: Sequence[int] = ()) -> StaticForward:
@@ -339,14 +334,15 @@ class Runner:
         options: dict[str, object] = {"logits_to_keep": keep_logits} if self._trims_logits else {}
         if hidden_layers:
             options["output_hidden_states"] = True
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **options,
-        )
+        with nullcontext() if self._packs is None else kernel_products():
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,
+            )
         logits = output.logits
         if keep_logits and not self._trims_logits:
             logits = logits[:, -keep_logits:]

@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decode.attention_masks import additive
 from decode.cache import TreeCache
 from decode.llama_forward import LeanForward, lean_forward
-from decode.packed_linear import Packs
 from draftsmith_core.errors import InputError, RunError, first_line
 
 log = logging.getLogger(__name__)
@@ -41,14 +40,6 @@ def bucket(size: int) -> int:
     """The next size that steps are made for: 1 to 8, then four to each doubling (10, 12, 14, 16, 20, 24, ...)."""
     step = 1 << max(size.bit_length() - 3, 0)
     return -(-size // step) * step
-
-
-class UnpackedProducts(Packs):
-    """The plain linear layers: calls into libraries of our own can be neither recorded nor compiled."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self.native = False
 
 
 class StaticSteps:
@@ -69,7 +60,6 @@ class StaticSteps:
         if isinstance(backend, str) and backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
             raise InputError(f"compile: {backend!r} is no torch.compile backend; there are {', '.join(known)}")
         self.model, self.backend, self._lean = model, backend, lean
-        self.packs = UnpackedProducts(model)
         self.seconds, self.count = 0.0, 0
         self.lean: LeanForward | None = None
         self._stamp: tuple[int, ...] = ()
@@ -84,7 +74,7 @@ class StaticSteps:
         if stamp != self._stamp:
             self._forget()
             self._stamp = stamp
-            self.lean = lean_forward(self.model, self.packs) if self._lean else None
+            self.lean = lean_forward(self.model, None) if self._lean else None
         if self._cache is None or self._rows < rows or self._cache.capacity < capacity:
             if self._steps:
                 log.info("compile: the buffers grow, so that %d steps are recorded again", len(self._steps))

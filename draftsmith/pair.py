@@ -19,6 +19,7 @@ from decode import (
     Tree,
     TreeShape,
     Verifier,
+    take_over,
 )
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
@@ -169,7 +170,8 @@ class Pair:
         self.models: list[PreTrainedModel] = loaded.models
         self.context: int | None = loaded.context
         self._fast, self._compile = fast, compile
-        # The decoder of the last call: it may hold packed copies of the weights, so only one is kept.
+        if fast and not compile:
+            take_over(self.target, *self.drafts.values())
         self._last: tuple[object, Decoding] | None = None
 
     @overload

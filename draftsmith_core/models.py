@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -235,7 +236,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     change to a few values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
-    return hash_tensors(config, sorted(model.named_parameters()))
+    names = sorted(name for name, _ in model.named_parameters())
+    # Read one by one through their modules, because decoders keep weights packed (`decode.packed_weights`).
+    return hash_tensors(config, ((name, attrgetter(name)(model)) for name in names))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from decode import take_over
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
@@ -126,6 +127,7 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         heterogeneous_vocab=config.heterogeneous_vocab,
         **loading(config),
     )
+    take_over(pair.target, *pair.drafts.values())
     for method in request.methods:
         for name, draft in pair.drafts.items():
             try:

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
-from decode.packed_linear import Packs
+from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
 from decode.tree_spec import kary
 from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
@@ -90,7 +89,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A pair, what it is planned for, and the decoders that it is timed with, with weights packed once for all."""
+    """A pair, what it is planned for, and the decoders that it is timed with."""
 
     target: PreTrainedModel
     draft: Draft
@@ -105,16 +104,11 @@ class Planner:
         """The proposer for this kind of draft."""
         return PROPOSERS[kind_of(self.draft)].make(self.draft)
 
-    @cached_property
-    def packs(self) -> Packs:
-        """The target's weights, packed once for all decoders."""
-        return Packs(self.target)
-
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
         """A decoder for this tree (None: no draft); raises ValueError where the draft cannot draft this shape."""
         if shape is None:
-            return SpeculativeDecoder(self.target, fast=self.packs)
-        return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape), fast=self.packs)
+            return SpeculativeDecoder(self.target)
+        return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape))
 
     def run(
         self, decoder: SpeculativeDecoder, contexts: Sequence[Sequence[int]], tokens: int, *, ends: bool
@@ -392,6 +386,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         **loading(config),
     )
     draft = pair.drafts["draft"]
+    take_over(pair.target, draft)
     # A step that is timed stands behind two thirds of a prompt and its answer, and goes on from there.
     room = (pair.context or 2**31) - config.max_new_tokens
     prompts = [prompt for prompt in read.prompts if len(prompt.ids) <= room]

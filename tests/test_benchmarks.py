@@ -235,7 +235,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.packed_linear._SMALLEST_NATIVE", 0)
+    monkeypatch.setattr("decode.packed_weights._SMALLEST", 0)
     monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
     monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
     bench = tiny_bench()

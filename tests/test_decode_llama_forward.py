@@ -1,7 +1,5 @@
 """The lean forward, packed weights and live masks: equal to the model's own forward, and gone without a trace."""
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -21,11 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from decode import packed_linear as packed_module
+from decode import packed_weights as packed_module
 from decode import runner as runner_module
 from decode.llama_forward import lean_forward
 from decode.native import kernel
-from decode.packed_linear import FusedLinear, Packs
+from decode.packed_weights import packs_of, take_over
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from decode.tree import Tree
@@ -87,8 +85,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreT
     return model
 
 
-def runner(model: PreTrainedModel, fast: bool | Packs) -> Runner:
-    return Runner(model, attention_windows(model), 128, fast)
+def runner(model: PreTrainedModel, fast: bool) -> Runner:
+    return Runner(model, attention_windows(model), 128, packs_of(model) if fast else None)
 
 
 def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
@@ -143,7 +141,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack matrices of any size."""
     if kernel() is None:
         pytest.skip("no C compiler with OpenMP here, or torch has another runtime")
-    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,13 +150,14 @@ def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, any_size: 
     with torch.inference_mode(False):
         model = build(name)
     plain = walk(runner(model, False), [9, 4], 1)
-    packs = Packs(model)
-    assert packs.nbytes() == 0 and packs.native
-    run = runner(model, packs)
-    assert run._lean is not None
+    run = runner(model, True)
+    assert run._lean is not None and packs_of(model).nbytes() > 0
     assert_close(walk(run, [9, 4], 1), plain, 1e-4)
-    assert packs.nbytes() > 0
-    run = runner(model, packs)
+    take_over(model)
+    packs_of(model).prepare(model)
+    assert packs_of(model).nbytes() == 0 and packed_module.PackedLinear in map(type, model.modules())
+    assert_close(walk(runner(model, True), [9, 4], 1), plain, 1e-4)  # repacked, fused
+    run = runner(model, True)
     run._lean = None
     assert_close(walk(run, [9, 4], 1), plain, 1e-5)
 
@@ -222,49 +221,9 @@ def test_opting_out_is_the_model_itself_to_the_bit() -> None:
     assert torch.equal(mine, theirs)
 
 
-def test_a_changed_weight_is_noticed(any_size: None) -> None:
-    model = build("qwen2")
-    packs = Packs(model)
-    before = walk_quietly(model, packs)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-    changed = walk_quietly(model, packs)
-    assert_close(changed, walk_quietly(model, False), 1e-4)
-    assert (changed[-1] - before[-1]).abs().max() > 0.01
-    # New tensors in the place of the old ones, too.
-    model.model.layers[1].mlp.down_proj.weight = nn.Parameter(torch.randn(32, 48))
-    model.model.layers[0].self_attn.q_proj.weight.data = torch.randn(32, 32)
-    assert_close(walk_quietly(model, packs), walk_quietly(model, False), 1e-4)
-
-
-def walk_quietly(model: PreTrainedModel, fast: bool | Packs) -> list[Tensor]:
+def walk_quietly(model: PreTrainedModel, fast: bool) -> list[Tensor]:
     with torch.inference_mode():
         return walk(runner(model, fast), [9], 1)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_the_model_is_left_as_it_was_and_the_copies_go(name: str, any_size: None) -> None:
-    model = tiny_gpt2() if name == "gpt2" else build(name)
-    plain = walk_quietly(model, False)  # Leaves transformers' own marks.
-    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    packs = Packs(model)
-    assert_close(walk_quietly(model, packs), plain, 1e-4)
-    lean = Runner(model, attention_windows(model), 64, packs)
-    held = list(packs._matrices.values())
-    packed = [weakref.ref(each) for each in held]
-    assert packs.nbytes() > 0 and (lean._lean is None) == (name == "gpt2")
-    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
-    with pytest.raises(RuntimeError), packs.inside(model):
-        raise RuntimeError("a forward that fails")
-    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
-    # Who reads the weights gets them back, and then no packed matrix is left.
-    state = model.state_dict()
-    assert list(state) == list(weights) and all(torch.equal(state[key], weights[key]) for key in state)
-    del packs, lean, held
-    gc.collect()
-    assert packed and not any(each() for each in packed)
 
 
 def tiny_gpt2() -> PreTrainedModel:
@@ -272,27 +231,6 @@ def tiny_gpt2() -> PreTrainedModel:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=3, n_head=4))
     model.train(False)
     return model
-
-
-def test_small_matrices_are_not_packed() -> None:
-    model = build("llama")
-    packs = Packs(model)
-    walk_quietly(model, packs)
-    assert packs.nbytes() == 0  # They gain nothing.
-
-
-def test_fused_layers_lie_side_by_side_and_add(any_size: None) -> None:
-    torch.manual_seed(1)
-    a, b, x, other = torch.randn(7, 5), torch.randn(3, 5), torch.randn(6, 5), torch.randn(6, 10)
-    bias = torch.randn(3)
-    model = nn.ParameterList([a.clone(), b.clone()])
-    plain = torch.cat([x @ a.T, x @ b.T + bias], dim=1)
-    layer = Packs(model).layer("both", list(model), (None, bias))
-    assert isinstance(layer, FusedLinear) and layer.matrix is not None
-    torch.testing.assert_close(layer(x), plain)
-    for part, wanted in zip(layer.parts(x), plain.split((7, 3), dim=1), strict=True):
-        torch.testing.assert_close(part, wanted)
-    torch.testing.assert_close(layer.plus(x, other), plain + other)
 
 
 class Custom(LlamaForCausalLM):
@@ -341,10 +279,10 @@ def refused(kind: str) -> PreTrainedModel:
 )
 def test_what_the_lean_forward_does_not_know_runs_as_its_own_forward(kind: str) -> None:
     model = refused(kind)
-    assert lean_forward(model, Packs(model)) is None
+    assert lean_forward(model, packs_of(model)) is None
     if kind in ("hook", "eager", "dynamic rope", "subclass", "replaced linear"):
         assert_close(walk_quietly(model, True), walk_quietly(model, False), 1e-5)
-    assert lean_forward(build("llama"), Packs(model)) is not None
+    assert lean_forward(build("llama"), packs_of(model)) is not None
 
 
 def first_address(run: Runner) -> int:

@@ -10,9 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from decode import DraftModelProposer, SpeculativeDecoder
 from decode import llama_forward as forward_module
-from decode import packed_linear as packed_module
+from decode import packed_weights as packed_module
 from decode.llama_forward import LeanForward
 from decode.native import Kernel, kernel, llama
+from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.sampling import Sampling
@@ -51,7 +52,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def whole(monkeypatch: pytest.MonkeyPatch, library: Kernel) -> Iterator[list[int]]:
     """Every model goes through the kernel, built as the test says; counts its forwards."""
     monkeypatch.setattr(forward_module, "_SMALLEST_MODEL", 0)
-    monkeypatch.setattr(packed_module, "_SMALLEST_NATIVE", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
     for module in (forward_module, packed_module):
         monkeypatch.setattr(module, "kernel", lambda: library)
     calls: list[int] = []
@@ -79,7 +80,7 @@ TREE = Block(
 
 
 def runner(model: LlamaForCausalLM, prompts: list[list[int]]) -> Runner:
-    made = Runner(model, attention_windows(model), 256)
+    made = Runner(model, attention_windows(model), 256, packs_of(model))
     made.prefill(prompts, 40)
     return made
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 
 import draftsmith as ds
 from decode.llama_forward import lean_forward
-from decode.packed_linear import Packs
+from decode.packed_weights import packs_of
 from drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
@@ -106,9 +106,9 @@ def test_its_logits_are_the_whole_ones_at_its_tokens(make: Callable[[], PreTrain
 def test_the_lean_forward_takes_it() -> None:
     draft = random_llama(3, 40)
     trim(draft, IDS)
-    assert lean_forward(draft, Packs(draft)) is not None
+    assert lean_forward(draft, packs_of(draft)) is not None
     draft.register_forward_hook(lambda *_: None)
-    assert lean_forward(draft, Packs(draft)) is None
+    assert lean_forward(draft, packs_of(draft)) is None
 
 
 def test_a_projection_that_cannot_be_cut_is_refused() -> None:

@@ -86,6 +86,9 @@ class PackedMatrix:
         self.outputs, self.inputs = outputs, inputs
         self.values = empty_bytes(functions.packed_bytes(self._kind, outputs, inputs)).view(dtype)
 
+    def __deepcopy__(self, memo: object) -> "PackedMatrix":
+        return self  # never written to: copies of a model share it
+
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None) -> Tensor:
         """`x W^T + bias + other`, `[X, O]`; contiguous fp32. A row's bits do not depend on other rows or threads."""
         rows = x_XI.shape[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.packed_linear import Packs
+from decode.packed_weights import packs_of
 from decode.propose.drafting_plan import DraftingPlan
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
@@ -48,8 +48,7 @@ class DraftModelProposer(Proposer):
             raise ValueError("no draft model was given; pass at least one")
         self.drafts = len(self.models)
         self.name = "draft " + " or ".join(model.name_or_path or type(model).__name__ for model in self.models)
-        # Weights are packed once per proposer; the copies are freed with it.
-        self._packs = [Packs(model) if fast else False for model in self.models]
+        self._packs = [packs_of(model) if fast else None for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]

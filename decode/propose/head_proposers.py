@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.defaults import default_tree
-from decode.packed_linear import Packs
+from decode.packed_weights import packs_of
 from decode.propose.draft_model import Plans, make_session, slots_per_step
 from decode.propose.network import Frontier, StaticCall, fit_vocabulary, pending_block
 from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
@@ -49,7 +49,7 @@ class HeadProposer(Proposer):
         self._chains_only = chains_only
         self._plans: Plans = {}
         self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
-        self._packs = Packs(self._model) if self._model is not None and fast else False
+        self._packs = packs_of(self._model) if self._model is not None and fast else None
         self.steps: list[StaticSteps] = []
 
     def default_tree(self) -> Tree:

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from decode import PROPOSERS, SpeculativeDecoder, parse_tree
-from decode.packed_linear import Packs
+from decode import PROPOSERS, SpeculativeDecoder, parse_tree, take_over
 from distill.config import DistillConfig
 from distill.engines.generation_settings import sampling_of
 from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
@@ -38,14 +37,15 @@ class HFEngine:
         self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
         self.max_prompt_tokens = None if pair.context is None else pair.context - config.max_new_tokens
-        packs, self.tree = Packs(model), ""
+        self.tree = ""
+        take_over(model, *pair.drafts.values())
         try:
-            self._decoders = {"": SpeculativeDecoder(model, fast=packs)}
+            self._decoders = {"": SpeculativeDecoder(model)}
             for draft in pair.drafts.values():
                 proposer = PROPOSERS[kind_of(draft)].make(draft)
                 for spec in [config.tree] if config.tree is not None else _chains(draft):
                     tree = parse_tree(spec, read_tree_file)
-                    self._decoders[spec] = SpeculativeDecoder(model, proposer, tree, fast=packs)
+                    self._decoders[spec] = SpeculativeDecoder(model, proposer, tree)
                 trees = [repr(decoder.tree) for decoder in self._decoders.values()]
                 self.identity["drafted_trees"] = hash_json(trees)[:16]  # which may be from a file
                 self.identity["draft_fingerprint"] = draft_fingerprint(draft)

@@ -64,8 +64,8 @@ class Borrowed:
 
     def project(self, states: Tensor) -> Tensor:
         """The target's logits `[..., V]` of states `[..., H]`, which are as after its final norm."""
-        weight = self.projection.weight_VH
-        return self.finish(_without_weight_gradient(self.projection.module, states.to(weight.dtype)))
+        dtype = next(self.projection.module.parameters()).dtype  # reading a packed weight itself would unpack it
+        return self.finish(_without_weight_gradient(self.projection.module, states.to(dtype)))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Logits scaled and capped as the target does with its own."""

@@ -1,0 +1,317 @@
+"""Linear layers for a handful of rows on a CPU, with weights that are packed once.
+
+Decoding multiplies every weight matrix with 1 to 60 rows, and its time is the time of reading the weights. In fp32
+they are packed for a kernel of our own (`decode.native`), in 16 bits where the checkpoint has no more. Elsewhere (other
+dtypes, other devices, no compiler) torch multiplies.
+
+A model that is handed in is not changed: the packed weights stand beside its own, and the lean forward of the LLaMA
+family multiplies with them; other architectures run their own forward. `take_over(model)` hands a model over to its
+decoders. Packed weights then replace its own, which halves its memory, and every architecture multiplies with them.
+
+Legend: X rows, I inputs, O outputs of a linear layer.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from decode.native import PackedMatrix, kernel, release_freed_memory
+from decode.native.four_bits import four_bit_state, pack_four_bits
+
+# Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
+_SMALLEST = 1 << 16
+_SAMPLE = 64  # values of a weight that are compared to notice a change
+_KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
+
+
+@contextmanager
+def kernel_products() -> Iterator[None]:
+    """Multiply with the kernel in all packed modules; outside, they give the bits of their fp32 weights."""
+    before = _KERNEL_PRODUCTS.set(True)
+    try:
+        yield
+    finally:
+        _KERNEL_PRODUCTS.reset(before)
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a weight is kept: rows `first` to `first + count` of `matrix`, or their transpose, `[I, O]`."""
+
+    matrix: PackedMatrix
+    first: int
+    count: int
+    transposed: bool = False
+    _last: "weakref.ref[Tensor] | None" = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the matrix holds nothing else."""
+        return self.count == self.matrix.outputs
+
+    def values(self) -> Tensor:
+        """The fp32 weight: the same tensor for all who hold one now, so that a tied weight is saved once."""
+        values = self._last() if self._last is not None else None
+        if values is None:
+            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count))
+            values = rows_OI.t().contiguous() if self.transposed else rows_OI
+            self._last = weakref.ref(values)
+        return values
+
+
+class _KernelForward(nn.Module):
+    place: Place
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = self.place.matrix
+        if not _KERNEL_PRODUCTS.get() or not self.place.whole:
+            product: Tensor = super().forward(x)
+            return product
+        x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
+        return matrix.linear(x_XI, self.bias).view(*x.shape[:-1], -1).to(x.dtype)  # type: ignore[arg-type]
+
+
+class _Packed(nn.Module):
+    """A module whose parameter `weight` only has the shape: the values are at `place`."""
+
+    place: Place
+
+    weight: Any = property(lambda self: self.place.values())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight
+
+
+class PackedLinear(_KernelForward, _Packed, nn.Linear):
+    """`nn.Linear` with a packed weight."""
+
+
+class PackedConv1D(_KernelForward, _Packed, Conv1D):
+    """transformers' `Conv1D` (GPT-2) with a packed weight."""
+
+
+class PackedEmbedding(_Packed, nn.Embedding):
+    """`nn.Embedding` with a packed weight, which it shares with the output projection."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows of the table."""
+        return self.place.matrix.rows(ids.reshape(-1).long() + self.place.first).view(*ids.shape, -1)
+
+
+_PACKED: dict[type, type] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D, nn.Embedding: PackedEmbedding}
+
+
+def is_four_bits(module: nn.Module) -> bool:
+    """Whether this is a 4-bit layer of bitsandbytes that the kernel can multiply with."""
+    known = type(module).__name__ == "Linear4bit" and four_bit_state(module.weight) is not None
+    return known and getattr(module, "compute_dtype", None) in (None, torch.float32)
+
+
+class Packs:
+    """The packed weights of one model. `packs_of` makes them, one for all decoders of a model."""
+
+    def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
+        parameters = list(model.parameters())
+        kinds = {(each.device.type, each.dtype) for each in parameters if four_bit_state(each) is None}
+        self.native = kinds <= {("cpu", torch.float32)} and bool(parameters) and kernel() is not None
+        self.owned = owned and self.native
+        # Of weights that were not replaced, with what they were packed from.
+        self._beside: dict[str, tuple[object, PackedMatrix]] = {}
+        self._sharing: dict[int, list[nn.Module]] = {}
+        for module in model.modules() if self.owned else ():
+            if (weight := module._parameters.get("weight")) is not None:
+                self._sharing.setdefault(id(weight), []).append(module)
+        self._sharing = {id(module): group for group in self._sharing.values() for module in group}
+        self._freed = False
+
+    def matrix(self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False) -> PackedMatrix | None:
+        """The weights of linear layers with the same input as one matrix; None where packing does not help.
+
+        `name` tells it from other matrices of the model. any_size: pack small ones too.
+        """
+        functions = kernel() if self.native else None
+        if functions is None:
+            return None
+        if (packed := _one_matrix(linears)) is not None:
+            return packed
+        weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
+        four_bits = all(four_bit_state(weight) is not None for weight in weights)
+        if not four_bits and not all(map(_can_be_packed, weights)):
+            return None
+        if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
+            return None
+        stamp = None if self._replaceable(linears) else _stamp(weights)
+        if stamp is not None and name in self._beside and self._beside[name][0] == stamp:
+            return self._beside[name][1]
+        transposed = isinstance(linears[0], Conv1D)
+        if four_bits:
+            matrix = pack_four_bits(functions, weights)
+        else:
+            values = [weight.detach().t() if transposed else weight.detach() for weight in weights]
+            matrix = PackedMatrix(functions, (values[0] if len(values) == 1 else torch.cat(values)).contiguous())
+            del values
+        if stamp is not None:
+            self._beside[name] = stamp, matrix
+            return matrix
+        first = 0
+        for linear, weight in zip(linears, weights, strict=True):
+            place = Place(matrix, first, weight.shape[1 if transposed else 0], transposed)
+            self._replace(linear, weight.shape, place)
+            first += place.count
+        self._freed = True
+        return matrix
+
+    def prepare(self, model: nn.Module) -> None:
+        """Pack the linear layers of a model that is going to be run through its own forward."""
+        for name, module in model.named_modules() if self.owned else ():
+            # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
+            if "forward" in module.__dict__:
+                continue
+            if is_four_bits(module):
+                # bitsandbytes unpacks the matrix at every call, so that no size is too small.
+                matrix = self.matrix(name, [module], any_size=True)
+                if matrix is not None and not isinstance(module, _KernelForward):
+                    module.place = Place(matrix, 0, matrix.outputs)
+                    module.__class__ = type("Linear4bit", (_KernelForward, type(module)), {})
+            elif type(module) in (nn.Linear, Conv1D):
+                self.matrix(name, [module])
+
+    def settle(self) -> None:
+        """Give the memory of replaced weights back to the system; to be called once a model is packed."""
+        if self._freed:
+            release_freed_memory()
+        self._freed = False
+
+    def nbytes(self) -> int:
+        """Bytes of the packed weights that stand beside the model's own."""
+        return sum(matrix.values.nbytes for _, matrix in self._beside.values())
+
+    def _replaceable(self, linears: Sequence[nn.Module]) -> bool:
+        holders = [holder for linear in linears for holder in self._sharing.get(id(linear), (None,))]
+        known = (*_PACKED, *_PACKED.values())
+        return self.owned and all(type(each) in known and getattr(each, "max_norm", None) is None for each in holders)
+
+    def _replace(self, linear: nn.Module, shape: torch.Size, place: Place) -> None:
+        # Readers of the parameter itself see its shape and NaN; `module.weight` and `state_dict()` give the values.
+        stand_in = nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
+        for holder in self._sharing[id(linear)]:
+            holder._parameters["weight"] = stand_in
+            holder.place = place  # type: ignore[assignment]
+            holder.__class__ = _PACKED.get(type(holder), type(holder))
+
+
+_SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.WeakKeyDictionary()
+
+
+def packs_of(model: nn.Module) -> Packs:
+    """The packed weights of a model, shared by all who hold them."""
+    # A head is wrapped for its runner.
+    for module in (model, *model.children()):
+        if isinstance(owned := module.__dict__.get("_packs"), Packs):
+            return owned
+    reference = _SHARED.get(model)
+    packs = reference() if reference is not None else None
+    if packs is None:
+        packs = Packs(model)
+        _SHARED[model] = weakref.ref(packs)
+    return packs
+
+
+def take_over(*models: nn.Module) -> None:
+    """Let decoders keep only packed weights of these models; from now on, models are to be read and not written to.
+
+    Their forwards, `state_dict()` and `module.weight` give the same values as before, their parameters do not.
+    """
+    for model in models:
+        if "_packs" not in model.__dict__:
+            model.__dict__["_packs"] = Packs(model, owned=True)
+
+
+def embedding_of(module: nn.Module) -> PackedMatrix | Tensor | None:
+    """What the kernel looks tokens up in: a packed matrix or `[V, D]`; None where it cannot."""
+    if isinstance(module, PackedEmbedding):
+        return module.place.matrix if module.place.whole else None
+    weight = module.weight
+    return weight if isinstance(weight, Tensor) and weight.is_contiguous() else None
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Linear layers with the same input, multiplied by the kernel (`matrix`) or by torch.
+
+    `weights_IO` are views of the weights, so that no product has to make one; empty beside a `matrix`. Valid until a
+    weight changes: made for one `generate` call.
+    """
+
+    outputs: tuple[int, ...]
+    matrix: PackedMatrix | None
+    bias_O: Tensor | None
+    weights_IO: tuple[Tensor, ...] = ()
+    biases_O: tuple[Tensor | None, ...] = ()
+
+    @staticmethod
+    def of(linears: Sequence[nn.Module], matrix: PackedMatrix | None) -> "FusedLinear":
+        """matrix: all weights below each other, packed; None for torch."""
+        outputs: tuple[Any, ...] = tuple(linear.out_features for linear in linears)
+        biases: tuple[Any, ...] = tuple(linear.bias for linear in linears)
+        if matrix is None:
+            weights: list[Any] = [linear.weight for linear in linears]
+            return FusedLinear(outputs, None, None, tuple(weight.detach().t() for weight in weights), biases)
+        if all(bias is None for bias in biases):
+            return FusedLinear(outputs, matrix, None)
+        pairs = zip(outputs, biases, strict=True)
+        bias_O = torch.cat([torch.zeros(count) if bias is None else bias.detach() for count, bias in pairs])
+        return FusedLinear(outputs, matrix, bias_O)
+
+    def parts(self, x_XI: Tensor) -> Sequence[Tensor]:
+        """Each layer's outputs."""
+        if self.matrix is not None:
+            all_XO = self(x_XI)
+            return (all_XO,) if len(self.outputs) == 1 else all_XO.split(self.outputs, dim=1)
+        pairs = zip(self.weights_IO, self.biases_O, strict=True)
+        return [torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO) for w_IO, bias in pairs]
+
+    def __call__(self, x_XI: Tensor) -> Tensor:
+        """All outputs side by side, `[X, O]`."""
+        if self.matrix is not None:
+            return self.matrix.linear(x_XI.contiguous(), self.bias_O)
+        parts = self.parts(x_XI)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+    def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
+        """`self(x_XI) + other_XO`, added while the product is written; for one layer."""
+        if self.matrix is not None:
+            return self.matrix.linear(x_XI.contiguous(), self.bias_O, other_XO.contiguous())
+        sum_XO = torch.addmm(other_XO, x_XI, self.weights_IO[0])
+        return sum_XO if self.biases_O[0] is None else sum_XO.add_(self.biases_O[0])
+
+
+def _one_matrix(linears: Sequence[nn.Module]) -> PackedMatrix | None:
+    """The matrix that holds the weights of packed modules and nothing else."""
+    places = [linear.place for linear in linears if isinstance(linear, _Packed)]
+    if len(places) < len(linears) or len({id(place.matrix) for place in places}) > 1:
+        return None
+    matrix = places[0].matrix
+    return matrix if sum(place.count for place in places) == matrix.outputs and places[0].first == 0 else None
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.ndim == 2 and not weight.is_inference()
+    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
+def _stamp(weights: Sequence[Tensor]) -> object:
+    """Changes when a weight is exchanged or written to; what is written through `.data` only if the sample shows it."""
+    states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
+    tensors = [*weights, *(state.absmax for state in states)]
+    samples = [tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1] for tensor in tensors]
+    sums = [float(sample.sum(dtype=torch.float32)) for sample in samples]
+    return [(tensor.data_ptr(), tensor._version, total) for tensor, total in zip(tensors, sums, strict=True)]
