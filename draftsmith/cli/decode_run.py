@@ -15,10 +15,10 @@ from draftsmith.cli.decode_summary import in_words, summarise
 from draftsmith.cli.token_stream import Stream
 from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method, planned_without_a_draft
-from draftsmith.outputs import Output, OutputRequest, Settings
-from draftsmith.pair import Decoding, Pair, load_pair
+from draftsmith.outputs import Output
+from draftsmith.pair import Decoding, Pair, Settings, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import sampling_options
+from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import resolve_device
@@ -54,7 +54,7 @@ class DecodeRun:
     pair: Pair
     decoding: Decoding
     settings: Settings
-    requests: list[OutputRequest]
+    requests: list[tuple[Prompt, int]]
 
 
 def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
@@ -67,15 +67,9 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
             f"follow the target's distribution"
         )
     prompts = _prompts(config, pair)
-    sampling = pair.sampling(**sampling_options(config))
-    settings = pair.settings(
-        sampling.sampling,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        stop=config.stop,
-        ignore_eos=config.ignore_eos,
-    )
-    requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
+    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    settings = pair.settings(sampling.sampling, config.max_new_tokens, config.seed, config.stop, config.ignore_eos)
+    requests = [(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
     work = DecodeRun(config, pair, decoding, settings, requests)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
     if config.out is not None:
@@ -139,7 +133,7 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
     from eval.plan import Planner, plan_now, planned_now, planned_tree
 
-    sampling = pair.sampling(**sampling_options(config)).sampling
+    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config)).sampling
     (draft,) = pair.drafts.values()
     prompts, tokens = _prompts(config, pair).prompts, config.max_new_tokens
     found = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
@@ -148,7 +142,9 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
-    room = pair.room(config.max_new_tokens)
+    room = None if pair.context is None else pair.context - config.max_new_tokens
+    if room is not None and room < 1:
+        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in a context of {pair.context}")
     if config.prompts is not None:
         limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
         return read_prompts(config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits)
