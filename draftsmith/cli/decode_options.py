@@ -11,6 +11,7 @@ from draftsmith_core.options import (
     AtLeast1,
     ChatModelOptions,
     NotIdentity,
+    Out,
     PromptOptions,
     Rare,
     SamplingOptions,
@@ -49,7 +50,7 @@ class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
     """Continue --prompt as it is, without the chat template."""
     prompts: Named = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
-    out: Named = None
+    out: NotIdentity[Out | None] = None
     """Write one JSON object per output to this .jsonl file; a killed run then continues."""
     num_samples: AtLeast1 = 1
     """Outputs per prompt."""
