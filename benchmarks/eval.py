@@ -29,7 +29,7 @@ from drafts.load import load_pair
 from draftsmith_core.sampling import Sampling
 from eval import measure
 from eval.estimate import measure_alphas
-from eval.prediction_rows import predicted_methods
+from eval.predict import predicted_methods
 from eval.request import Method
 
 

@@ -37,13 +37,14 @@ from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_r
 from draftsmith_core.models import eos_ids, fingerprint, load_model
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
+from draftsmith_core.runs import Run
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
 from eval.estimate import measure_alphas
-from eval.measure_all import MeasurementCache
+from eval.measure_all import Cells
 from train.config import Lora, Optim, TrainConfig
 from train.training_run import train
 
@@ -166,7 +167,7 @@ class Bench:
     target: PreTrainedModel
     base: PreTrainedModel
     rows: dict[str, tuple[dict[str, Any], list[Continuation]]]
-    store: MeasurementCache
+    store: Cells
     left: float
 
     @property
@@ -205,7 +206,7 @@ def prepare(options: Options) -> Bench:
                 seed=1,
             )
         )
-    store = MeasurementCache(out / "alpha")
+    store = Cells(Run(out / "alpha"))
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     for name in sets.all:

@@ -41,12 +41,13 @@ from draftsmith_core.models import eos_ids, fingerprint, load_model
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.provenance import difference, versions
+from draftsmith_core.runs import Run
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from eval.measure_all import MeasurementCache
+from eval.measure_all import Cells
 from train.config import OnPolicy, Optim, TrainConfig
 from train.training_run import train
 
@@ -134,7 +135,7 @@ def train_variants(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
 
 def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict[str, Alphas]:
     """alpha of every draft (name: directory) at every temperature and domain, as `draftsmith eval` measures it."""
-    store = MeasurementCache(Path(options.out) / "alpha")
+    store = Cells(Run(Path(options.out) / "alpha"))
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     common = {"target": fingerprint(target), "new_tokens": options.new_tokens}

@@ -466,6 +466,8 @@ _REASONS = {
     "string_type": "expected a text",
     "string_too_short": "is empty",
     "list_type": "expected a list",
+    "too_short": "name at least {min_length}",
+    "too_long": "name at most {max_length}",
     "literal_error": "expected one of {expected}",
     "value_error": "{error}",
 }

@@ -1,11 +1,10 @@
-"""One evaluation from its configuration to results.json, report.html and plots/."""
+"""One evaluation, from its options to results.json, report.html and plots/."""
 
 import os
 import time
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -18,16 +17,16 @@ from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
-from draftsmith_core.processes import is_main, join_processes, launched, on_main, say, terminable
+from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.provenance import command_line, provenance
-from draftsmith_core.run_directory import hold, keeping
+from draftsmith_core.runs import Run
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
 from eval import assemble, measure, remarks
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.groups import Setting
-from eval.measure_all import MeasurementCache, Run, measure_all
+from eval.measure_all import Cells, Evaluation, measure_all
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
 from eval.remarks import announce
@@ -40,13 +39,11 @@ from eval.tracking import track
 
 
 def evaluate(config: EvalConfig) -> Results:
-    """Measure every draft on every suite; writes results.json, report.html and plots/ and returns the results.
+    """Measure every draft on every suite, write results.json, report.html and plots/, and return the results.
 
-    Processes that were launched together divide the prompts; results are the same bytes as of one, but for the clock,
-    which runs in one of them. Everything that can be wrong with the input is found before the first measurement. A run
-    that was killed continues: finished measurements are in OUT/cells. Raises InputError (input), RunError (while
-    running), and RequirementError when all is written and a requirement of `config.require` is not met; SIGTERM ends it
-    with Terminated and Ctrl-C with KeyboardInterrupt.
+    Launched processes divide the prompts and find the same bytes as one, except for the clock, which runs in one of
+    them. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError, once
+    everything is written, if a requirement is not met.
     """
     started = time.time()
     request = check(config)
@@ -54,30 +51,30 @@ def evaluate(config: EvalConfig) -> Results:
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)
-    with terminable(), keeping(lambda: any(out.glob("cells/*.json"))), hold(out):
-        for directory in (out, out / "plots") if is_main() else ():
+    with Run(out, keeps=("cells/*.json",)) as run:
+        run.begin()
+        for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
-        suites, pair, said = _load(config, request)
-        asked, config = config, _with_sampling_of(pair.target, config)
-        cache = MeasurementCache(out / "cells")
+        suites, pair, notes = _load(config, request)
+        given, config = config, _with_sampling_of(pair.target, config)
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
-        run = Run(config, check(config), suites, pair, models, cache)
+        work = Evaluation(config, check(config), suites, pair, models, Cells(run))
         if "auto" in config.tree:
-            config = _with_planned_tree(run)
-            run = replace(run, config=config, request=check(config))
-        said += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
-        said += announce(remarks.of_target(config.target, pair.target), strict=False)
-        measured = measure_all(run)
+            config = _with_planned_tree(work)
+            work = replace(work, config=config, request=check(config))
+        notes += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
+        notes += announce(remarks.of_target(config.target, pair.target), strict=False)
+        measured = measure_all(work)
         busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
-        said += announce(busy, strict=False)
+        notes += announce(busy, strict=False)
         setting = Setting(
             suites=suites,
             drafts=list(pair.drafts),
-            base=run.request.base,
-            temperatures=config.temperature,
-            methods=run.request.methods,
+            base=work.request.base,
+            temperatures=[sampling.temperature for sampling in work.request.samplings],
+            methods=work.request.methods,
             bootstrap=config.bootstrap,
             seed=config.seed,
         )
@@ -88,9 +85,9 @@ def evaluate(config: EvalConfig) -> Results:
                 measured,
                 config=asdict(config),
                 models=models,
-                provenance=provenance(command_line("eval", asked), asdict(config)),
-                clock=clock(started, cache.reused, cache.measured, pair.target),
-                remarks=said,
+                provenance=provenance(command_line("eval", given), asdict(config)),
+                clock=clock(started, work.cells.reused, work.cells.measured, pair.target),
+                remarks=notes,
                 diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
             )
             write_json_atomic(out / "results.json", document)
@@ -107,13 +104,13 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def render(directory: str | Path) -> Path:
-    """Draw the report again from DIR/results.json. Raises InputError when there is none of this schema."""
+    """Draw the report again from DIR/results.json."""
     return write_report(Results.load(directory))
 
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
-    """Prompts first, because reading them is cheap; then all models; then whether all of it fits together."""
-    said = announce(remarks.of_options(config), strict=config.strict)
+    """Read the prompts, which is cheap, then the models, then check that all of it fits together."""
+    notes = announce(remarks.of_options(config), strict=config.strict)
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     suites = load_suites(
         request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
@@ -128,22 +125,19 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         **loading(config),
     )
     take_over(pair.target, *pair.drafts.values())
-    for method in request.methods:
-        for name, draft in pair.drafts.items():
-            try:
-                measure.decoder_of(pair.target, draft, method)
-            except ValueError as error:
-                raise InputError(f"--draft {name}: {error}") from None
     contexts = {"the target": context_length(pair.target)}
-    contexts |= {
-        f"draft {name}": context_length(draft)
-        for name, draft in pair.drafts.items()
-        if isinstance(draft, PreTrainedModel)
-    }
+    for name, draft in pair.drafts.items():
+        try:
+            for method in request.methods:
+                measure.decoder_of(pair.target, draft, method)
+        except ValueError as error:
+            raise InputError(f"--draft {name}: {error}") from None
+        if isinstance(draft, PreTrainedModel):
+            contexts[f"draft {name}"] = context_length(draft)
     suites = fit(suites, config.max_new_tokens, contexts)
-    for name, draft in pair.drafts.items() if is_main() else ():
+    prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
+    for name, draft in pair.drafts.items():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
-            prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
             say(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}")
     for line in remarks.of_counts(config, suites):
         say(f"eval: {line}")
@@ -152,40 +146,41 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         *remarks.of_prompts(suites),
         *remarks.of_training(request.drafts, suites),
     ]
-    return suites, pair, said + announce(found, strict=config.strict)
+    return suites, pair, notes + announce(found, strict=config.strict)
 
 
-def _with_planned_tree(run: Run) -> EvalConfig:
-    """The options with the tree that is fastest in place of `auto`, planned now or by the run that this one continues:
-    for the first draft that is not the base, at the highest temperature, batch 1, on prompts in distribution in turn.
+def _with_planned_tree(work: Evaluation) -> EvalConfig:
+    """Replace the tree `auto` by the fastest tree, planned now or by the run that this one resumes: for the first draft
+    that is not the base, at the highest temperature and batch 1, on prompts in distribution in turn.
     """
-    config, request, pair = run.config, run.request, run.pair
-    draft = next((name for name in pair.drafts if name != request.base), request.base)
-    sampling = max(request.samplings, key=lambda each: each.temperature)
-    turns = zip_longest(*(suite.prompts for suite in run.suites if suite.kind == "id"))
+    config, pair = work.config, work.pair
+    draft = next((name for name in pair.drafts if name != work.request.base), work.request.base)
+    sampling = max(work.request.samplings, key=lambda sampling: sampling.temperature)
+    turns = zip_longest(*(suite.prompts for suite in work.suites if suite.kind == "id"))
     prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:NOW_PROMPTS]
-    decided: dict[str, Any] = {
+    decides = {
+        "what": "plan",
         "prompts": [list(prompt.ids) for prompt in prompts],
         "sampling": asdict(sampling),
-        "models": [identity(run.models[name]) for name in ("target", draft)],
+        "models": [identity(work.models[name]) for name in ("target", draft)],
         "machine": machine(pair.target),
         "options": [config.max_new_tokens, config.seed],
     }
     planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, config.max_new_tokens, config.seed)
-    found = run.cache.get({"what": "plan", **decided}, lambda: plan_now(planner))
+    plan = work.cells.get(decides, lambda: plan_now(planner))
     file = Path(config.out) / "plan.json"
-    write_json_atomic(file, found)
-    kept = " (kept from before)" * (run.cache.reused > 0)
-    say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(found)}")
-    tree = found["tree"].get("spec") or f"auto:{file}"
-    return replace(config, tree=list(dict.fromkeys(tree if each == "auto" else each for each in config.tree)))
+    write_json_atomic(file, plan)
+    kept = " (kept from before)" * (work.cells.reused > 0)
+    say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(plan)}")
+    tree = plan["tree"].get("spec") or f"auto:{file}"
+    return replace(config, tree=[tree if spec == "auto" else spec for spec in config.tree])
 
 
 def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:
-    """The options with top_k, top_p and min_p as the target's generation config has them where they were left open."""
+    """Fill top_k, top_p and min_p, if left open, from the target's generation config."""
     options = {**sampling_options(config), "temperature": max(config.temperature)}
-    found = resolve_sampling(config.target, target, **options)
-    if found.note:
-        say(f"eval: {found.note}")
-    sampling = found.sampling
+    resolved = resolve_sampling(config.target, target, **options)
+    if resolved.note:
+        say(f"eval: {resolved.note}")
+    sampling = resolved.sampling
     return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)

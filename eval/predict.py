@@ -36,6 +36,7 @@ Floats = NDArray[np.float64]
 _DRAWN = ("mcsd", "specinfer", "exact")
 _JOINT = ("block", "traversal")
 _KNOWN = (*_DRAWN, *_JOINT, "speculative", "naive")
+LONGEST_CHAIN = 16
 
 
 class PredictedCounts(TypedDict):
@@ -60,6 +61,13 @@ class Traces:
     def depths(self) -> int | None:
         """How deep a tree they say something about; None for any depth."""
         return None if self.any_depth else self.rows[0].ratio.shape[0]
+
+
+def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
+    """Chains of 1 to 16, above temperature 0 under block verification too, and the methods that are decoded."""
+    rules = ("speculative",) if greedy else ("speculative", "block")
+    chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
+    return list(dict.fromkeys([*chains, *methods]))
 
 
 def not_predicted(method: Method, sampling: Sampling) -> str | None:

@@ -1,24 +1,13 @@
 """The table of predictions: tau of every chain and of every tree that is known beforehand, beside what was measured."""
 
-from collections.abc import Sequence
-
 from decode import Tree
 from decode.stats import independent_tau
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import PromptSums, estimate
 from eval.groups import Group, Measured, Setting, at_depth, joined, ratio
-from eval.predict import run_interval
+from eval.predict import predicted_methods, run_interval
 from eval.request import Method
 from eval.schema import PredictionRow
-
-LONGEST_CHAIN = 16
-
-
-def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
-    """Chains of 1 to 16, above temperature 0 under block verification too, and the methods that are decoded."""
-    rules = ("speculative",) if greedy else ("speculative", "block")
-    chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
-    return list(dict.fromkeys([*chains, *methods]))
 
 
 def prediction_rows(setting: Setting, measured: Measured) -> list[PredictionRow]:

@@ -14,7 +14,6 @@ from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_pro
 from draftsmith_core.tokenization import load_tokenizer
 from eval import remarks
 from eval.config import EvalConfig
-from eval.request import check
 from eval.schema import ModelRow, SpeedConditions, SuiteKind
 from eval.suites import Suite, load_suites
 
@@ -97,15 +96,6 @@ CONFIG = EvalConfig(target="t", draft=["a=b"], id=["prose=d"], out="o")
 )
 def test_filters_that_change_nothing(change: dict[str, object], said: int) -> None:
     assert len(remarks.of_options(replace(CONFIG, **change))) == said  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [({"project": "mine"}, "--project mine: is for --tracker wandb"), ({"ood": ["id=x"]}, "--id or --ood id=...:")],
-)
-def test_options_that_would_be_ignored_or_mean_two_things_are_refused(change: dict[str, object], says: str) -> None:
-    with pytest.raises(InputError, match=says.replace("...", r"\.\.\.")):
-        check(replace(CONFIG, **change))  # type: ignore[arg-type]
 
 
 def test_an_option_for_text_rows_where_there_are_none_and_sets_that_are_cut_or_small() -> None:

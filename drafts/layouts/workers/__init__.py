@@ -1,0 +1,1 @@
+"""Scripts that run in other engines' environments. They import nothing of this project."""
