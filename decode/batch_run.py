@@ -154,7 +154,6 @@ class BatchRun:
         u_BU = self._uniforms()
         split = self.num_draft_uniforms
         proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
-        _check_shape(proposal, len(self.batch), type(self.session).__name__)
         u_BU = None if u_BU is None else u_BU[:, split:]
         last_B = [row.last for row in self.batch]
         self.runner.open()
@@ -354,19 +353,6 @@ def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
         emitted = rest[depth : depth + accepted + 1]
         walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
     return finite_B, walks
-
-
-def _check_shape(proposal: Proposal, rows: int, name: str) -> None:
-    """Raise ValueError where what a session (perhaps the caller's own) proposes does not fit its tree or the batch."""
-    tree, tokens_BM = getattr(proposal, "tree", None), getattr(proposal, "tokens_BM", None)
-    if not (isinstance(tree, TreeBatch) and isinstance(tokens_BM, Tensor)):
-        raise ValueError(f"{name}: propose() must return a Proposal of a TreeBatch and a tensor tokens_BM")
-    wanted = (rows, tree.parents_RN.shape[1] + 1)
-    if tokens_BM.shape != wanted or tokens_BM.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"{name}: tokens_BM must be {list(wanted)} integers, rows x nodes with the root, not {tokens_BM.dtype} of "
-            f"{list(tokens_BM.shape)}"
-        )
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:

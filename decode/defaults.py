@@ -4,9 +4,6 @@ the benchmarks and `SpeculativeDecoder`. Needs no torch.
 
 from decode.tree import Tree, TreeShape
 
-# Where a larger tree seldom pays. A draft that is accepted 8 times in 10 gets past 16 levels in 3 steps of 100, and
-# each level costs a forward of the draft; published trees end at about 64 nodes (EAGLE-2, Medusa), Sequoia's at 128.
-DEEP, LARGE = 16, 128
 CHAIN = 4  # tokens drafted per step when no tree is named
 
 
@@ -38,15 +35,3 @@ def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) ->
     if drafts > 1:
         return "specinfer"
     return "speculative" if tree.is_chain else "mcsd"
-
-
-def size_remark(tree: TreeShape, *, draws: bool = True) -> str | None:
-    """One line about a tree that is deeper or larger than is likely to pay, None for any other. Tokens that are copied
-    (`draws` false) cost no forward per level, so that only their number counts.
-    """
-    fix = "compare its tokens/s with those of chain:4"
-    if (draws or tree.grows) and tree.depth > DEEP:
-        return f"the tree is {tree.depth} levels deep, and each level takes a forward of the draft; {fix}"
-    if tree.size > LARGE:
-        return f"the tree has {tree.size} nodes, and the target computes all of them at every step; {fix}"
-    return None

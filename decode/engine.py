@@ -3,37 +3,33 @@
 Here is what stays from one `generate` call to the next; the steps of one are `decode.batch_run.BatchRun`.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from decode.batch_run import BatchRun, Generation, OnTokens
-from decode.defaults import default_verifier, size_remark
+from decode.defaults import default_verifier
 from decode.packed_weights import packs_of
 from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
 from decode.stop_strings import StopCondition
-from decode.supported_models import attention_windows, check_context, check_window
+from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.models import eos_ids as eos_of
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
 _KEPT_BLOCKS = 64
-log = logging.getLogger(__name__)
 Key = TypeVar("Key")
 # Called with a number of free places; returns at most so many prompts for them: (key, token ids, generator) of each.
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
@@ -82,30 +78,26 @@ class SpeculativeDecoder:
         compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
         self.target, self.proposer = target, proposer
-        if isinstance(proposer, PreTrainedModel):
-            raise ValueError("proposer: a model cannot draft by itself; pass DraftModelProposer(model)")
-        if proposer is None:
-            if tree is not None or verifier is not None:
-                raise ValueError(
-                    "tree and verifier say how drafts are made and kept, and proposer=None drafts nothing; "
-                    "leave them out, or pass a proposer"
-                )
-            self.tree: TreeShape = Tree(())
-            self.verifier = VERIFIERS["exact"]
-        else:
-            self.tree = _shape(proposer, tree)
+        self.tree: TreeShape = Tree(())
+        self.verifier = VERIFIERS["exact"]
+        self.drawing: Drawing = "deterministic"
+        if proposer is not None:
+            self.tree = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
             self.verifier = _verifier(proposer, self.tree, verifier)
-            if remark := size_remark(self.tree, draws=proposer.drawings(self.tree) != {"deterministic"}):
-                _say_once(remark)
+            proposer.check(target, self.tree)
+            # The first method of drawing that the verifier prefers and the proposer has.
+            offered = proposer.drawings(self.tree)
+            self.drawing = next((each for each in self.verifier.drawings if each in offered), min(offered))
+            self.verifier.check(self.tree, self.drawing, proposer.drafts)
+        elif tree is not None or verifier is not None:
+            raise ValueError("tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer")
         self._windows = attention_windows(target)
         self._limit = context_length(target)
-        if proposer is not None:
-            proposer.check(target, self.tree)
-        self.drawing = _drawing(self.verifier, proposer, self.tree)
         self._blocks: dict[TreeBatch, Block] = {}
         self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
         self.compile, self.compile_s = compile, 0.0
-        self._turn, self._at_work = threading.RLock(), False
+        # Recorded steps have one set of buffers, so that threads wait for their turn.
+        self._turn = threading.Lock() if compile else nullcontext()
         self._packs = packs_of(target) if fast and not compile else None
 
     @torch.inference_mode()
@@ -129,17 +121,15 @@ class SpeculativeDecoder:
         `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. Raises ValueError for
         an empty prompt, a prompt that does not fit the context, or a number of generators that differs.
         """
-        if generators is not None and seed:
-            raise ValueError(f"seed: {seed} would not be used, because generators were given; pass one of the two")
         if generators is None:
             generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
         if eos_ids is None:
             eos_ids = eos_of(self.target)
-        self._check(prompts, sampling, max_new_tokens, generators)
         if not prompts:
             return BatchOutput([], 0.0, 0.0)
+        self._check(prompts, max_new_tokens)
         began = self._clock()
-        with self._alone(), self._own_dtype():
+        with self._turn, self._own_dtype():
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
@@ -183,7 +173,7 @@ class SpeculativeDecoder:
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]
-                    self._check(prompts, sampling, max_new_tokens, generators)
+                    self._check(prompts, max_new_tokens)
                     keys |= {count + place: key for place, (key, _, _) in enumerate(joining)}
                     runner = run.runner.fresh() if run is not None else None
                     if run is not None and not run.live:
@@ -226,90 +216,27 @@ class SpeculativeDecoder:
                 self._blocks[tree] = block
         return block
 
-    def _check(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        max_new_tokens: int,
-        generators: Sequence[torch.Generator],
-    ) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if self.target.training:
-            raise ValueError(
-                "the target is in training mode; call target.eval() first, dropout would change its outputs"
-            )
-        if len(generators) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(generators)} generators: pass one generator per prompt")
-        if not sampling.greedy and len({id(each) for each in generators}) < len(generators):
-            raise ValueError("two prompts share a generator, so that each would depend on the other; pass one for each")
+            raise ValueError("the target is in training mode, where dropout changes its outputs; call target.eval()")
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: {max_new_tokens} is below 1; ask for at least one token")
+            raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
         vocabulary = vocabulary_size(self.target)
         for row, prompt in enumerate(prompts):
-            if isinstance(prompt, str | int):
-                raise ValueError(f"prompt {row} is {prompt!r}; expected a list of token ids: encode the text first")
-            if not len(prompt):
-                raise ValueError(f"prompt {row} has no tokens; start it with the model's BOS token")
-            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-                raise ValueError(
-                    f"prompt {row} holds a token outside 0..{vocabulary - 1}, the target's vocabulary; "
-                    f"encode it with the target's tokenizer"
-                )
-        if prompts:
-            check_context("target", self._limit, prompts, max_new_tokens)
-            check_window(self.target, self.tree.size, prompts, max_new_tokens)
-            if self.proposer is not None:
-                self.proposer.check_lengths(prompts, max_new_tokens)
+            if isinstance(prompt, str | int) or not len(prompt) or not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(f"prompt {row}: expected at least one token id, each from 0 to {vocabulary - 1}")
+        check_context("target", self._limit, prompts, max_new_tokens)
+        if self.proposer is not None:
+            self.proposer.check_lengths(prompts, max_new_tokens)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Recorded steps have one set of buffers: other threads wait for their turn, and a call from within `on_tokens`
-        would write over what the outer one has cached.
-        """
-        if self.steps is None:
-            yield
-            return
-        with self._turn:
-            if self._at_work:
-                raise InputError(
-                    "compile: on_tokens has called generate of the decoder that called it, and recorded steps serve "
-                    "one call at a time; call it afterwards, or leave compile out"
-                )
-            self._at_work = True
-            try:
-                yield
-            finally:
-                self._at_work = False
-
-    @contextmanager
-    def _own_dtype(self) -> Iterator[None]:
-        """Switch off an autocast that the caller is in: it would run some parts of a step in another dtype and leave
-        packed weights in theirs, and the outputs would be those of neither.
-        """
-        kind = self.target.device.type
-        if not torch.is_autocast_enabled(kind):
-            yield
-            return
-        _say_once("decoding runs outside torch.autocast, in the dtype that the models were loaded in")
-        with torch.autocast(kind, enabled=False):
-            yield
+    def _own_dtype(self) -> AbstractContextManager[object]:
+        """Switch off the caller's autocast, which would run some parts of a step in another dtype."""
+        return torch.autocast(self.target.device.type, enabled=False)
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
-
-
-@cache
-def _say_once(remark: str) -> None:
-    """Log a warning; an evaluation makes many decoders with one tree, and says it once."""
-    log.warning(remark)
-
-
-def _shape(proposer: Proposer, tree: str | TreeShape | None) -> TreeShape:
-    shape = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
-    if shape.size == 0:
-        raise ValueError("tree: it has no nodes, so nothing can be drafted; use chain:1 or proposer=None")
-    return shape
 
 
 def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | None) -> Verifier:
@@ -321,13 +248,3 @@ def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | No
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
     return VERIFIERS[verifier]
-
-
-def _drawing(verifier: Verifier, proposer: Proposer | None, tree: TreeShape) -> Drawing:
-    """The first method of drawing that the verifier prefers and the proposer has; ValueError when there is none."""
-    if proposer is None:
-        return "deterministic"
-    offered = proposer.drawings(tree)
-    drawing = next((each for each in verifier.drawings if each in offered), min(offered))
-    verifier.check(tree, drawing, proposer.drafts)
-    return drawing

@@ -20,10 +20,8 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        if isinstance(strings, str):
-            raise ValueError(f"stop: expected a list of strings; write [{strings!r}]")
-        if not strings or any(not text for text in strings):
-            raise ValueError("stop: an empty string would end every text at once; give at least one character")
+        if isinstance(strings, str) or not strings or not all(strings):
+            raise ValueError(f"stop: expected a list of strings, none of them empty, got {strings!r}")
         self._tokenizer, self._strings = tokenizer, tuple(strings)
         self._reach = max(len(text.encode()) for text in strings) + _MARGIN_TOKENS
 

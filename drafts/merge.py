@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafts.config import MergeConfig
 from drafts.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.load import first_difference
-from drafts.merge_config import MergeConfig
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_dir_replaceable, read_json, writing

@@ -26,7 +26,6 @@ _PROGRAMS = {
     "speculators": ("SPECULATORS_PYTHON", "speculators/bin/python"),
     "llama-server": ("LLAMA_SERVER", "llama/llama-server"),
 }
-WORKERS = Path(__file__).with_name("layouts") / "workers"
 _START_S = 120
 
 
@@ -51,18 +50,14 @@ def how_to_get(engine: str) -> str:
     return f"`make engines` in a checkout, or set {_PROGRAMS[engine][0]}"
 
 
-def work(python: Path, worker: str | Path, *words: str | Path) -> dict[str, Any]:
-    """Run a script of `layouts/workers`, or one named by its path, in another environment; the JSON object of its last
-    line.
-
-    RunError with the last line of its standard error when it fails.
-    """
+def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]:
+    """Run a script in another environment; the JSON object of its last line. Raises RunError if it fails."""
     # Isolated: the other environment has its own libraries, and this project's path would hide them.
-    command = [str(python), "-I", str(WORKERS / worker), *map(str, words)]
+    command = [str(python), "-I", str(script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no message"]
-        raise RunError(f"{worker}: failed in {python}: {said[-1]}")
+        raise RunError(f"{script}: failed in {python}: {said[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

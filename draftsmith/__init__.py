@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from distill.generate import distill as distill
     from distill.score_config import ScoreConfig as ScoreConfig
     from distill.score_set import score_set as score_set
+    from drafts.config import DoctorConfig as DoctorConfig
+    from drafts.config import ExportConfig as ExportConfig
+    from drafts.config import MergeConfig as MergeConfig
     from drafts.doctor import examine as doctor
-    from drafts.doctor_config import DoctorConfig as DoctorConfig
-    from drafts.layouts.config import ExportConfig as ExportConfig
     from drafts.layouts.export import export as export
     from drafts.merge import merge as merge
-    from drafts.merge_config import MergeConfig as MergeConfig
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.outputs import Output as Output
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
     "DistillConfig": ("distill.config", "DistillConfig"),
-    "DoctorConfig": ("drafts.doctor_config", "DoctorConfig"),
+    "DoctorConfig": ("drafts.config", "DoctorConfig"),
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
-    "ExportConfig": ("drafts.layouts.config", "ExportConfig"),
+    "ExportConfig": ("drafts.config", "ExportConfig"),
     "InitConfig": ("draftsmith.starting.config", "InitConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
-    "MergeConfig": ("drafts.merge_config", "MergeConfig"),
+    "MergeConfig": ("drafts.config", "MergeConfig"),
     "Output": ("draftsmith.outputs", "Output"),
     "Pair": ("draftsmith.pair", "Pair"),
     "PlanConfig": ("eval.config", "PlanConfig"),

@@ -28,11 +28,11 @@ COMMANDS = {
     "init": ("a draft to start from: pruned, transplanted or fresh", "draftsmith.starting.config:InitConfig"),
     "distill": ("the target's own outputs for a set of prompts", "distill.config:DistillConfig"),
     "train": ("fit a draft to a distilled set", "train.config:TrainConfig"),
-    "merge": ("interpolate between drafts, or average them", "drafts.merge_config:MergeConfig"),
+    "merge": ("interpolate between drafts, or average them", "drafts.config:MergeConfig"),
     "decode": ("generate with target and draft, losslessly", "draftsmith.cli.decode_options:DecodeConfig"),
     "eval": ("what alignment bought, in distribution and out of it", "eval.config:EvalConfig"),
-    "doctor": ("which engines will load a pair, and the commands that serve it", "drafts.doctor_config:DoctorConfig"),
-    "export": ("a draft in the layout that another engine reads", "drafts.layouts.config:ExportConfig"),
+    "doctor": ("which engines will load a pair, and the commands that serve it", "drafts.config:DoctorConfig"),
+    "export": ("a draft in the layout that another engine reads", "drafts.config:ExportConfig"),
     "plan": ("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig"),
 }
 

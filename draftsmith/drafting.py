@@ -1,7 +1,4 @@
-"""Which proposer, tree and verifier decode: chosen from what was named and from what the drafts are.
-
-What can be refused from names and small files alone is refused here, before a model is loaded.
-"""
+"""Choose proposer, tree and verifier from their names and the kinds of the drafts, before a model is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +6,13 @@ from dataclasses import dataclass
 from decode import PROPOSERS, VERIFIERS, TreeShape, Verifier, default_tree, default_verifier, parse_tree
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 
 
 @dataclass(frozen=True)
 class DraftingMethod:
-    """A proposer by name, the tree (`tree` as it is written, `shape` as it is used) and the rule that verifies it."""
+    """A proposer by name, its tree (`tree` as written, `shape` as used) and the rule that verifies it."""
 
     proposer: str
     tree: str
@@ -23,15 +20,11 @@ class DraftingMethod:
     verifier: Verifier
 
 
-def tree_name(shape: TreeShape, proposer: str) -> str:
-    """How a default tree is shown."""
-    return "its own" if proposer == "lookahead" else f"chain:{shape.depth}"
-
-
-def planned_without_a_draft(tree: str) -> bool:
-    """Whether `tree` is a plan (`auto:FILE`) that found no draft to be faster than the target alone."""
-    kind, _, file = tree.partition(":")
-    plan = read_tree_file(file) if kind == "auto" and file else None
+def planned_without_a_draft(tree: object) -> bool:
+    """Whether `tree` is a plan (`auto:FILE`) that found the target alone to be faster."""
+    if not isinstance(tree, str) or not tree.startswith("auto:"):
+        return False
+    plan = read_tree_file(tree.removeprefix("auto:"))
     return isinstance(plan, dict) and plan.get("pays") is False
 
 
@@ -44,30 +37,30 @@ def choose_method(
     datastore: bool = False,
     heads: int | None = None,
 ) -> DraftingMethod | None:
-    """How to draft, or None for the target alone.
+    """Return how to draft, or None for the target alone.
 
-    kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether there is one to
-    retrieve from. heads: how many there are, where that is known; a default tree is no deeper. Whatever is None is
-    chosen: the proposer by the drafts, the verifier by the tree.
-    Raises InputError, one line with the fix, for parts that do not go together.
+    kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether there is a text to
+    retrieve from. heads: number of heads, if known; a default tree is no deeper. The drafts choose a proposer that is
+    None, the tree a verifier that is None. Raise InputError, one line with the fix, for parts that do not go together.
     """
     name = proposer or next(iter(kinds.values()), "none")
-    if isinstance(tree, str) and planned_without_a_draft(tree):
+    if planned_without_a_draft(tree):
         return None
     try:
         shape = parse_tree(tree, read_tree_file) if isinstance(tree, str) else tree
-        _check_needs(name, kinds, datastore)
+        _check_proposer(name, kinds, datastore)
         if name == "none":
-            for key, value in (("tree", tree), ("verifier", verifier)):
-                if value is not None:
-                    raise InputError(f"{key}: nothing drafts here, so it would not be used; add --draft or --proposer")
+            if tree is not None or verifier is not None:
+                key = "verifier" if tree is None else "tree"
+                raise InputError(f"{key}: needs a proposer; add --draft or --proposer")
             return None
         if shape is None:
-            shape, tree = (own := default_tree(name, heads)), tree_name(own, name)
+            shape = default_tree(name, heads)
+            tree = "its own" if name == "lookahead" else f"chain:{shape.depth}"
         rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
-                raise InputError(f"verifier: {rule!r} is unknown; use one of {', '.join(VERIFIERS)}")
+                raise InputError(f"verifier: {rule!r} is unknown; {nearest(rule, VERIFIERS)}")
             rule = VERIFIERS[rule]
         _check_together(name, len(kinds), shape, rule)
     except ValueError as error:
@@ -75,49 +68,45 @@ def choose_method(
     return DraftingMethod(name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule)
 
 
-def _check_needs(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
-    """Refuse a proposer without what it drafts from, and what it would not use."""
-    for draft, kind in kinds.items():
+def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
+    """Refuse a proposer without its drafts or its text, and drafts that it cannot use."""
+    for name, kind in kinds.items():
         if kind not in PROPOSERS:
             raise InputError(
-                f"--draft {draft}: is a head of kind {kind!r}; heads that draft here are {', '.join(HEADS)}"
+                f"--draft {name}: is a head of kind {kind!r}; heads that draft here are {', '.join(HEADS)}"
             )
     if proposer not in (*PROPOSERS, "none"):
-        raise InputError(f"proposer: {proposer!r} is unknown; use one of {', '.join(PROPOSERS)}, none")
+        raise InputError(f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}")
     needs = "nothing" if proposer == "none" else PROPOSERS[proposer].needs
-    if needs == "index" and not datastore:
-        raise InputError(f"proposer: {proposer} drafts from a text of yours; add --datastore FILE")
-    if needs != "index" and datastore:
-        raise InputError("datastore: only --proposer retrieval reads it; use that, or leave out --datastore")
-    if needs in ("models", "head"):
-        _check_drafts(kinds, proposer, needs)
-
-
-def _check_drafts(kinds: Mapping[str, str], proposer: str, needs: str) -> None:
+    if (needs == "index") != datastore:
+        fix = "only retrieval reads --datastore; leave it out" if datastore else "add --datastore FILE"
+        raise InputError(f"proposer: {proposer}: {fix}")
+    if needs not in ("models", "head"):
+        return
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
-    what = "a language model" if needs == "models" else f"a head of kind {wanted}"
     if not kinds:
-        raise InputError(f"proposer: `{proposer}` needs --draft, {what}")
+        raise InputError(f"proposer: `{proposer}` needs --draft, {_in_words(wanted)}")
     for name, kind in kinds.items():
         if kind != wanted:
-            found = "a language model" if kind == "draft" else f"a head of kind {kind}"
-            if len(kinds) > 1:
-                raise InputError(f"--draft {name}: is {found}, and {next(iter(kinds))} is not; draft with one of them")
+            fix = "draft with one of them" if len(kinds) > 1 else f"use --proposer {kind}"
             raise InputError(
-                f"--draft {name}: is {found}, and --proposer {proposer} needs {what}; use --proposer {kind}"
+                f"--draft {name}: is {_in_words(kind)}, and --proposer {proposer} needs {_in_words(wanted)}; {fix}"
             )
     if needs == "head" and len(kinds) > 1:
         raise InputError(f"draft: {len(kinds)} heads were given, and only language models draft together; give one")
 
 
+def _in_words(kind: str) -> str:
+    return "a language model" if kind == "draft" else f"a head of kind {kind}"
+
+
 def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
-    """What can be known without the models; the decoder checks the rest once they are there."""
-    copies = not PROPOSERS[proposer].draws
+    """Refuse an invalid combination as far as names tell; the decoder checks the rest on the loaded models."""
+    copies, usual = not PROPOSERS[proposer].draws, PROPOSERS[proposer].usual
     if copies:
         check_static(proposer, shape)
     if shape.grows and drafts > 1:
         raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
-    usual = PROPOSERS[proposer].usual
     if usual is not None and not shape.is_chain:
         raise InputError(f"tree: {proposer} drafts chains only; use chain:4, or --proposer {usual}")
     if drafts > 1 and not copies:

@@ -6,60 +6,58 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from decode import (
-    PROPOSERS,
-    DynamicTree,
-    Proposer,
-    SpeculativeDecoder,
-    StopStrings,
-    Tree,
-    TreeShape,
-    Verifier,
-    take_over,
-)
+from decode import PROPOSERS, Proposer, SpeculativeDecoder, StopCondition, StopStrings, TreeShape, Verifier, take_over
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
 from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
 from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
-from draftsmith.outputs import Output, OutputRequest, Settings, make_output
-from draftsmith.pair_inputs import (
-    check_flags,
-    check_integers,
-    check_loading,
-    check_sampling_numbers,
-    is_integer,
-    is_one_prompt,
-    source_text,
-    texts,
-)
+from draftsmith.outputs import Output
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling
+from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.model_options import Quantize
-from draftsmith_core.models import dtype_name, eos_ids, fingerprint, vocabulary_size
-from draftsmith_core.prompt_rows import whole
+from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
-from draftsmith_core.sampling_options import Sampling, check_seed
-from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
+from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
 
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Source = str | os.PathLike[str]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The options of `Pair.generate`, for type checkers."""
+class LoadOptions(TypedDict, total=False):
+    """The options of `load_pair` about its models, for type checkers."""
+
+    device: str
+    dtype: str
+    quantize: Quantize
+    quantize_draft: Quantize | None
+    trust_remote_code: bool
+    tokenizer: Tokenizer | None
+    heterogeneous_vocab: bool
+
+
+class MethodOptions(TypedDict, total=False):
+    """The options of `Pair.generate` that say how to draft, for type checkers."""
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
     tree: str | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
+
+
+class GenerateOptions(MethodOptions, total=False):
+    """The options of `Pair.generate`, for type checkers."""
+
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -74,12 +72,12 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Decoding:
-    """A decoder, and how it drafts: `method` is None for the target alone; `index` is what retrieval drafts from."""
+    """A decoder, and how it drafts. `method` is None for the target alone; retrieval drafts from `index`."""
 
     decoder: SpeculativeDecoder
-    method: DraftingMethod | None
-    drafts: dict[str, Draft]
-    index: SuffixIndex | None
+    method: DraftingMethod | None = None
+    drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
+    index: SuffixIndex | None = None
 
     @property
     def lossless(self) -> bool:
@@ -87,7 +85,7 @@ class Decoding:
         return self.method is None or self.decoder.verifier.lossless
 
     def identity(self) -> list[Any]:
-        """What tells apart decodings that may give other outputs; reads all weights."""
+        """Everything that may change outputs, hashed; reads all weights."""
         method, target = self.method, self.decoder.target
         return [
             None if method is None else [method.proposer, dataclasses.asdict(method.shape), method.verifier.name],
@@ -98,59 +96,45 @@ class Decoding:
         ]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How outputs are drawn and where they end."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    eos: tuple[int, ...]
+    stop: StopCondition | None
+
+
 def load_pair(
-    target: str | os.PathLike[str],
-    draft: str
-    | os.PathLike[str]
-    | Sequence[str | os.PathLike[str]]
-    | Mapping[str, str | os.PathLike[str]]
-    | None = None,
+    target: Source,
+    draft: Source | Sequence[Source] | Mapping[str, Source] | None = None,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    quantize: Quantize = "none",
-    quantize_draft: Quantize | None = None,
-    trust_remote_code: bool = False,
-    tokenizer: Tokenizer | None = None,
-    heterogeneous_vocab: bool = False,
     fast: bool = True,
     compile: bool | str = False,  # noqa: A002 (as in torch.compile)
+    **options: Unpack[LoadOptions],
 ) -> "Pair":
     """Load a target and any number of drafts, and check that they belong together.
 
     target, draft: local directories or hub names; a draft is a language model or a head. Several language models
-    draft together; `{name: source}` gives them names. device: auto, cpu, cuda or cuda:N. dtype: auto (float32 on a
-    CPU, else the checkpoint's own), float32, bfloat16 or float16. quantize: "nf4" for four-bit weights. tokenizer: the
-    target's, where it is loaded already. heterogeneous_vocab: accept drafts of another tokenizer, which then draft the
-    tokens that both have (lossless). fast: packed weights and the lean Llama forward on a CPU, which change outputs
-    by rounding only. compile: record every step as a CUDA graph (True), or compile it first by a torch.compile backend
-    (its name); the first outputs then take longer.
-    Raises InputError, one line, for what cannot be loaded or does not fit the target.
+    draft together; `{name: source}` gives them names. fast: use packed weights and the lean Llama forward on a CPU;
+    outputs change by rounding only. compile: record every step as a CUDA graph (True), or compile it first with a
+    torch.compile backend (its name); the first outputs then take longer.
+
+    options: `device` (auto, cpu, cuda or cuda:N), `dtype` (auto: float32 on a CPU, else the checkpoint's own; float32,
+    bfloat16 or float16), `quantize` and `quantize_draft` ("nf4" for four-bit weights), `trust_remote_code`,
+    `tokenizer` (the target's, if loaded already), `heterogeneous_vocab` (accept drafts of another tokenizer; they
+    draft the tokens that both have, lossless). Raise InputError for what cannot be loaded or does not fit the target.
     """
-    flags = {"trust_remote_code": trust_remote_code, "heterogeneous_vocab": heterogeneous_vocab, "fast": fast}
-    check_loading(tokenizer, compile, **flags)
-    sources: Sequence[str] | dict[str, str]
+    drafts: Mapping[str, str] | list[str]
     if isinstance(draft, Mapping):
-        sources = {name: source_text("draft", each) for name, each in draft.items()}
-    elif isinstance(draft, Sequence) and not isinstance(draft, str):
-        sources = [source_text("draft", each) for each in draft]
+        drafts = {name: os.fspath(source) for name, source in draft.items()}
+    elif draft is None or isinstance(draft, str | os.PathLike):
+        drafts = [] if draft is None else [os.fspath(draft)]
     else:
-        sources = [] if draft is None else [source_text("draft", draft)]
-    return Pair(
-        load_models(
-            source_text("target", target),
-            sources,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            quantize_draft=quantize_draft,
-            trust_remote_code=trust_remote_code,
-            tokenizer=tokenizer,
-            heterogeneous_vocab=heterogeneous_vocab,
-        ),
-        fast=fast,
-        compile=compile,
-    )
+        drafts = [os.fspath(source) for source in draft]
+    return Pair(load_models(os.fspath(target), drafts, **options), fast=fast, compile=compile)
 
 
 class Pair:
@@ -184,11 +168,6 @@ class Pair:
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
         *,
-        draft: str | Sequence[str] | None = None,
-        proposer: str | Proposer | None = None,
-        tree: str | TreeShape | None = None,
-        verifier: str | Verifier | None = None,
-        datastore: str | SuffixIndex | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -199,94 +178,58 @@ class Pair:
         ignore_eos: bool = False,
         batch_size: int = 8,
         on_tokens: OnTokens | None = None,
+        **method: Unpack[MethodOptions],
     ) -> Output | list[Output]:
-        """Continue one prompt, or each of a list: an `Output`, or a list of them in the same order.
+        """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
 
         prompts: texts, token ids or chats. One prompt draws what `draftsmith decode --prompt` draws with this seed,
-        a list what the command draws for a file of these prompts; an output does not depend on its batch mates.
-        draft: which of the pair's drafts, by name; all unless given. proposer, tree, verifier: names as the command
-        takes them (`draftsmith decode --help` lists them), or objects of your own; what is left out is chosen to
-        suit. datastore: a file to retrieve from. temperature (0 is greedy), top_p, top_k (0 keeps every token) and
-        min_p: where None, as the target's generation_config.json says, else greedy.
-        stop: texts that end an output behind the token that completes one. batch_size: prompts decoded together.
-        on_tokens(row of its batch, ids, from_draft): called after each step with the tokens just added.
-        Raises InputError, one line, for what is not possible.
+        a list what the command draws for a file of these prompts. An output does not depend on its batch mates.
+        temperature (0 is greedy), top_p, top_k (0 keeps every token) and min_p: where None, as the target's
+        generation_config.json says, else greedy. stop: texts that end an output after the token that completes one.
+        batch_size: prompts decoded together. on_tokens(row of its batch, ids, from_draft): called after each step
+        with its new tokens.
+
+        method: `draft` (which of the pair's drafts, by name; all by default), `proposer`, `tree` and `verifier` (names
+        as in `draftsmith decode --help`, or objects of your own; chosen to suit where left out), `datastore` (a file to
+        retrieve from). Raise InputError for an invalid combination.
         """
-        check_integers(max_new_tokens=max_new_tokens, seed=seed, batch_size=batch_size)
-        check_sampling_numbers(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-        check_flags(ignore_eos=ignore_eos)
-        stops = texts("stop", stop)
-        if on_tokens is not None and not callable(on_tokens):
-            raise InputError(f"on_tokens: expected a function, got {on_tokens!r}")
-        decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
-        if batch_size < 1:
-            raise InputError(f"batch_size: {batch_size} must be at least 1")
-        check_seed(seed)
-        try:
-            settings = self.settings(
-                self.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).sampling,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                stop=stops,
-                ignore_eos=ignore_eos,
-            )
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        one = is_one_prompt(prompts)
+        decoding = self.decoding(**method)
+        one = _is_one_prompt(prompts)
+        sampling = resolve_sampling(
+            self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        ).sampling
+        stops = [stop] if isinstance(stop, str) else list(stop)
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
             repeats: Counter[str] = Counter()
-            encoded = [self.encode(each, f"prompts[{i}]") for i, each in enumerate(prompts)]  # type: ignore[arg-type]
+            encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
             named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
-        room = self.room(max_new_tokens)
-        for number, prompt in enumerate(named):
-            where = "prompt" if one else f"prompts[{number}]"
-            if not prompt.ids:
-                raise InputError(f"{where}: is empty and the tokenizer adds no BOS; write some text")
-            if room is not None and len(prompt.ids) > room:
-                raise InputError(f"{where}: has {len(prompt.ids)} tokens, more than the {room} that fit")
         outputs: list[Output] = []
-        for start in range(0, len(named), batch_size):
-            requests = [OutputRequest(prompt) for prompt in named[start : start + batch_size]]
-            outputs += self.decode_batch(decoding.decoder, requests, settings, on_tokens)
+        try:
+            settings = self.settings(sampling, max_new_tokens, seed, stops, ignore_eos)
+            for start in range(0, len(named), batch_size):
+                requests = [(prompt, 0) for prompt in named[start : start + batch_size]]
+                outputs += self.decode_batch(decoding.decoder, requests, settings, on_tokens)
+        except ValueError as error:
+            raise InputError(str(error)) from None
         return outputs[0] if one else outputs
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
         if isinstance(prompt, str):
-            return encode_text(self.tokenizer, whole(prompt, "prompt", where))
-        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or tensor of ids
-        size = vocabulary_size(self.target)
-        if isinstance(items, Sequence) and not isinstance(items, bytes):
-            if items and isinstance(items[0], Mapping):
-                return encode_messages(self.tokenizer, check_messages(list(items), where), where)
-            if all(is_integer(item) and 0 <= item < size for item in items):
-                return [int(item) for item in items]
-        raise InputError(f"{where}: expected a text, a chat or token ids from 0 to {size - 1}")
-
-    def room(self, max_new_tokens: int) -> int | None:
-        """The longest prompt, in tokens, that leaves room for `max_new_tokens` in every model; None without a limit."""
-        if self.context is None:
-            return None
-        if self.context <= max_new_tokens:
-            raise InputError(f"max_new_tokens: {max_new_tokens} leaves no room in a context of {self.context}")
-        return self.context - max_new_tokens
-
-    def sampling(
-        self, *, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
-    ) -> ResolvedSampling:
-        """The distribution to draw from: what is None is as the target's generation_config.json says, else greedy."""
-        return resolve_sampling(
-            self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-        )
+            return encode_text(self.tokenizer, prompt)
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # an array or tensor of ids
+        if items and isinstance(items[0], Mapping):
+            return encode_messages(self.tokenizer, check_messages(items, where), where)
+        if not all(_is_integer(item) for item in items):
+            raise InputError(f"{where}: expected a text, a chat or token ids")
+        return [int(item) for item in items]
 
     def settings(
-        self, sampling: Sampling, *, max_new_tokens: int, seed: int, stop: Sequence[str], ignore_eos: bool
+        self, sampling: Sampling, max_new_tokens: int, seed: int, stop: Sequence[str], ignore_eos: bool
     ) -> Settings:
         """Settings with the target's own EOS ids, unless they are to be ignored."""
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: {max_new_tokens} must be at least 1")
         eos = () if ignore_eos else eos_ids(self.target)
         return Settings(sampling, max_new_tokens, seed, eos, StopStrings(self.tokenizer, stop) if stop else None)
 
@@ -299,23 +242,20 @@ class Pair:
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
-        """A decoder for this method of drafting, chosen as `generate` says; the last call's where it is the same."""
-        names = None if draft is None else tuple(texts("draft", draft))
+        """A decoder for this method of drafting, as `generate` describes it; the last one if the method is the same."""
+        names = tuple(self.drafts) if draft is None else (draft,) if isinstance(draft, str) else tuple(draft)
+        if unknown := [name for name in names if name not in self.drafts]:
+            known = ", ".join(self.drafts) or "none"
+            raise InputError(f"draft: {unknown[0]!r} is not a draft of this pair; it has {known}")
         key = (names, proposer, tree, verifier, datastore)
         if self._last is None or self._last[0] != key:
             self._last = None
-            self._last = (key, self._decoding(self._chosen(names), proposer, tree, verifier, datastore))
+            drafts = {name: self.drafts[name] for name in names}
+            try:
+                self._last = (key, self._decoding(drafts, proposer, tree, verifier, datastore))
+            except ValueError as error:
+                raise InputError(str(error)) from None
         return self._last[1]
-
-    def _chosen(self, names: Sequence[str] | None) -> dict[str, Draft]:
-        if names is None:
-            return self.drafts
-        for name in names:
-            if name not in self.drafts:
-                raise InputError(
-                    f"draft: {name!r} is not a draft of this pair; it has {', '.join(self.drafts) or 'none'}"
-                )
-        return {name: self.drafts[name] for name in names}
 
     def _decoding(
         self,
@@ -326,45 +266,35 @@ class Pair:
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
         how: dict[str, Any] = {"fast": self._fast, "compile": self._compile}
-        if not (tree is None or isinstance(tree, str | Tree | DynamicTree)):
-            raise InputError(f"tree: expected a spec such as chain:4, or a Tree, got {tree!r}")
-        if not (verifier is None or isinstance(verifier, str | Verifier)):
-            raise InputError(
-                f"verifier: expected a name, or a Verifier with your function as its `run`, got {verifier!r}"
-            )
-        if isinstance(proposer, type) or not (
-            proposer is None or isinstance(proposer, str) or hasattr(proposer, "start")
-        ):
-            raise InputError(f"proposer: expected a name, or an object that follows decode.Proposer, got {proposer!r}")
-        try:
-            if proposer is None or isinstance(proposer, str):
-                kinds = {name: kind_of(each) for name, each in drafts.items()}
-                heads = min((count for each in drafts.values() if (count := depth_limit(each))), default=None)
-                method = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
-                if method is None:
-                    return Decoding(SpeculativeDecoder(self.target, **how), None, {}, None)
-                index = datastore
-                if isinstance(index, str):
-                    index = SuffixIndex.build(read_documents(index, self.tokenizer))
-                made = _make_proposer(method.proposer, list(drafts.values()), index, self._fast)
-                decoder = SpeculativeDecoder(self.target, made, method.shape, method.verifier, **how)
-            else:
-                index = None
-                decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **how)
-                spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
-                method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        return Decoding(decoder, method, drafts, index)
+        if proposer is not None and not isinstance(proposer, str):
+            decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **how)
+            spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
+            method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
+            return Decoding(decoder, method, drafts)
+        kinds = {name: kind_of(draft) for name, draft in drafts.items()}
+        heads = min((count for draft in drafts.values() if (count := depth_limit(draft))), default=None)
+        chosen = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
+        if chosen is None:
+            return Decoding(SpeculativeDecoder(self.target, **how))
+        index = (
+            SuffixIndex.build(read_documents(datastore, self.tokenizer)) if isinstance(datastore, str) else datastore
+        )
+        kind, models = PROPOSERS[chosen.proposer], list(drafts.values())
+        if kind.needs in ("models", "head"):
+            drafter = kind.make(models if kind.needs == "models" else models[0], fast=self._fast)
+        else:
+            drafter = kind.make(index)
+        decoder = SpeculativeDecoder(self.target, drafter, chosen.shape, chosen.verifier, **how)
+        return Decoding(decoder, chosen, drafts, index)
 
     def decode_batch(
         self,
         decoder: SpeculativeDecoder,
-        requests: Sequence[OutputRequest],
+        requests: Sequence[tuple[Prompt, int]],
         settings: Settings,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[Output]:
-        """Outputs of requests that are decoded together, in their order."""
+        """Decode requests (prompt, sample index) together; yield their outputs in order."""
         ends = [0.0] * len(requests)
 
         def note(row: int, ids: list[int], from_draft: list[bool]) -> None:
@@ -372,27 +302,40 @@ class Pair:
             if on_tokens is not None:
                 on_tokens(row, ids, from_draft)
 
-        seeds = [row_seed(settings.seed, f"{each.prompt.id}/{each.sample_index}") for each in requests]
         began = time.perf_counter()
         batch = decoder.generate(
-            [each.prompt.ids for each in requests],
+            [prompt.ids for prompt, _ in requests],
             settings.sampling,
             settings.max_new_tokens,
-            [generator(seed) for seed in seeds],
+            [generator(row_seed(settings.seed, f"{prompt.id}/{sample}")) for prompt, sample in requests],
             settings.eos,
             note,
             settings.stop,
         )
-        for request, generation, end in zip(requests, batch.generations, ends, strict=True):
-            yield make_output(request, generation, batch, end - began - batch.prefill_s, self.tokenizer)
+        for (prompt, sample), generation, end in zip(requests, batch.generations, ends, strict=True):
+            yield Output(
+                id=prompt.id,
+                sample_index=sample,
+                prompt_ids=list(prompt.ids),
+                output_ids=generation.output_ids,
+                text=decode_text(self.tokenizer, generation.output_ids),
+                finish_reason=generation.finish_reason,
+                from_draft=generation.from_draft,
+                stats=generation.stats,
+                prefill_s=batch.prefill_s / len(requests),
+                decode_s=batch.decode_s / len(requests),
+                waited_s=end - began - batch.prefill_s,
+            )
 
 
-def _make_proposer(name: str, drafts: list[Draft], index: SuffixIndex | None, fast: bool) -> Proposer:
-    kind = PROPOSERS[name]
-    match kind.needs:
-        case "models":
-            return kind.make(drafts, fast=fast)
-        case "head":
-            return kind.make(drafts[0], fast=fast)
-        case "index" | "nothing":
-            return kind.make(index)
+def _is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a single prompt (a text, a chat, token ids) and no list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if shape := getattr(prompts, "shape", None):
+        return len(shape) == 1
+    return len(prompts) > 0 and (_is_integer(prompts[0]) or isinstance(prompts[0], Mapping))
+
+
+def _is_integer(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)

@@ -105,20 +105,17 @@ def test_heads_are_merged_with_their_config(target_dir: str, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_merged_is_refused_in_one_line(
-    draft_dir: str, target_dir: str, other_vocabulary_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    draft_dir: str, target_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
     for words, said in (
         (["--draft", draft_dir], "one draft and no base is a copy"),
-        (["--base", draft_dir, "--draft", draft_dir], "say how far to go"),
-        (["--base", draft_dir, "--draft", f"{draft_dir}:0.5"], f"such as {draft_dir}=0.5"),
-        (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight and others have"),
+        (["--base", draft_dir, "--draft", draft_dir], "give its weight"),
+        (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight"),
         (["--draft", f"{draft_dir}=0.5", f"{target_dir}=0.6"], "the weights add up to 1.1"),
-        (["--draft", f"{draft_dir}=nan", f"{target_dir}=0.6"], "with a weight from -100 to 100"),
+        (["--draft", draft_dir, draft_dir], "is named twice"),
         (["--draft", draft_dir, target_dir], "merge drafts of one shape"),
-        (["--draft", draft_dir, other_vocabulary_dir], "merge drafts of one shape"),
         (["--draft", draft_dir, str(tmp_path / "absent")], "no such directory"),
-        (["--base", draft_dir, "--draft", f"{draft_dir}=1e60"], "with a weight from -100 to 100"),
     ):
         assert main(["merge", *words, "--out", out]) == 2, words
         error = capsys.readouterr().err.splitlines()

@@ -348,7 +348,7 @@ def test_an_engine_that_computes_something_else_stops_the_export(
         save_file({"logits": torch.zeros(1, 23, 2048)}, words[-1])
         return found
 
-    monkeypatch.setattr("drafts.layouts.speculators_heads.work", other)
+    monkeypatch.setattr("drafts.layouts.export.work", other)
     config = ds.ExportConfig(
         draft=str(eagle3[1]), format="speculators", out=str(tmp_path / "out"), target=str(PAIR / "target")
     )

@@ -74,8 +74,6 @@ class PackedMatrix:
         """
         made = PackedMatrix.__new__(PackedMatrix)
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
-        if inputs != 64 * scales.shape[1]:
-            raise ValueError(f"{inputs} inputs need {inputs / 64:g} scales to a row; there are {scales.shape[1]}")
         made._hold(functions, outputs, inputs, torch.uint8)
         read = [codes.contiguous(), scales.float().contiguous(), table.float().contiguous()]
         functions.pack_codes(*(each.data_ptr() for each in read), made.values.data_ptr(), outputs, inputs)

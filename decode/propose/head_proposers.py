@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.defaults import default_tree
 from decode.packed_weights import packs_of
-from decode.propose.draft_model import Plans, make_session, slots_per_step
-from decode.propose.network import Frontier, StaticCall, fit_vocabulary, pending_block
-from decode.propose.protocol import Outcome, Proposer, Session, SessionSetup
+from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
+from decode.propose.network_proposer import NetworkProposer, slots_per_step
+from decode.propose.protocol import Outcome, SessionSetup
 from decode.runner import Block, Runner
-from decode.static_steps import StaticSteps, steps_for
-from decode.tree import Drawing, Tree, TreeShape
+from decode.static_steps import steps_for
+from decode.tree import Tree, TreeShape
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
@@ -34,31 +34,25 @@ from drafts.heads.medusa import MedusaHeads
 from drafts.load import depth_limit
 
 AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
-_ANY: frozenset[Drawing] = frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
 
 
-class HeadProposer(Proposer):
+class HeadProposer(NetworkProposer):
     """Drafts with a trained head; `chains_only` makes independent heads blockwise parallel decoding (Stern et al. 2018,
     arXiv 1811.03115).
     """
 
     def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
+        super().__init__()
         self.head = head
         self.name = f"draft head {type(head).__name__}"
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
-        self._plans: Plans = {}
         self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
         self._packs = packs_of(self._model) if self._model is not None and fast else None
-        self.steps: list[StaticSteps] = []
 
     def default_tree(self) -> Tree:
         """The usual chain, no longer than there are heads."""
         return default_tree(heads=depth_limit(self.head))
-
-    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        """Any method on a static tree."""
-        return frozenset({"deterministic"}) if tree.grows else _ANY
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Refuse a tree that is deeper than there are heads, and a target of another size."""
@@ -79,20 +73,15 @@ class HeadProposer(Proposer):
         if self.head.training:
             raise ValueError("the head is in training mode; call eval() on it first")
 
-    def start(self, setup: SessionSetup) -> Session:
-        """Begin on the features of the prompts."""
-        network: EagleNetwork | MedusaNetwork | HydraNetwork
-        if isinstance(self.head, EagleHead | Eagle3Head):
-            assert self._model is not None
-            self.steps = steps_for([self._model], setup.compile, False, self.steps)
-            steps = self.steps[0] if self.steps else None
-            runner = Runner(self._model, {"full_attention": None}, None, self._packs, steps)  # type: ignore[arg-type]
-            network = EagleNetwork(self._model, runner, setup)
-        elif isinstance(self.head, MedusaHeads):
-            network = MedusaNetwork(self.head, setup)
-        else:
-            network = HydraNetwork(self.head, setup)
-        return make_session(network, setup, self._plans, setup.device)
+    def network(self, setup: SessionSetup) -> Network:
+        """The head over the features of the prompts."""
+        if self._model is None:
+            kind = MedusaNetwork if isinstance(self.head, MedusaHeads) else HydraNetwork
+            return kind(self.head, setup)
+        self.steps = steps_for([self._model], setup.compile, False, self.steps)
+        steps = self.steps[0] if self.steps else None
+        runner = Runner(self._model, {"full_attention": None}, None, self._packs, steps)  # type: ignore[arg-type]
+        return EagleNetwork(self._model, runner, setup)
 
 
 def feature_size(head: AnyHead) -> int:
@@ -165,14 +154,11 @@ class _HeadAsModel(nn.Module):
         return _Output(logits, (features,))
 
 
-class EagleNetwork:
+class EagleNetwork(Network):
     """An EAGLE or EAGLE-3 head, its cache, and its pending tokens with their true features."""
 
-    drafts = 1
-    reads_paths = False
-
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.model, self.runner, self._vocabulary = model, runner, setup.vocabulary
+        self.model, self.runner, self.device, self._vocabulary = model, runner, setup.device, setup.vocabulary
         self.head = model.head
         features_BTH = self._fuse(setup.hidden_BTH)
         self.model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
@@ -181,7 +167,6 @@ class EagleNetwork:
         )
         self._tokens = [[prompt[-1]] for prompt in setup.prompts]
         self._features = [feature.unsqueeze(0) for feature in last_features(setup.prompts, features_BTH)]
-        self.width = 1
 
     def open(self) -> Tensor:
         """Forward the text that is new, with the target's features."""
@@ -196,7 +181,7 @@ class EagleNetwork:
         return logits
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` (None) or `extend` as a function of tensors; None where nothing is recorded."""
+        """The forward of `open` or `extend`; None if nothing is recorded."""
         if self.runner.steps is None:
             return None
         tokens_Bq, features_BqH, block = self._pending() if frontier is None else self._level(frontier)
@@ -239,11 +224,6 @@ class EagleNetwork:
             self._tokens[row] = list(tokens)
             self._features[row] = self._fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return len(self._tokens)
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self.runner.select_rows(rows)
@@ -269,32 +249,19 @@ class EagleNetwork:
         return fit_vocabulary(logits, self._vocabulary)
 
 
-class FeatureNetwork:
-    """Heads without a cache, which read the feature that each row's root was chosen from."""
-
-    drafts = 1
-    reads_paths = False
-    width = 1
+class FeatureNetwork(Network):
+    """Heads without a cache, which read the feature that each row's root was chosen from. Nothing is recorded."""
 
     def __init__(self, heads: nn.Module, setup: SessionSetup) -> None:
-        self.heads, self._vocabulary = heads, setup.vocabulary
+        self.heads, self.device, self._vocabulary = heads, setup.device, setup.vocabulary
         self._features = last_features(setup.prompts, setup.hidden_BTH[0])
         self._roots = [prompt[-1] for prompt in setup.prompts]
-
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """Nothing is recorded: these heads are a few products, and have no cache."""
-        return None
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """The new root was chosen at the last accepted node."""
         for row, states in enumerate(outcome.hidden):
             if outcome.tokens[row]:
                 self._features[row], self._roots[row] = states[0][-1], outcome.tokens[row][-1]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return len(self._roots)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

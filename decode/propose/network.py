@@ -1,14 +1,17 @@
-"""What drafts level by level: a network forwards the text it has not seen and then the nodes of each depth.
+"""What a network offers the sessions that draft a tree level by level.
+
+A step begins with `open`, a forward of the text that the network has not seen; `extend` forwards the nodes of one depth
+after another. A network that needs one forward for all depths computes them in `open` and hands them out in `extend`.
 
 Legend: B rows, e nodes of a level, d drafts (distributions per node; 1 but for several draft models), W pending
-tokens (those of the text that the network has not seen, the root last, right-aligned in the batch), T positions of a
-block, V vocabulary (the target's), R = 1 when all rows share a tree, else B.
+tokens (text that the network has not seen, the root last, right-aligned in the batch), V vocabulary (the target's),
+R = 1 when all rows share a tree, else B.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +23,11 @@ from decode.static_steps import StaticSteps
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """The nodes that a network expands next.
+    """The nodes to expand next.
 
-    `parents_Re` is the index of each one's parent among the nodes expanded so far (0 the root). `block` says what they
-    attend to, for a network with a cache; `paths_Bed` holds the tokens from the root down to each node, itself
-    included, for a network that `reads_paths`.
+    `parents_Re` numbers each one's parent among the nodes expanded so far (0 the root). `block` says what they attend
+    to, for a network with a cache; `paths_Bed` holds the tokens from below the root down to each node, for a network
+    that `reads_paths`.
     """
 
     tokens_Be: Tensor
@@ -33,41 +36,61 @@ class Frontier:
     paths_Bed: Tensor
 
 
-class Network(Protocol):
-    """Gives logits for the children of any node of a tree, level by level from the root."""
+def _ignore(*tensors: Tensor) -> None:
+    return
 
-    drafts: int
-    reads_paths: bool
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
+@dataclass(frozen=True)
+class StaticCall:
+    """One forward of a network as a function of tensors, to be recorded or compiled.
 
-    @property
-    def width(self) -> int:
-        """Number of pending tokens in the present step, padding included."""
+    `function(*inputs)` returns logits `[B, e * d, V]` and the arguments of `learn`. `name` tells it from the network's
+    other forwards.
+    """
+
+    steps: StaticSteps
+    name: object
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    learn: Callable[..., None] = _ignore
+
+
+class Network:
+    """Gives logits for the children of any node of a tree.
+
+    width: pending tokens in the present step, padding included. device: where it drafts.
+    """
+
+    drafts: int = 1
+    reads_paths: bool = False
+    width: int = 1
+    device: torch.device
 
     def open(self) -> Tensor:
         """Begin a step: logits `[B, d, V]` at the root."""
+        raise NotImplementedError
 
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits `[B, e * d, V]` at these nodes, node by node."""
+        raise NotImplementedError
 
-    def static(self, frontier: Frontier | None) -> "StaticCall | None":
-        """The same (None: at the root) as a function of tensors, for a network whose forwards are recorded or compiled;
-        None for another.
-        """
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        """The forward of `open` (None) or `extend` as a function of tensors; None if nothing is recorded."""
+        return None
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. `expanded[b]` gives for each accepted node of row b its number among the nodes that were
-        forwarded after the root (0 the first), None if it was not forwarded.
+        """Learn the outcome. `expanded[b]` numbers the accepted nodes of row b among the nodes forwarded after the root
+        (0 the first); None for a node that was not forwarded.
         """
+        raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
+        raise NotImplementedError
 
     def join(self, other: Any) -> None:
         """Append the rows of another network of the same kind."""
+        raise NotImplementedError
 
 
 class NetworkSession:
@@ -84,25 +107,8 @@ class NetworkSession:
         self.network.join(other.network)
 
 
-def _forget(*tensors: Tensor) -> None:
-    return
-
-
-@dataclass(frozen=True)
-class StaticCall:
-    """One forward of a network as a function of tensors: `function(*inputs)` gives logits `[B, e * d, V]` and perhaps
-    what `learn` is to be called with. `name` tells it from others of the network.
-    """
-
-    steps: StaticSteps
-    name: object
-    function: Callable[..., tuple[Tensor, ...]]
-    inputs: tuple[Tensor, ...]
-    learn: Callable[..., None] = _forget
-
-
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits over the target's vocabulary: a draft's surplus tokens are cut, tokens that it lacks are impossible."""
+    """Fit logits to the target's vocabulary: cut a draft's surplus tokens, make the tokens that it lacks impossible."""
     surplus = logits.shape[-1] - vocabulary
     if surplus == 0:
         return logits

@@ -1,10 +1,9 @@
-"""Heads on disk: which directory holds one, in our layout or another's; loading it onto a target, saving it."""
+"""Heads on disk: recognise the directory of one, in our layout or another's; load it onto a target; save it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,10 +12,11 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from drafts.layouts.published import Found, layout_of, may_be_head, read_tensors
+from drafts.layouts.files import read_tensors, write_tensors
+from drafts.layouts.table import HeadFiles, layout_of, may_be_head, renamed
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import is_hub_name
-from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.io import atomic_dir, read_json
 from draftsmith_core.provenance import read_record
 from draftsmith_core.sources import cached, snapshot
 
@@ -34,7 +34,7 @@ _COMPARED_ROWS = 1024
 
 
 def head_kind(path: str | Path) -> str | None:
-    """The kind of head in a directory or on the hub, None for an ordinary language model or a name of neither.
+    """The kind of head in a directory or on the hub; None for an ordinary language model, or a name of neither.
 
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says so.
     """
@@ -61,40 +61,36 @@ def head_directory(path: str | Path) -> Path:
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     """The head in a directory or on the hub, on the target's device, in its dtype, in eval mode.
 
-    Raises InputError, one line naming file and key, for a directory that holds no head or one that does not fit.
+    Raises InputError naming file and key if there is no head, or if it does not fit the target.
     """
     directory = head_directory(path)
-    if not directory.is_dir():
-        raise InputError(
-            f"{directory}: no such directory; a head is a directory with config.json and model.safetensors"
-        )
     config = directory / "config.json"
     values = read_json(config, "the config of a head")
     kind = head_kind(directory)
-    if kind is None:
-        raise InputError(f"{config}: describes no head ({', '.join(HEADS)}) but a language model; use it as a draft LM")
     if kind not in HEADS:
-        raise InputError(f"{config}: is of kind '{kind}'; heads that can be loaded are {', '.join(HEADS)}")
+        what = "a language model; use it as a draft LM" if kind is None else f"a head of kind '{kind}'"
+        raise InputError(f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}")
     file, tensors = read_tensors(directory)
     layout = layout_of(directory, values)
     if layout is not None and layout.kind == kind:
-        found = Found(
+        files = HeadFiles(
             config_file=str(config),
             tensor_file=file,
             values=values,
-            tensors=tensors,
+            tensors=renamed(tensors, layout.names, layout.prefix),
             lm_head_VH=borrow(target).projection.weight_VH,
         )
-        found = layout.read(found)
-        values, tensors = found.values, found.tensors
+        layout.read(files)
+        values, tensors = files.values, files.tensors
     try:
-        made: Any = HEADS[kind]
-        head: Head = made(made.config_type.from_json(values, str(config), target), target)
+        head_class: Any = HEADS[kind]
+        head: Head = head_class(head_class.config_type.from_json(values, str(config), target), target)
     except InputError as error:
         message = str(error)
         raise InputError(message if str(config) in message else f"{config}: {message}") from None
-    _drop_embedding(head, file, tensors)
-    _check_tensors(head, file, config, tensors)
+    if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors and _EMBEDDING not in head.state_dict():
+        _check_embedding(head, file, tensors.pop(_EMBEDDING))
+    _check_tensors(head.state_dict(), file, config, tensors)
     head.load_state_dict(tensors)
     if isinstance(head, Eagle3Head):
         head.check_loaded(str(file))
@@ -103,43 +99,32 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     return head
 
 
-def _drop_embedding(head: Head, file: Path, tensors: dict[str, Tensor]) -> None:
-    """Take out the copy of the target's embedding that EAGLE heads carry; InputError when it is another target's."""
-    if _EMBEDDING in head.state_dict() or not isinstance(head, EagleHead | Eagle3Head) or _EMBEDDING not in tensors:
-        return
-    there, here = tensors.pop(_EMBEDDING), head.borrowed.embedding_table
-    if there.shape != here.shape:
-        raise InputError(
-            f"{file}: '{_EMBEDDING}' is {list(there.shape)} and the target's embedding is {list(here.shape)}; "
-            f"use the target it was trained for"
-        )
-    step = max(1, len(here) // _COMPARED_ROWS)
-    a, b = there[::step].float(), here[::step].float().cpu()
+def _check_embedding(head: EagleHead | Eagle3Head, file: Path, copy: Tensor) -> None:
+    """Raise InputError if the copy of the target's embedding that EAGLE heads carry is another target's."""
+    table = head.borrowed.embedding_table
+    step = max(1, len(table) // _COMPARED_ROWS)
     # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding is unrelated.
-    # Older files of ours hold the bare table where the target scales it.
-    bare = head.borrowed.embedding_weight.detach()[::step].float().cpu()
-    if (a - b).norm() > 0.5 * b.norm() and (a - bare).norm() > 0.5 * bare.norm():
-        raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
+    # Older files of ours hold the bare table of a target that scales it.
+    tables = [each.detach()[::step].float().cpu() for each in (table, head.borrowed.embedding_weight)]
+    if copy.shape == table.shape:
+        rows = copy[::step].float()
+        if any((rows - known).norm() <= 0.5 * known.norm() for known in tables):
+            return
+    raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
 
 
-def _check_tensors(head: Head, file: Path, config: Path, tensors: Mapping[str, Tensor]) -> None:
-    wanted = head.state_dict()
-    missing = sorted(wanted.keys() - tensors.keys())
-    if missing:
+def _check_tensors(wanted: Mapping[str, Tensor], file: Path, config: Path, tensors: Mapping[str, Tensor]) -> None:
+    if missing := sorted(wanted.keys() - tensors.keys()):
         raise InputError(f"{file}: lacks the tensor '{missing[0]}' ({len(missing)} missing) that {config} asks for")
-    surplus = sorted(tensors.keys() - wanted.keys())
-    if surplus:
+    if surplus := sorted(tensors.keys() - wanted.keys()):
         raise InputError(
             f"{file}: holds the tensor '{surplus[0]}' ({len(surplus)} too many) that {config} does not ask for; "
             f"correct the config, or use a head without it"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise InputError(
-                f"{file}: '{name}' is {list(tensor.shape)}; by {config} it must be {list(wanted[name].shape)}"
-            )
-        if tensor.is_floating_point() != wanted[name].is_floating_point():
-            raise InputError(f"{file}: '{name}' is {tensor.dtype}; it must be like {wanted[name].dtype}")
+        if tensor.shape != wanted[name].shape or tensor.is_floating_point() != wanted[name].is_floating_point():
+            theirs, ours = (f"{list(each.shape)} {each.dtype}" for each in (tensor, wanted[name]))
+            raise InputError(f"{file}: '{name}' is {theirs}; by {config} it must be {ours}")
 
 
 def write_head(head: Head, directory: Path) -> None:
@@ -149,14 +134,6 @@ def write_head(head: Head, directory: Path) -> None:
         # The authors' loader requires a copy of the target's embedding, and multiplies nothing.
         tensors[_EMBEDDING] = head.borrowed.embedding_table
     write_tensors(directory, tensors, head.config.to_json())
-
-
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write `model.safetensors`, then `config.json`, into a directory that exists."""
-    # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
-    owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json_atomic(directory / "config.json", dict(config))
 
 
 def save_head(head: Head, directory: str | Path) -> None:

@@ -1,1 +1,1 @@
-"""Layouts of drafts on disk other than our own: `published` are read, `FORMATS` of `export.py` are written."""
+"""Layouts of drafts on disk: `table.py` has those of heads, `export.py` writes them and those of language models."""

@@ -1,98 +1,60 @@
 """`draftsmith export`: a draft in the layout of another engine, with a record of what proves it."""
 
+import importlib.metadata
 import json
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drafts.draft_vocabulary import attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary
-from drafts.heads import head_kind, load_head
-from drafts.layouts import eagle_heads, gguf_file, hf_directory, medusa_heads
-from drafts.layouts import speculators_heads as speculators
-from drafts.layouts.config import ExportConfig
-from drafts.layouts.source import Proof, Source, Writer
-from drafts.load import check_draft_vocabulary, draft_fingerprint
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, writing
-from draftsmith_core.models import DTYPES, fingerprint, load_model, vocabulary_size
-from draftsmith_core.provenance import RECORD, command_line, provenance, read_record
+from drafts.config import ExportConfig
+from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
+from drafts.layouts import gguf_file
+from drafts.layouts.files import write_tensors
+from drafts.layouts.source import Proof, Source, compared, load_source, probe_ids
+from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
+from drafts.load import draft_fingerprint
+from drafts.neighbours import program, work
+from drafts.rules import PATH_TRAPS, Model, Pair, first_broken
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, writing
+from draftsmith_core.models import fingerprint, text_config
+from draftsmith_core.provenance import RECORD, command_line, provenance
 from draftsmith_core.run_directory import hold
-from draftsmith_core.tokenization import find_tokenizer, load_tokenizer
-
-FORMATS: dict[str, Writer] = {
-    "hf": hf_directory.write,
-    "eagle": eagle_heads.write,
-    "sglang": eagle_heads.write_for_sglang,
-    "speculators": speculators.write,
-    "medusa": medusa_heads.write,
-    "gguf": gguf_file.write,
-}
-M = TypeVar("M", bound=nn.Module)
-# vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
-PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def export(config: ExportConfig) -> dict[str, Any]:
     """Write `config.out` whole or not at all; the summary: format, files, bytes and how it was proven.
 
-    Raises InputError, one line, for what the layout cannot say, so that no engine computes something else silently.
+    Raises InputError for what the layout cannot say, so that no engine computes something else silently.
     """
-    source = load_source(config)
+    source = load_source(config.draft, config.target, config.dtype, config.trust_remote_code)
+    write = WRITERS.get((config.format, source.kind))
+    if write is None:
+        formats = ", ".join(form for form, kind in WRITERS if kind == source.kind) or "none: no engine reads such heads"
+        what = "language model" if source.kind == "draft" else f"head ({source.kind})"
+        raise InputError(f"--format {config.format}: {source.name} is a {what}; formats for it are {formats}")
+    pair, form = Pair((), source), str(config.format)
+    if isinstance(source.draft, PreTrainedModel):
+        pair = Pair((Model(source.name, text_config(source.draft), source.tokenizer),))
+        form = "gguf-lm" if form == "gguf" else form
+    if broken := first_broken(pair, {form}):
+        raise InputError(f"--format {config.format}: {broken}")
     out = Path(config.out)
     with hold(out), writing(out), atomic_dir(out) as directory:
-        proof = FORMATS[config.format](source, directory)
+        proof = write(source, directory)
         (directory / RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     summary = {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
-    return summary | {"remarks": remarks(config, source)}
-
-
-def load_source(config: ExportConfig) -> Source:
-    """The draft with its target, if it has one; InputError, one line, for what does not fit."""
-    kind = head_kind(config.draft)
-    target_name = config.target or read_record(Path(config.draft)).get("target")
-    if kind is None:
-        model = load_model(
-            config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code, quantize="none"
-        )
-        if (ids_D := read_draft_vocabulary(config.draft, vocabulary_size(model))) is not None:
-            attach_draft_vocabulary(model, ids_D)
-        tokenizer = find_tokenizer(config.draft, config.trust_remote_code)
-        if tokenizer is None and config.target is not None:
-            tokenizer = find_tokenizer(config.target, config.trust_remote_code)
-        if config.target is not None and tokenizer is not None:
-            target = load_model(config.target, device="cpu", trust_remote_code=config.trust_remote_code)
-            own = load_tokenizer(config.target, config.trust_remote_code)
-            check_draft_vocabulary(config.draft, model, target, own, config.trust_remote_code)
-        dtype = _dtype(config, AutoConfig.from_pretrained(config.draft, trust_remote_code=config.trust_remote_code))
-        return Source(config.draft, _rounded(model, dtype), dtype, tokenizer, None, config.target)
-    if target_name is None:
-        raise InputError(f"--target: is missing; {config.draft} is a head ({kind}), which belongs to one target")
-    target = load_model(target_name, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
-    head = load_head(config.draft, target)
-    stored = AutoConfig.from_pretrained(target_name, trust_remote_code=config.trust_remote_code)
-    dtype = _dtype(config, stored.get_text_config(decoder=True))
-    tokenizer = find_tokenizer(target_name, config.trust_remote_code)
-    return Source(config.draft, _rounded(head, dtype), dtype, tokenizer, target, target_name)
-
-
-def _dtype(config: ExportConfig, stored: Any) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    found = getattr(stored, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
-
-
-def _rounded(module: M, dtype: torch.dtype) -> M:
-    """The module in fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.to(dtype))
-    return module
+    return summary | {"remarks": _remarks(config, source)}
 
 
 def _record(config: ExportConfig, source: Source, proof: Proof) -> dict[str, Any]:
@@ -106,17 +68,97 @@ def _record(config: ExportConfig, source: Source, proof: Proof) -> dict[str, Any
     return record | provenance(command_line("export", config), asdict(config))
 
 
-def remarks(config: ExportConfig, source: Source) -> list[str]:
-    """What the user of an export should know and no engine says, one line each."""
+def _remarks(config: ExportConfig, source: Source) -> list[str]:
     ids_D = draft_vocabulary(source.draft) if source.kind == "draft" else None
-    said = []
+    remarks = []
     if ids_D is not None:
-        said = [
+        remarks = [
             f"this draft has a draft vocabulary of {len(ids_D)} tokens, and no engine's layout can say so: the whole "
             f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
         ]
     path = str(Path(config.out).resolve()).lower()
-    found = [word for word in PATH_TRAPS if word in path]
-    if config.format == "hf" and found:
-        said.append(f"vLLM takes a draft whose path has '{found[0]}' in it for such a head; rename it for vLLM")
-    return said
+    trap = next((word for word in PATH_TRAPS if word in path), None)
+    if config.format == "hf" and trap is not None:
+        remarks.append(f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename it for vLLM")
+    return remarks
+
+
+@torch.no_grad()
+def _write_model(source: Source, out: Path) -> Proof:
+    """A language model as transformers' own directory, which vLLM, SGLang and the builders of other formats read."""
+    model = source.draft
+    assert isinstance(model, PreTrainedModel)
+    # Tied weights stay one tensor, which save_pretrained writes once.
+    stored = {tensor.data_ptr(): tensor.to(source.dtype) for tensor in model.state_dict().values()}
+    model.save_pretrained(out, state_dict={name: stored[t.data_ptr()] for name, t in model.state_dict().items()})
+    # save_pretrained writes the dtype of the model in memory.
+    config = read_json(out / "config.json", "the config of a model")
+    write_json_atomic(out / "config.json", config | {"dtype": str(source.dtype).removeprefix("torch.")})
+    if (ids_D := draft_vocabulary(model)) is not None:
+        write_draft_vocabulary(out, ids_D)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(out)
+    again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, use_safetensors=True).eval()
+    ids = probe_ids(model)
+    engine = f"transformers {importlib.metadata.version('transformers')}"
+    return compared(out, engine, again(ids).logits, model(ids).logits, "tokens compared")
+
+
+def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
+    """A head under the names of its layout, checked against the shapes that the layout's readers look for."""
+    head: Any = source.draft
+    config = layout.config(head.config.to_json(), source)
+    tensors: dict[str, Tensor] = renamed(head.state_dict(), inverted(layout.names))
+    scaled = layout.embedding == "scaled" and head.borrowed.scales_embedding
+    if layout.embedding == "always" or scaled:
+        tensors.setdefault("embed_tokens.weight", head.borrowed.embedding_table)
+    expected = layout.expected(config, "embed_tokens.weight" in tensors and layout.embedding != "never")
+    for name, shape in expected.items():
+        if name.endswith(".bias"):
+            tensors.setdefault(name, torch.zeros(shape))
+    rounded = {name: t.to(source.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    write_tensors(out, rounded, config)
+    count = check_layout(out / "model.safetensors", expected)
+    proof = Proof(None, f"published layout: names and shapes of {count} tensors are those that {layout.readers}")
+    python = program("speculators") if layout.format == "speculators" else None
+    return proof if python is None else _proven_by_speculators(source, out, python)
+
+
+def check_layout(file: Path, expected: dict[str, tuple[int, ...]]) -> int:
+    """The number of tensors in a file whose names and shapes are exactly those that an engine reads.
+
+    Raises RunError otherwise: engines skip a name that they do not know without a word, so it must not be written.
+    """
+    with safe_open(file, framework="pt") as opened:
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    for name in sorted(shapes.keys() | expected.keys()):
+        if shapes.get(name) != expected.get(name):
+            raise RunError(f"{file}: '{name}' is {shapes.get(name)} and the engine reads {expected.get(name)}")
+    return len(shapes)
+
+
+@torch.no_grad()
+def _proven_by_speculators(source: Source, out: Path, python: Path) -> Proof:
+    assert source.target is not None
+    head: Any = source.draft
+    ids = probe_ids(source.target)
+    hidden = source.target(ids, output_hidden_states=True).hidden_states
+    states = [hidden[layer][:, :-1] for layer in head.hidden_layers]
+    ours, _ = head(ids[:, 1:], head.fuse(states))
+    with tempfile.TemporaryDirectory() as place:
+        inputs, answer = Path(place) / "inputs.safetensors", Path(place) / "logits.safetensors"
+        save_file({"ids": ids[:, 1:].contiguous(), "states": torch.cat(states, dim=-1).contiguous()}, inputs)
+        report = work(python, Path(__file__).with_name("speculators_logits.py"), out, inputs, answer)
+        theirs = load_file(answer)["logits"]
+    if report["aux"] != list(head.hidden_layers):
+        raise RunError(f"{out}: speculators reads states {report['aux']}, not {list(head.hidden_layers)}")
+    return compared(out, report["engine"], theirs, ours, "positions compared")
+
+
+# (format, kind of draft) -> what writes it.
+WRITERS: dict[tuple[str, str], Callable[[Source, Path], Proof]] = {
+    ("hf", "draft"): _write_model,
+    **{(layout.format, layout.kind): partial(_write_head, layout) for layout in LAYOUTS.values() if layout.format},
+    ("gguf", "draft"): gguf_file.write,
+    ("gguf", "eagle3"): gguf_file.write,
+}

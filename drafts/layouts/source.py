@@ -1,28 +1,29 @@
-"""What an export starts from, and what it can say about its own correctness."""
+"""What an export starts from, and what proves the result."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 
-from drafts.heads.store import write_tensors
-from drafts.layouts.shapes import Shapes
-from drafts.load import Draft, kind_of
+from drafts.draft_vocabulary import attach_draft_vocabulary, read_draft_vocabulary
+from drafts.heads import head_kind, load_head
+from drafts.load import Draft, check_draft_vocabulary, kind_of
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith_core.models import DTYPES, load_model, vocabulary_size
+from draftsmith_core.provenance import read_record
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 
 # The largest difference of an engine's logits from ours.
 TOLERANCE = 1e-4
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A draft that was loaded for export, its weights already rounded to `dtype` and held in fp32."""
+    """A draft to export, its weights rounded to `dtype` and held in fp32."""
 
     name: str
     draft: Draft
@@ -39,74 +40,65 @@ class Source:
 
 @dataclass(frozen=True)
 class Proof:
-    """What shows that an export is read as it was meant: by which engine, or None for its published layout alone."""
+    """What shows that an engine reads an export as it was meant. `engine` is None if only the layout was compared."""
 
     engine: str | None
     how: str
     max_difference: float | None = None
-    """The largest difference of its logits to ours, in fp32, where they were compared."""
-
-
-Writer = Callable[[Source, Path], Proof]
-
-
-def language_model(source: Source, form: str) -> PreTrainedModel:
-    """The draft, or InputError where it is a head."""
-    if isinstance(source.draft, PreTrainedModel):
-        return source.draft
-    forms = {"eagle": "eagle or sglang", "eagle3": "eagle, sglang, speculators or gguf", "medusa": "medusa"}
-    instead = forms.get(source.kind)
-    more = f"use {instead}" if instead else "no other engine reads such heads"
-    raise InputError(f"--format {form}: {source.name} is a head ({source.kind}), not a language model; {more}")
-
-
-def check_plain(source: Source, form: str, engine: str) -> None:
-    """InputError where the target does to its logits what a head's layout has no word for."""
-    assert not isinstance(source.draft, PreTrainedModel)
-    projection = source.draft.borrowed.projection
-    for found, what in (
-        (projection.softcap is not None, f"caps its logits at {projection.softcap}"),
-        (projection.scale != 1, f"scales its logits by {projection.scale:g}"),
-        (projection.bias_V is not None and source.kind != "eagle3", "has a bias in its output projection"),
-    ):
-        if found:
-            raise InputError(
-                f"--format {form}: the target {what}, which this layout cannot say, so {engine} would compute other "
-                f"logits; use the head here, or a draft that is a language model"
-            )
-
-
-def head_tensors(source: Source) -> dict[str, Tensor]:
-    """The head's own tensors in the dtype of the export; masks and offsets stay whole numbers."""
-    state = source.draft.state_dict()
-    return {n: t.to(source.dtype) if t.is_floating_point() else t for n, t in state.items()}
-
-
-def write_layout(
-    out: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Shapes, readers: str
-) -> Proof:
-    """Write `config.json` and `model.safetensors`, checked by `check_layout`. readers: "vLLM reads", for the proof."""
-    write_tensors(out, tensors, config)
-    count = check_layout(out / "model.safetensors", expected)
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {readers}")
-
-
-def check_layout(file: Path, expected: Shapes) -> int:
-    """The number of tensors in a file whose names and shapes are exactly those that an engine reads.
-
-    RunError otherwise: engines skip a name that they do not know without a word, so it must not be written.
-    """
-    with safe_open(file, framework="pt") as opened:
-        there = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    for name in sorted(there.keys() | expected.keys()):
-        if there.get(name) != expected.get(name):
-            raise RunError(f"{file}: '{name}' is {there.get(name)} and the engine reads {expected.get(name)}")
-    return len(there)
+    """The largest difference of the engine's logits from ours, in fp32."""
 
 
 def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> Proof:
-    """The proof that an engine computes our logits from what was written to `out`; RunError where it does not."""
+    """The proof that an engine computes our logits from `out`. Raises RunError if it does not."""
     difference = float((theirs - ours).abs().max())
     if not difference <= TOLERANCE:
         raise RunError(f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing was written")
     return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)
+
+
+def load_source(
+    name: str, target_name: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+) -> Source:
+    """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its target's."""
+    kind = head_kind(name)
+    target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
+    target = None
+    if target_name is not None:
+        target = load_model(target_name, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    elif kind is not None:
+        raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
+    tokenizer = None if target_name is None else find_tokenizer(target_name, trust_remote_code)
+    if kind is not None and target is not None and target_name is not None:
+        stored = AutoConfig.from_pretrained(target_name, trust_remote_code=trust_remote_code)
+        kept = _dtype(dtype, stored.get_text_config(decoder=True))
+        return Source(name, _rounded(load_head(name, target), kept), kept, tokenizer, target, target_name)
+    model = load_model(name, device="cpu", dtype="float32", trust_remote_code=trust_remote_code, quantize="none")
+    if (ids_D := read_draft_vocabulary(name, vocabulary_size(model))) is not None:
+        attach_draft_vocabulary(model, ids_D)
+    tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
+    if target is not None and tokenizer is not None:
+        theirs = load_tokenizer(str(target_name), trust_remote_code)
+        check_draft_vocabulary(name, model, target, theirs, trust_remote_code)
+    kept = _dtype(dtype, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
+    return Source(name, _rounded(model, kept), kept, tokenizer, None, target_name)
+
+
+def _dtype(dtype: str, stored: Any) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = getattr(stored, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _rounded(module: M, dtype: torch.dtype) -> M:
+    # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written.
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return module
+
+
+def probe_ids(model: PreTrainedModel, count: int = 24) -> Tensor:
+    """Token ids `[1, T]` spread over the vocabulary, for comparing logits."""
+    size = vocabulary_size(model)
+    return (torch.arange(count) * max(1, size // count) + 7)[None] % size

@@ -17,10 +17,10 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel
 
+from drafts.config import MergeConfig
 from drafts.draft_vocabulary import draft_vocabulary, trim
 from drafts.load import LoadedPair, load_draft, load_pair
 from drafts.merge import merge, merge_states
-from drafts.merge_config import MergeConfig
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic

@@ -9,7 +9,7 @@ from draftsmith_core.options import parse
 
 
 def run(argv: list[str]) -> None:
-    """Decode."""
+    """Decode; `--help` ends with the table of methods."""
     try:
         config, as_json = parse(DecodeConfig, "decode", argv)
     except SystemExit:

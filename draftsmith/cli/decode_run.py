@@ -4,123 +4,92 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS, TreeShape
+from decode import PROPOSERS, DecodeStats, TreeShape
 from drafts.load import draft_kind
 from draftsmith.cli.decode_options import DecodeConfig
-from draftsmith.cli.decode_summary import in_words, summarise
 from draftsmith.cli.token_stream import Stream
 from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method, planned_without_a_draft
-from draftsmith.outputs import Output, OutputRequest, Settings
-from draftsmith.pair import Decoding, Pair, load_pair
+from draftsmith.outputs import Output
+from draftsmith.pair import Decoding, Pair, Settings, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import sampling_options
+from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling, sampling_options
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
+from draftsmith_core.memory import peak_memory
 from draftsmith_core.model_options import loading
-from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import require_single_process, say, terminable
+from draftsmith_core.options import identity
+from draftsmith_core.processes import say, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sources import check_source
 from draftsmith_core.tokenization import load_tokenizer
 
-# Options that change outputs by rounding at most, and those that are in the identity of a run by what they name.
-_NOT_IDENTITY = (
-    "out",
-    "device",
-    "fast",
-    "compile",
-    "target",
-    "draft",
-    "proposer",
-    "tree",
-    "verifier",
-    "datastore",
-    "index",
-    "prompts",
-)
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class DecodeRun:
     """Everything that the batches of one command share."""
 
     config: DecodeConfig
     pair: Pair
     decoding: Decoding
+    sampling: ResolvedSampling
     settings: Settings
-    requests: list[OutputRequest]
+    prompts: PromptSet
+
+    @property
+    def requests(self) -> list[tuple[Prompt, int]]:
+        """Prompt and sample index of every output."""
+        return [(prompt, sample) for prompt in self.prompts.prompts for sample in range(self.config.num_samples)]
 
 
 def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
-    """Decode what the options ask for; returns the summary of `--json`, and lines for a person."""
-    require_single_process("decode")
-    pair, decoding = _load(config)
-    if not decoding.lossless and decoding.method is not None:
-        _say(
-            f"warning: verifier {decoding.method.verifier.name} is lossy; above temperature 0 the outputs do not "
-            f"follow the target's distribution"
-        )
+    """Decode; return the summary of `--json` and lines for a person."""
+    pair, decoding = load(config)
+    if not decoding.lossless:
+        name = decoding.decoder.verifier.name
+        _say(f"warning: verifier {name} is lossy; above temperature 0 outputs do not follow the target's distribution")
     prompts = _prompts(config, pair)
-    sampling = pair.sampling(**sampling_options(config))
-    settings = pair.settings(
-        sampling.sampling,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        stop=config.stop,
-        ignore_eos=config.ignore_eos,
-    )
-    requests = [OutputRequest(prompt, k) for prompt in prompts.prompts for k in range(config.num_samples)]
-    work = DecodeRun(config, pair, decoding, settings, requests)
+    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    settings = pair.settings(sampling.sampling, config.max_new_tokens, config.seed, config.stop, config.ignore_eos)
+    work = DecodeRun(config, pair, decoding, sampling, settings, prompts)
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
     if config.out is not None:
-        outputs = _to_file(Path(config.out), _identity(work, prompts), work)
+        outputs = _to_file(Path(config.out), work)
     elif streamed:
         outputs = _to_terminal(work)
     else:
         outputs = list(_outputs(work))
-    summary = summarise(config, decoding, sampling, prompts, outputs)
-    return summary, in_words(summary, streamed)
+    summary = _summary(work, outputs)
+    return summary, _in_words(summary, sampling.note, streamed)
 
 
 def _say(line: str) -> None:
     say(f"draftsmith decode: {line}")
 
 
-def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
-    """The pair and its decoder; what can be refused from the options and small files is refused before loading."""
-    if config.compile and resolve_device(config.device).type != "cuda":
-        raise InputError("compile: CUDA graphs need a CUDA device, and there is none here; leave it out")
+def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
+    """Return the pair and its decoder. Whatever options and small files tell is refused before a model is loaded."""
     kinds = {}
     for name in config.draft:
-        check_source(name)
+        check_source(name)  # else a path that does not exist would be looked up on the hub
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
-    tree = None if config.tree == "auto" else config.tree
-    method = choose_method(kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None)
-    if config.tree == "auto" and (len(config.draft) != 1 or config.proposer is not None):
+    auto = config.tree == "auto"
+    if auto and (len(config.draft) != 1 or config.proposer is not None):
         raise InputError("tree: auto plans for one --draft, without --proposer; name one, or write a tree")
-    if method is None and tree is not None and planned_without_a_draft(tree):
-        _say(f"{tree}: no draft is faster here, so the target decodes alone")
-        tree = None
-    drafts = config.draft if method is not None else []
-    if method is not None and drafts and PROPOSERS[method.proposer].needs not in ("models", "head"):
-        raise InputError(
-            f"proposer: {method.proposer} uses no draft, and --draft {drafts[0]} was given; leave out one of them"
-        )
-    if config.quantize_draft is not None and (method is None or PROPOSERS[method.proposer].needs != "models"):
-        raise InputError("quantize_draft: applies to draft models, and none drafts here; leave it out")
-    if config.index is not None and config.datastore is None:
-        raise InputError("index: keeps what was made of --datastore; name that too, or leave out --index")
+    shape: str | TreeShape | None = None if auto else config.tree
+    method = choose_method(kinds, config.proposer, shape, config.verifier, datastore=config.datastore is not None)
+    if planned_without_a_draft(shape):
+        _say(f"{shape}: no draft is faster here, so the target decodes alone")
+    drafted = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     index = None if config.datastore is None else read_index(config.datastore, config.index, tokenizer)
     pair = load_pair(
         config.target,
-        drafts,
+        config.draft if drafted else None,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -129,17 +98,18 @@ def _load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
-    shape = _plan(config, pair) if config.tree == "auto" else tree
-    if method is None or (config.tree == "auto" and shape is None):
+    if auto:
+        shape = _plan(config, pair)
+    if method is None or (auto and shape is None):
         return pair, pair.decoding(proposer="none")
     return pair, pair.decoding(proposer=config.proposer, tree=shape, verifier=config.verifier, datastore=index)
 
 
 def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
-    """Plan on the first prompts, say what was found, and return its tree; None where no draft is faster."""
+    """Plan on the first prompts and return the tree; None if no draft is faster."""
     from eval.plan import Planner, plan_now, planned_now, planned_tree
 
-    sampling = pair.sampling(**sampling_options(config)).sampling
+    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config)).sampling
     (draft,) = pair.drafts.values()
     prompts, tokens = _prompts(config, pair).prompts, config.max_new_tokens
     found = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
@@ -148,7 +118,9 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
-    room = pair.room(config.max_new_tokens)
+    room = None if pair.context is None else pair.context - config.max_new_tokens
+    if room is not None and room < 1:
+        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in a context of {pair.context}")
     if config.prompts is not None:
         limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
         return read_prompts(config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits)
@@ -166,32 +138,27 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
 
 def _outputs(work: DecodeRun, finished: int = 0) -> Iterator[Output]:
     """Outputs of all requests from `finished` on, in order, batch by batch."""
-    size = work.config.batch_size
-    with progress("decode", len(work.requests), finished) as advance:
-        for start in range(finished, len(work.requests), size):
-            requests = work.requests[start : start + size]
-            yield from work.pair.decode_batch(work.decoding.decoder, requests, work.settings)
-            advance(len(requests), "")
+    requests, size = work.requests, work.config.batch_size
+    with progress("decode", len(requests), finished) as advance:
+        for start in range(finished, len(requests), size):
+            batch = requests[start : start + size]
+            yield from work.pair.decode_batch(work.decoding.decoder, batch, work.settings)
+            advance(len(batch), "")
 
 
-def _identity(work: DecodeRun, prompts: PromptSet) -> str:
-    """What a run that was interrupted must agree in with the one that continues it."""
-    options = {key: value for key, value in dataclasses.asdict(work.config).items() if key not in _NOT_IDENTITY}
-    options |= dataclasses.asdict(work.settings.sampling)
-    return hash_json([options, prompts.digest, work.decoding.identity()])
-
-
-def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:
-    """Outputs go to `.OUT.partial` batch by batch; their rows become OUT at the end. A killed run continues it."""
+def _to_file(out: Path, work: DecodeRun) -> list[Output]:
+    """Append outputs to `.OUT.partial` batch by batch; write their rows to OUT at the end. A killed run continues."""
     partial = out.with_name(f".{out.name}.partial")
+    options = identity(work.config) | dataclasses.asdict(work.settings.sampling)
+    run = hash_json([options, work.prompts.digest, work.decoding.identity()])
+    head = canonical_json({"identity": run})
 
     def kept() -> bool:
         return partial.is_file() and len(partial.read_bytes().splitlines()) > 1
 
     with terminable(), hold(out, file=True), keeping(kept):
-        outputs = _finished(partial, identity, work.config.batch_size)
-        head = canonical_json({"identity": identity}) + "\n"
-        write_text_atomic(partial, head + jsonl(dataclasses.asdict(output) for output in outputs))
+        outputs = _finished(partial, head, work.config.batch_size)
+        write_text_atomic(partial, head + "\n" + jsonl(dataclasses.asdict(output) for output in outputs))
         with writing(out), partial.open("a", encoding="utf-8") as file:
             for output in _outputs(work, len(outputs)):
                 outputs.append(output)
@@ -202,12 +169,10 @@ def _to_file(out: Path, identity: str, work: DecodeRun) -> list[Output]:
     return outputs
 
 
-def _finished(partial: Path, identity: str, batch_size: int) -> list[Output]:
+def _finished(partial: Path, head: str, batch_size: int) -> list[Output]:
     """Outputs of whole batches that an interrupted run of the same command left."""
-    if not partial.exists():
-        return []
-    lines = partial.read_text(encoding="utf-8", errors="replace").split("\n")
-    if lines[0] != canonical_json({"identity": identity}):
+    lines = partial.read_text(encoding="utf-8", errors="replace").split("\n") if partial.exists() else [""]
+    if lines[0] != head:
         return []
     outputs = [Output.from_json(json.loads(line)) for line in lines[1:-1]]
     return outputs[: len(outputs) // batch_size * batch_size]
@@ -222,3 +187,89 @@ def _to_terminal(work: DecodeRun) -> list[Output]:
     outputs = list(work.pair.decode_batch(work.decoding.decoder, work.requests, work.settings, show))
     stream.close()
     return outputs
+
+
+def _summary(work: DecodeRun, outputs: list[Output]) -> dict[str, Any]:
+    """The summary of `--json`. A ratio over zero is None."""
+    config, decoding, prompts = work.config, work.decoding, work.prompts
+    method = decoding.method
+    stats = sum((output.stats for output in outputs), DecodeStats())
+    seconds = sum(output.prefill_s + output.decode_s for output in outputs)
+    prefill_s = sum(output.prefill_s for output in outputs)
+    peak, kind = peak_memory(decoding.decoder.target.device)
+    recorded = decoding.decoder.every_steps
+    summary: dict[str, Any] = {
+        "rows": len(outputs),
+        "prompts_read": prompts.rows,
+        "prompts_done": len(prompts.prompts),
+        "prompts_skipped": len(prompts.skipped),
+        "prompts_failed": 0,
+        "proposer": method.proposer if method else "none",
+        "tree": method.tree if method else None,
+        "verifier": method.verifier.name if method else None,
+        "lossless": decoding.lossless,
+        "sampling": dataclasses.asdict(work.sampling.sampling),
+        "sampling_from_target": work.sampling.from_target,
+        "tokens": stats.emitted,
+        "target_calls": stats.target_calls,
+        "proposed": stats.proposed,
+        "accepted": stats.accepted,
+        "tau": stats.tau,
+        "accept_at": list(stats.accept_at),
+        "alpha_mcsd": stats.alpha_mcsd,
+        "seconds": seconds,
+        "prefill_s": prefill_s,
+        "decode_s": seconds - prefill_s,
+        "tokens_per_s": stats.emitted / seconds if seconds else None,
+        "recorded_steps": sum(steps.count for steps in recorded),
+        "recording_s": decoding.decoder.compile_s,
+        "latency_s_per_token": sum(o.waited_s for o in outputs) / stats.emitted if stats.emitted else None,
+        "peak_memory_bytes": peak,
+        "peak_memory_kind": kind,
+    }
+    if config.out is not None:
+        summary["out"] = config.out
+    else:
+        summary["outputs"] = [output.row() for output in outputs]
+    if prompts.skipped:
+        summary["skipped"] = [dataclasses.asdict(skip) for skip in prompts.skipped]
+    return summary
+
+
+def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
+    """The summary for a person, with the texts unless they went to a file or were `shown` while decoding."""
+    outputs = [] if shown else summary.get("outputs", [])
+    lines = []
+    for row in outputs:
+        lines += [f"--- {row['id']}, sample {row['sample_index']}"] if len(outputs) > 1 else []
+        lines.append(row["text"])
+    if summary["prompts_skipped"]:
+        first = summary["skipped"][0]
+        lines.append(
+            f"{summary['prompts_skipped']} of {summary['prompts_read']} prompts skipped "
+            f"(row {first['row']}: {first['reason']})"
+        )
+    if note:
+        lines.append(f"sampling: {note}")
+    where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
+    lines.append(
+        f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
+        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them drafted, {summary['seconds']:.2f} s "
+        f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
+    )
+    method = "the target alone"
+    if summary["tree"] is not None:
+        by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
+        method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
+    if summary["recorded_steps"]:
+        lines.append(
+            f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "
+            f"which are not in the time above"
+        )
+    kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
+    lines.append(f"{method}; peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB ({kind})")
+    return lines
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

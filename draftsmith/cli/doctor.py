@@ -1,6 +1,6 @@
 """`draftsmith doctor`."""
 
-from drafts.doctor_config import DoctorConfig
+from drafts.config import DoctorConfig
 from draftsmith.cli.output import finish
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process

@@ -1,6 +1,6 @@
 """`draftsmith export`."""
 
-from drafts.layouts.config import ExportConfig
+from drafts.config import ExportConfig
 from draftsmith.cli.output import finish
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process

@@ -1,6 +1,6 @@
 """`draftsmith merge`."""
 
-from drafts.merge_config import MergeConfig
+from drafts.config import MergeConfig
 from draftsmith.cli.output import command_line, finish
 from draftsmith_core.options import parse
 from draftsmith_core.processes import require_single_process

@@ -1,0 +1,48 @@
+"""The base of proposers that draft with a network: a new one says which network drafts, and what it cannot draft."""
+
+import torch
+
+from decode.propose.dynamic_tree import DynamicTreeSession
+from decode.propose.network import Network
+from decode.propose.protocol import Proposer, Session, SessionSetup
+from decode.propose.static_tree import DraftingPlan, StaticTreeSession
+from decode.static_steps import StaticSteps
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
+
+
+class NetworkProposer(Proposer):
+    """Drafts static and growing trees level by level with the network that `network` makes."""
+
+    def __init__(self) -> None:
+        self.steps: list[StaticSteps] = []
+        # By tree, the device that drafts, and the device of the target.
+        self._plans: dict[tuple[Tree, torch.device, torch.device], DraftingPlan] = {}
+
+    def network(self, setup: SessionSetup) -> Network:
+        """The network over the prompts of one `generate` call."""
+        raise NotImplementedError
+
+    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
+        """Any method for one draft. With several, only independent draws give each sibling its own distribution."""
+        if tree.grows:
+            return frozenset({"deterministic"})
+        if self.drafts > 1:
+            return frozenset({"with_replacement"})
+        return frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
+
+    def start(self, setup: SessionSetup) -> Session:
+        """Begin on the prompts of one `generate` call."""
+        network = self.network(setup)
+        if isinstance(setup.tree, DynamicTree):
+            return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
+        key = (setup.tree, network.device, setup.device)
+        if key not in self._plans:
+            self._plans[key] = DraftingPlan.build(*key)
+        return StaticTreeSession(network, self._plans[key], setup.drawing, setup.sampling, bool(setup.compile))
+
+
+def slots_per_step(tree: TreeShape) -> int:
+    """Cache slots that one step needs behind the text: pending tokens and every node that may be expanded."""
+    if isinstance(tree, DynamicTree):
+        return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
+    return tree.depth + 2 + tree.size

@@ -1,0 +1,483 @@
+"""Layouts of heads on disk: `LAYOUTS` holds one table of tensor names per layout, used for reading and for writing.
+
+To add a layout, enter it in `LAYOUTS`; order matters, because the first layout that knows a directory reads it.
+
+Legend: V target vocabulary, D draft vocabulary, H hidden size, F feed-forward size, Q and K rows of queries and keys.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafts.draft_vocabulary import offsets
+from drafts.layouts.files import tensor_names
+from draftsmith_core.errors import InputError
+
+log = logging.getLogger(__name__)
+Values = Mapping[str, Any]
+# The names of all tensors, read on the first call: a pickle has to be loaded for that.
+Names = Callable[[], Set[str]]
+_FIELDS = {"i": r"\d+", "j": r"\d+", "part": "weight|bias", "rest": ".+"}
+
+
+@dataclass(kw_only=True)
+class HeadFiles:
+    """Config and tensors of a head. `lm_head_VH` is its target's output projection."""
+
+    config_file: str
+    tensor_file: Path
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    lm_head_VH: Tensor
+
+    def count(self, pattern: str) -> tuple[int, ...]:
+        """One more than the largest number in each group of `pattern`, over the tensors; zeros without a match."""
+        numbers = [tuple(map(int, m.groups())) for m in map(re.compile(pattern).fullmatch, self.tensors) if m]
+        return tuple(1 + max(column) for column in zip(*numbers, strict=True)) or (0,) * re.compile(pattern).groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of one kind of head: how it is recognised, its tensor names, what reading and writing add to them."""
+
+    title: str
+    kind: str
+    names: Mapping[str, str]
+    """Name in the file -> name in our state dict. Where two of theirs stand for one of ours, the first is written."""
+    prefix: str = ""
+    """Dropped from the names in a file."""
+    known: Callable[[Values, Names], bool] = lambda values, names: False
+    """Whether config.json describes such a head; asks for tensor names only if the config does not tell."""
+    read: Callable[[HeadFiles], None] = lambda files: None
+    """Complete config and tensors after renaming. Raises InputError for a variant that cannot be run."""
+    speculators_type: str | None = None
+    """The `speculators_model_type` that a config must have."""
+    format: str | None = None
+    """The `export --format` that writes it."""
+    readers: str = ""
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    """Names and shapes of the tensors that the readers' loaders look for, from their sources."""
+    embedding: str = "never"
+    """When the target's table of embeddings is written: never, always, or if it is scaled (the Gemma family)."""
+    config: Callable[[dict[str, Any], Any], dict[str, Any]] = lambda ours, source: ours
+    """config.json of the layout, from ours and the `Source` of the export."""
+
+    def expected(self, config: Values, embedding: bool) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a file with this config.json."""
+        config = config | config.get("transformer_layer_config", {})
+        hidden, size = config["hidden_size"], config.get("head_dim", 0)
+        sizes = {"H": hidden, "2H": 2 * hidden, "3H": 3 * hidden, "F": config.get("intermediate_size")}
+        sizes |= {"V": config["vocab_size"], "D": config.get("draft_vocab_size", config["vocab_size"])}
+        sizes |= {"Q": config.get("num_attention_heads", 0) * size, "K": config.get("num_key_value_heads", 0) * size}
+        conditions = {"": True, "bias": config.get("bias"), "reduced": sizes["D"] < sizes["V"], "embedding": embedding}
+        expected = {}
+        for name, rule in self.shapes.items():
+            shape, _, condition = rule.partition(" if ")
+            for i in range(config.get("num_heads", 1) if conditions[condition] else 0):
+                for j in range(config["num_hidden_layers"]):
+                    expected[name.format(i=i, j=j)] = tuple(sizes[letter] for letter in shape.split())
+        return expected
+
+
+def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
+    """Tensors under the names that the first matching pattern of `names` gives them; others keep their name.
+
+    A `{j}` that only the new name has is the number of blocks: one more than the largest `{j}` of the other names.
+    """
+    patterns = [(_compiled(pattern), new) for pattern, new in names.items()]
+    matched: list[tuple[str, str, dict[str, str]]] = []
+    for key in tensors:
+        name = key.removeprefix(prefix)
+        fits = ((new, match) for pattern, new in patterns if (match := pattern.fullmatch(name)))
+        new, fields = next(((new, match.groupdict()) for new, match in fits), ("{rest}", {"rest": name}))
+        matched.append((key, new, fields))
+    blocks = 1 + max((int(fields["j"]) for _, _, fields in matched if "j" in fields), default=0)
+    return {new.format(**{"j": blocks, **fields}): tensors[key] for key, new, fields in matched}
+
+
+def inverted(names: Mapping[str, str]) -> dict[str, str]:
+    """Our name -> the first of theirs."""
+    return {ours: theirs for theirs, ours in reversed(list(names.items()))}
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    escaped = re.escape(pattern)
+    for name, expression in _FIELDS.items():
+        escaped = escaped.replace(re.escape(f"{{{name}}}"), f"(?P<{name}>{expression})")
+    return re.compile(escaped)
+
+
+def _architectures(values: Values) -> str:
+    return str(values.get("architectures") or "")
+
+
+# --- EAGLE-1/2 ------------------------------------------------------------------------------------------------------
+
+# Heads for Mixtral and Qwen 2 carry those families' model_type; the layer is a LLaMA layer all the same.
+_EAGLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+def _is_eagle(values: Values, names: Names) -> bool:
+    if "Eagle" in _architectures(values):
+        return True
+    one_layer = values.get("num_hidden_layers") == 1 and values.get("model_type", "llama") in _EAGLE_FAMILIES
+    return one_layer and ("bias" in values or "fc.weight" in names())
+
+
+def _read_eagle(files: HeadFiles) -> None:
+    # From the tensors: the authors' code draws biases that a file lacks at random.
+    files.values |= _biases(files, "layers.0.") | {"bias": "fc.bias" in files.tensors}
+
+
+def _biases(files: HeadFiles, prefix: str) -> dict[str, bool]:
+    return {
+        "qkv_bias": f"{prefix}self_attn.q_proj.bias" in files.tensors,
+        "attention_bias": f"{prefix}self_attn.o_proj.bias" in files.tensors,
+    }
+
+
+def _layer(prefix: str, inputs: str) -> dict[str, str]:
+    shapes = {"self_attn.q_proj": f"Q {inputs}", "self_attn.k_proj": f"K {inputs}", "self_attn.v_proj": f"K {inputs}"}
+    shapes |= {"self_attn.o_proj": "H Q", "mlp.gate_proj": "F H", "mlp.up_proj": "F H", "mlp.down_proj": "H F"}
+    return {f"{prefix}{name}.weight": shape for name, shape in (shapes | {"post_attention_layernorm": "H"}).items()}
+
+
+_EAGLE_SHAPES = _layer("layers.0.", "H") | {
+    "embed_tokens.weight": "V H",
+    "fc.weight": "H 2H",
+    "fc.bias": "H if bias",
+}
+
+
+def _authors_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
+    scaling = ours["rope_scaling"]
+    # The authors' code asks for the older key.
+    old = None if scaling is None else scaling | {"type": scaling["rope_type"]}
+    return ours | {"architectures": ["LlamaForCausalLM"], "rope_scaling": old}
+
+
+# --- EAGLE-3 --------------------------------------------------------------------------------------------------------
+
+_EMBEDDING = "embed_tokens.weight"
+_EAGLE3_FLAGS = ("norm_before_fc", "norm_output", "norm_before_residual")
+
+
+def _is_eagle3(values: Values, names: Names) -> bool:
+    if "draft_vocab_size" in values or "Eagle3" in _architectures(values):
+        return True
+    one_layer = values.get("num_hidden_layers", 1) == 1
+    return one_layer and any(name.endswith("midlayer.hidden_norm.weight") for name in names())
+
+
+def _read_eagle3(files: HeadFiles) -> None:
+    """Fill what a file leaves out as the engines do: `t2d` from `d2t`, `lm_head` from the target's rows."""
+    tensors, values = files.tensors, files.values
+    # Training checkpoints of speculators hold copies of the target's own.
+    for name in ("verifier_norm.weight", "verifier_lm_head.weight"):
+        tensors.pop(name, None)
+    inner = values.get("eagle_config") or {}
+    if inner.get("use_aux_hidden_state") is False:
+        raise InputError(
+            f"{files.config_file}: 'use_aux_hidden_state' is false; only heads on several of the target's layers run"
+        )
+    for key in _EAGLE3_FLAGS:
+        if key in inner:
+            values.setdefault(key, inner[key])
+    size = values.get("vocab_size") or len(files.lm_head_VH)
+    lm_head, d2t = tensors.get("lm_head.weight"), tensors.get("d2t")
+    drafted = len(d2t) if d2t is not None else size if lm_head is None else len(lm_head)
+    if values.get("draft_vocab_size") is None:
+        values["draft_vocab_size"] = drafted
+    _read_draft_vocabulary(files, size)
+    if lm_head is None:
+        _copy_lm_head(files, size)
+    values |= _biases(files, "midlayer.")
+    values["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
+    values["fc_norm"] = "fc_norm.0.weight" in tensors
+    values["norm_before_fc"] = "input_norm.weight" in tensors
+    width = files.lm_head_VH.shape[-1]
+    trained = values.get("embed_requires_grad") is True
+    values["embed_requires_grad"] = _EMBEDDING in tensors and (trained or tensors[_EMBEDDING].shape[-1] != width)
+
+
+def _read_draft_vocabulary(files: HeadFiles, size: int) -> None:
+    """`d2t` as offsets and `t2d` as a mask; neither if every token can be drafted."""
+    tensors = files.tensors
+    if files.values["draft_vocab_size"] == size:
+        tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+        return
+    if "d2t" not in tensors and "t2d" in tensors:
+        tensors["d2t"] = offsets(tensors["t2d"].bool().nonzero().flatten())
+    if "d2t" in tensors:
+        ids_D = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        if bool((ids_D < 0).any() or (ids_D >= size).any()):
+            raise InputError(f"{files.tensor_file}: 'd2t' names tokens outside 0 to {size - 1}; export it again")
+        mask = torch.zeros(size, dtype=torch.bool)
+        tensors["t2d"] = tensors["t2d"].bool() if "t2d" in tensors else mask.index_fill_(0, ids_D.long(), True)
+
+
+def _copy_lm_head(files: HeadFiles, size: int) -> None:
+    weight_VH = files.lm_head_VH.detach().cpu()
+    if files.values.get("hidden_size") != weight_VH.shape[-1]:
+        raise InputError(
+            f"{files.tensor_file}: has no 'lm_head.weight', and the target's is {weight_VH.shape[-1]} wide where the "
+            f"head is {files.values.get('hidden_size')}; export it again with it"
+        )
+    d2t = files.tensors.get("d2t")
+    ids_D = torch.arange(size) if d2t is None else d2t + torch.arange(len(d2t))
+    files.tensors["lm_head.weight"] = weight_VH[ids_D]
+
+
+def _eagle3_shapes(prefix: str) -> dict[str, str]:
+    norms = {f"{prefix}input_layernorm.weight": "H", f"{prefix}hidden_norm.weight": "H", "norm.weight": "H"}
+    vocabulary = {"lm_head.weight": "D H", "d2t": "D if reduced", "t2d": "V if reduced"}
+    return _layer(prefix, "2H") | norms | vocabulary | {"fc.weight": "H 3H", _EMBEDDING: "V H if embedding"}
+
+
+def _sglang_eagle3_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
+    # SGLang names a layer by its output, which is the state that enters the next one. vLLM prefers our own key.
+    ids = [layer - 1 for layer in source.draft.hidden_layers]
+    return ours | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
+
+
+def _read_speculators(files: HeadFiles) -> None:
+    layer = files.values.pop("transformer_layer_config", None)
+    if not isinstance(layer, dict):
+        raise InputError(f"{files.config_file}: 'transformer_layer_config' is {layer!r}; it must be of type dict")
+    window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
+    kinds = layer.get("layer_types") or ["sliding_attention" if window else "full_attention"]
+    if kinds[0] == "sliding_attention":
+        raise InputError(f"{files.config_file}: its layer attends to a window; only full attention can be run")
+    # The library's defaults.
+    files.values = {"norm_before_residual": False, "num_hidden_layers": 1} | layer | files.values
+    _read_eagle3(files)
+
+
+def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
+    outside = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    path = Path(source.target_name)
+    verifier = {
+        # vLLM loads the target by this name from wherever it is started.
+        "name_or_path": str(path.resolve()) if path.is_dir() else source.target_name,
+        "architectures": list(source.target.config.architectures or [type(source.target).__name__]),
+    }
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        # Later versions add flags that must stay off for heads of the original form.
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": {key: value for key, value in ours.items() if key not in outside},
+        **{key: ours[key] for key in outside[1:]},
+        "target_hidden_size": None,
+        "norm_before_fc": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(source.dtype).removeprefix("torch."),
+    }
+
+
+# --- Medusa and Hydra -----------------------------------------------------------------------------------------------
+
+_MEDUSA_BLOCK = r"(\d+)\.(\d+)\.linear\.weight"
+
+
+def _is_medusa(values: Values, names: Names) -> bool:
+    return "medusa_num_heads" in values or values.get("model_type") == "medusa"
+
+
+def _read_medusa(files: HeadFiles) -> None:
+    """Keep the heads only, and count them in the file: published configs say two heads where their files hold five."""
+    tensors = {name: tensor for name, tensor in files.tensors.items() if re.match(r"\d+\.\d+\.", name)}
+    if others := len(files.tensors) - len(tensors):
+        log.warning("%s: ignoring %d tensors of its base model", files.tensor_file, others)
+    files.tensors = tensors
+    heads, layers = files.count(_MEDUSA_BLOCK)
+    for name in [name for name in tensors if name.endswith("linear.weight")]:
+        weight = tensors[name]
+        tensors.setdefault(name.replace("weight", "bias"), torch.zeros(len(weight), dtype=weight.dtype))
+    if heads and not any(f"{i}.{layers}.weight" in tensors for i in range(heads)):
+        log.warning("%s: its heads have no output projections; they start from the target's", files.tensor_file)
+        tensors |= {f"{i}.{layers}.weight": files.lm_head_VH.detach().cpu() for i in range(heads)}
+    declared = files.values.get("medusa_num_heads", heads)
+    if declared != heads:
+        log.warning("%s: says %s heads, its file holds %d; using those", files.config_file, declared, heads)
+    files.values |= {"medusa_num_heads": heads, "medusa_num_layers": layers}
+
+
+def _is_vllm_medusa(values: Values, names: Names) -> bool:
+    return _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names())
+
+
+def _read_vllm_medusa(files: HeadFiles) -> None:
+    tensors, values = files.tensors, files.values
+    if "token_map" in tensors or values.get("truncated_vocab_size") not in (None, len(files.lm_head_VH)):
+        raise InputError(
+            f"{files.tensor_file}: drafts only the tokens of its 'token_map'; Medusa heads with a part of the "
+            f"vocabulary cannot be run, use the checkpoint that it was made from"
+        )
+    heads, layers = files.count(_MEDUSA_BLOCK)
+    shared = tensors.pop("lm_head.weight", None)
+    if shared is None and values.get("original_lm_head") is True:
+        shared = tensors.get(f"0.{layers}.weight")
+    if shared is not None:
+        for i in range(heads):
+            tensors.setdefault(f"{i}.{layers}.weight", shared)
+    _read_medusa(files)
+
+
+# Another value means another network. Their config's default for an absent `grounded_heads` is false.
+_HYDRA_PLAIN = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
+
+
+def _read_hydra(files: HeadFiles) -> None:
+    heads, layers = files.count(r"heads\.(\d+)\.(\d+)\..+")
+    if "projections.0.weight" not in files.tensors or "hydra_own_projection" in files.values:
+        return  # our own layout
+    for key, plain in _HYDRA_PLAIN.items():
+        value = files.values.get(key, False if key == "grounded_heads" else plain)
+        if value != plain:
+            raise InputError(
+                f"{files.config_file}: '{key}' is {value!r}; only Hydra's MLP heads that read the drafted tokens "
+                f"({key} {plain!r}) can be run"
+            )
+    files.values |= {"hidden_size": files.lm_head_VH.shape[-1], "vocab_size": len(files.lm_head_VH)}
+    files.values |= {"hydra_num_heads": heads, "hydra_num_layers": layers}
+    files.values |= {"hydra_own_projection": True, "hydra_skip_bias": True}
+
+
+# --- The table ------------------------------------------------------------------------------------------------------
+
+_MIDLAYER = {"midlayer.{rest}": "midlayer.{rest}", "layers.0.{rest}": "midlayer.{rest}"}
+_AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+
+LAYOUTS: dict[str, Layout] = {
+    # src/speculators/models/eagle3 of github.com/vllm-project/speculators, versions 0.1 to 0.9
+    "speculators": Layout(
+        title="speculators EAGLE-3",
+        kind="eagle3",
+        names={"layers.0.{rest}": "midlayer.{rest}"} | _MIDLAYER | _AUX_NORMS,
+        prefix="model.",
+        known=lambda values, names: "speculators_model_type" in values,
+        read=_read_speculators,
+        speculators_type="eagle3",
+        format="speculators",
+        readers="speculators reads",
+        shapes=_eagle3_shapes("layers.0."),
+        embedding="always",
+        config=_speculators_config,
+    ),
+    # vllm/model_executor/models/medusa.py
+    "vllm-medusa": Layout(
+        title="Medusa as vLLM names it",
+        kind="medusa",
+        names={"blocks.{i}.layers.{j}.{part}": "{i}.{j}.linear.{part}", "lm_heads.{i}.weight": "{i}.{j}.weight"},
+        prefix="medusa_heads.",
+        known=_is_vllm_medusa,
+        read=_read_vllm_medusa,
+        format="medusa",
+        readers="vLLM reads",
+        shapes={
+            "blocks.{i}.layers.{j}.weight": "H H",
+            "blocks.{i}.layers.{j}.bias": "H",
+            "lm_heads.{i}.weight": "V H",
+        },
+        # Without the first key vLLM builds the blocks without a bias and ignores ours.
+        config=lambda ours, source: ours | {"medusa_fc_bias": True, "original_lm_head": False},
+    ),
+    # medusa/model/medusa_model.py and medusa_model_legacy.py of github.com/FasterDecoding/Medusa
+    "medusa": Layout(
+        title="Medusa of its authors",
+        kind="medusa",
+        names={},
+        prefix="medusa_head.",
+        known=_is_medusa,
+        read=_read_medusa,
+    ),
+    # hydra/model/hydra_heads/mlp_head.py of github.com/zankner/Hydra
+    "hydra": Layout(
+        title="Hydra of its authors",
+        kind="hydra",
+        names={
+            "hydra_mlp.{i}.{j}.linear.{part}": "heads.{i}.{j}.linear.{part}",
+            "hydra_mlp.{i}.{j}.res_connection.{part}": "heads.{i}.{j}.skip.{part}",
+            "hydra_lm_head.{i}.{part}": "projections.{i}.{part}",
+        },
+        known=lambda values, names: "hydra_num_heads" in values,
+        read=_read_hydra,
+    ),
+    # eagle/model/cnets.py of github.com/SafeAILab/EAGLE; llama_eagle3.py of SGLang and of vLLM
+    "eagle3": Layout(
+        title="EAGLE-3 of its authors, SpecForge and ModelOpt",
+        kind="eagle3",
+        names=_MIDLAYER | _AUX_NORMS,
+        prefix="model.",
+        known=_is_eagle3,
+        read=_read_eagle3,
+        format="eagle",
+        readers="SafeAILab/EAGLE and vLLM read",
+        shapes=_eagle3_shapes("midlayer."),
+        embedding="scaled",
+        config=_authors_config,
+    ),
+    "sglang-eagle3": Layout(
+        title="EAGLE-3 as SGLang reads it",
+        kind="eagle3",
+        names=_MIDLAYER,
+        format="sglang",
+        readers="SGLang reads",
+        shapes=_eagle3_shapes("midlayer."),
+        config=_sglang_eagle3_config,
+    ),
+    # eagle/model/cnets1.py of github.com/SafeAILab/EAGLE; llama_eagle.py of SGLang and of vLLM
+    "eagle": Layout(
+        title="EAGLE-1/2 of its authors",
+        kind="eagle",
+        names={},
+        known=_is_eagle,
+        read=_read_eagle,
+        format="eagle",
+        readers="SafeAILab/EAGLE and vLLM read",
+        shapes=_EAGLE_SHAPES,
+        embedding="always",
+        config=_authors_config,
+    ),
+    "sglang-eagle": Layout(
+        title="EAGLE-1/2 as SGLang reads it",
+        kind="eagle",
+        names={},
+        format="sglang",
+        readers="SGLang reads",
+        shapes=_EAGLE_SHAPES,
+        embedding="always",
+        # SGLang's `fc` always has a bias, and one that is not in the file stays as it was drawn.
+        config=lambda ours, source: ours | {"architectures": ["LlamaForCausalLMEagle"], "bias": True},
+    ),
+}
+
+
+def layout_of(directory: Path, values: Values) -> Layout | None:
+    """The layout of a directory with these values in config.json; None for a language model."""
+    names = cache(lambda: tensor_names(directory))
+    asked = values.get("speculators_model_type")
+    layouts = (layout for layout in LAYOUTS.values() if layout.speculators_type == asked)
+    return next((layout for layout in layouts if layout.known(values, names)), None)
+
+
+def may_be_head(values: Values) -> bool:
+    """Whether a config.json can be that of a head, before its tensors are downloaded."""
+    return values.get("num_hidden_layers") == 1 or any(each.known(values, frozenset) for each in LAYOUTS.values())

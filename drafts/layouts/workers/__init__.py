@@ -1,1 +1,0 @@
-"""Scripts that run in other engines' environments. They import nothing of this project."""

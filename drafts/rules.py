@@ -1,0 +1,332 @@
+"""What each engine checks of a pair, and what each layout cannot say of a head: `RULES`, one table.
+
+`doctor` and `export` apply it. A rule of a language model is what the engine itself checks when it loads a pair (its
+sources, November 2026). A rule of a head names what the layout has no word for, so that the engine would compute other
+logits without an error.
+"""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafts.layouts import gguf_vocabulary
+from drafts.layouts.gguf_file import ARCHITECTURES, ROPES
+from drafts.layouts.source import Source
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import text_config
+from draftsmith_core.tokenization import Tokenizer
+
+# vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
+PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
+# common/speculative.cpp of llama.cpp.
+_LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
+# What the rotary embedding of the authors' code knows.
+_AUTHORS_ROPES = ("default", "linear", "dynamic")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the rules look at in a language model."""
+
+    name: str
+    config: Any
+    tokenizer: Tokenizer | None
+
+    @property
+    def size(self) -> int:
+        """Size of the vocabulary, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of one attention head; None for a model without attention."""
+        if (size := getattr(self.config, "head_dim", None)) is not None:
+            return int(size)
+        heads = getattr(self.config, "num_attention_heads", None)
+        return None if heads is None else int(self.config.hidden_size // heads)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The language models of a pair, target first, and its head if the draft is one."""
+
+    models: tuple[Model, ...]
+    source: Source | None = None
+
+    @property
+    def head_source(self) -> Source:
+        """The head with its target, for rules that only apply to heads."""
+        assert self.source is not None
+        return self.source
+
+    @property
+    def head(self) -> Any:
+        """The head, for rules that only apply to heads."""
+        return self.head_source.draft
+
+    @property
+    def sizes(self) -> str:
+        """Both vocabulary sizes, in words."""
+        return f"the draft's vocabulary has {self.models[1].size} tokens and the target's {self.models[0].size}"
+
+    @property
+    def states(self) -> list[int]:
+        """Which of the target's hidden states the head reads."""
+        return list(self.head.hidden_layers)
+
+    @property
+    def target_layers(self) -> int:
+        """Layers of the head's target."""
+        assert self.head_source.target is not None
+        return int(text_config(self.head_source.target).num_hidden_layers)
+
+    def first(self, breaks: Callable[[Model], Any]) -> tuple[Model, Any] | None:
+        """The first language model for which `breaks` gives something, with that."""
+        return next(((model, value) for model in self.models if (value := breaks(model))), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken` gives something true for a pair that breaks the rule; `message` shows it as {x} and the pair as {p}."""
+
+    where: Set[str]
+    """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF)."""
+    broken: Callable[[Pair], Any]
+    message: str
+    fix: str = ""
+    kinds: Set[str] = frozenset({"draft"})
+
+    def verdict(self, pair: Pair) -> str | None:
+        """What is wrong with the pair and what to do, or None."""
+        kind = "draft" if pair.source is None else pair.source.kind
+        if kind not in self.kinds or not (x := self.broken(pair)):
+            return None
+        return self.message.format(x=x, p=pair) + (f"; {self.fix}" if self.fix else "")
+
+
+def first_broken(pair: Pair, where: Set[str]) -> str | None:
+    """The verdict of the first rule that a pair breaks in these engines and formats, or None."""
+    return next((text for rule in RULES if rule.where & where and (text := rule.verdict(pair))), None)
+
+
+def _vocabulary(model: Model | Source, size: int) -> gguf_vocabulary.Vocabulary | str:
+    if model.tokenizer is None:
+        return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
+    try:
+        return gguf_vocabulary.described(model.tokenizer, size)
+    except InputError as error:
+        return str(error)
+
+
+def _vocabulary_error(model: Model | Source, size: int) -> str | None:
+    vocabulary = _vocabulary(model, size)
+    return vocabulary if isinstance(vocabulary, str) else None
+
+
+def _other_tokens(pair: Pair) -> str | None:
+    """How the vocabularies of target and draft differ by llama.cpp's rules."""
+    target, draft = (_vocabulary(model, model.size) for model in pair.models)
+    assert not isinstance(target, str) and not isinstance(draft, str)
+    if target.model != draft.model:
+        return f"its vocabulary types are {target.model} (target) and {draft.model} (draft); they must be equal"
+    for flag in ("bos", "eos"):
+        if target.added[flag] != draft.added[flag]:
+            return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
+    if abs(len(target.tokens) - len(draft.tokens)) > _LLAMA_SIZES_APART:
+        return f"{pair.sizes}; they may differ by {_LLAMA_SIZES_APART}"
+    for i, (theirs, ours) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        if i >= _LLAMA_FIRST_TEXT and theirs != ours:
+            return f"token {i} is {ascii(theirs)} to the target and {ascii(ours)} to the draft"
+    return None
+
+
+def _sliding(model: Model) -> bool:
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    window = model.config.model_type == "mistral" and getattr(model.config, "sliding_window", None)
+    return kinds != {"full_attention"} or bool(window)
+
+
+def _variant(*keys: str) -> Callable[[Pair], str | None]:
+    return lambda pair: next((key for key in keys if getattr(pair.head.config, key)), None)
+
+
+def _rope(config: Any, known: Set[str] | tuple[str, ...]) -> str | None:
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return None if kind in known else kind
+
+
+def _fixed_states(pair: Pair) -> list[int] | None:
+    """The states that the authors' code always gives, if the head reads others."""
+    layers = pair.target_layers
+    fixed = [2, layers // 2, layers - 3]
+    return None if pair.states == fixed else fixed
+
+
+_HEADS, _EAGLES, _EAGLE3 = (
+    frozenset({"eagle", "eagle3", "medusa"}),
+    frozenset({"eagle", "eagle3"}),
+    frozenset({"eagle3"}),
+)
+_FORMATS = {"eagle", "sglang", "speculators", "medusa", "gguf"}
+_LLAMA_CPP = {"llama.cpp", "gguf-lm"}
+_NO_WORD = "this layout cannot say so, and its engine would compute other logits; use the head here"
+_CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
+_OTHER_FORMAT = "use --format sglang or speculators"
+
+RULES: tuple[Rule, ...] = (
+    # Language models.
+    Rule(
+        {"transformers"},
+        lambda p: p.models[0].size != p.models[1].size,
+        "{p.sizes}",
+        "it then wants both tokenizers (universal assisted decoding, another method)",
+    ),
+    Rule(
+        {"vllm"},
+        lambda p: next((word for word in PATH_TRAPS if word in str(Path(p.models[1].name).resolve()).lower()), None),
+        "the draft's path has '{x}' in it, by which it takes it for such a head",
+        "rename the directory",
+    ),
+    Rule(
+        {"vllm"},
+        lambda p: p.models[0].size != p.models[1].size,
+        "{p.sizes}",
+        'it wants equal sizes, or "use_heterogeneous_vocab": true',
+    ),
+    Rule(
+        _LLAMA_CPP,
+        lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
+        "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF",
+        _CONVERT,
+        {"draft", "eagle3"},
+    ),
+    Rule(_LLAMA_CPP, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
+    Rule(
+        _LLAMA_CPP,
+        lambda p: p.first(lambda m: m.config.model_type != "qwen2" and getattr(m.config, "attention_bias", False)),
+        "{x[0].name} has biases in its attention",
+        _CONVERT,
+    ),
+    Rule(
+        _LLAMA_CPP,
+        lambda p: p.first(lambda m: _rope(m.config, ROPES)),
+        "{x[0].name}: rope of type '{x[1]}' is not written here",
+        _CONVERT,
+    ),
+    Rule(
+        _LLAMA_CPP,
+        lambda p: p.first(lambda m: _vocabulary_error(m, m.size)),
+        "{x[1]}",
+        kinds={"draft", "eagle3"},
+    ),
+    Rule({"llama.cpp"}, _other_tokens, "{x}"),
+    Rule(
+        {"onnxruntime-genai"},
+        lambda p: p.first(lambda m: m.head_size is None),
+        "{x[0].name} has no attention heads, and its builder makes such models only",
+    ),
+    Rule(
+        {"onnxruntime-genai"},
+        lambda p: p.first(lambda m: (m.head_size or 0) % 16),
+        "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16",
+    ),
+    Rule(
+        {"sglang", "onnxruntime-genai"},
+        lambda p: p.models[0].size != p.models[1].size,
+        "{p.sizes}",
+        "it wants equal sizes",
+    ),
+    # Heads: what their target does to logits and embeddings.
+    Rule(
+        _FORMATS,
+        lambda p: p.head.borrowed.projection.softcap,
+        "the target caps its logits at {x}",
+        _NO_WORD,
+        _HEADS,
+    ),
+    Rule(
+        _FORMATS,
+        lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
+        "the target scales its logits by {x:g}",
+        _NO_WORD,
+        _HEADS,
+    ),
+    Rule(
+        _FORMATS,
+        lambda p: p.head.borrowed.projection.bias_V is not None,
+        "the target has a bias in its output projection",
+        _NO_WORD,
+        {"eagle", "medusa"},
+    ),
+    Rule(
+        {"sglang"},
+        lambda p: p.head.borrowed.scales_embedding,
+        "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
+        "use --format speculators for an EAGLE-3 head, which has a table of its own",
+        _EAGLES,
+    ),
+    # Heads: variants.
+    Rule(
+        {"eagle", "sglang"},
+        _variant("norm_before_residual"),
+        "the head has '{x}', a norm in another place",
+        _NO_WORD,
+        _EAGLE3,
+    ),
+    Rule(
+        _FORMATS,
+        _variant("norm_output", "norm_before_fc", "fc_norm"),
+        "the head has '{x}', a norm in another place",
+        _NO_WORD,
+        _EAGLE3,
+    ),
+    Rule(
+        _FORMATS,
+        lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
+        "the head reads states {p.states} of a target of {p.target_layers} layers",
+        "engines give three different ones, each entering a layer, which needs a target of at least five layers",
+        _EAGLE3,
+    ),
+    Rule(
+        {"sglang"},
+        lambda p: min(p.states) < 1,
+        "the head reads states {p.states}, and SGLang cannot give the embedding",
+        "use --format speculators",
+        _EAGLE3,
+    ),
+    # The authors' code.
+    Rule(
+        {"eagle"},
+        lambda p: (
+            p.head.config.layer.head_dim * p.head.config.layer.num_attention_heads != p.head.config.layer.hidden_size
+        ),
+        "head size {p.head.config.layer.head_dim} is not {p.head.config.layer.hidden_size} / "
+        "{p.head.config.layer.num_attention_heads}, which SafeAILab's code assumes",
+        _OTHER_FORMAT,
+        _EAGLES,
+    ),
+    Rule(
+        {"eagle"},
+        lambda p: _rope(p.head.config.layer, _AUTHORS_ROPES),
+        "rope of type '{x}' is unknown to SafeAILab's code (" + ", ".join(_AUTHORS_ROPES) + ")",
+        _OTHER_FORMAT,
+        _EAGLES,
+    ),
+    Rule(
+        {"eagle"},
+        _fixed_states,
+        "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers",
+        _OTHER_FORMAT,
+        _EAGLE3,
+    ),
+    # Heads as GGUF.
+    Rule(
+        {"gguf"},
+        lambda p: _rope(p.head.config.layer, ROPES),
+        "rope of type '{x}' is not written here",
+        _OTHER_FORMAT,
+        _EAGLE3,
+    ),
+    Rule({"gguf"}, lambda p: _vocabulary_error(p.head_source, p.head.vocab_size), "{x}", kinds=_EAGLE3),
+)
