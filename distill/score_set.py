@@ -34,7 +34,7 @@ from draftsmith_core.models import (
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
-from draftsmith_core.prompts import answered, check_tools, content_id
+from draftsmith_core.prompts import answered, content_id
 from draftsmith_core.provenance import command_line
 from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token
@@ -196,9 +196,9 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -
         where = f"{config.score}:{record.number}"
         try:
             found = parse_record(record, config.score)
-            domain, own = text_of(found, "domain", where) or config.domain, text_of(found, "id", where)
+            domain, own = text_of(found, "domain") or config.domain, text_of(found, "id")
             if found.get("messages") is not None:
-                tools = check_tools(found, where)
+                tools = found.get("tools") or None
                 (prompt, response), tokens_from = answered(found["messages"], where, tokenizer, tools), "text"
             else:
                 prompt, response, tokens_from = *(_ids(found, key, where) for key in _IDS), "target"

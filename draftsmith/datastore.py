@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from decode.suffix_index import SuffixIndex
 from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import atomic_file, canonical_json, hash_json
-from draftsmith_core.prompt_rows import KEYS, iterate_rows, whole
+from draftsmith_core.prompt_rows import KEYS, iterate_rows
 from draftsmith_core.prompts import check_messages
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
@@ -107,4 +107,4 @@ def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> list[int
         return encode_messages(tokenizer, check_messages(turns, where), where)
     if not isinstance(value, str):
         raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
-    return encode_text(tokenizer, whole(value, key, where)) if value.strip() else []
+    return encode_text(tokenizer, value) if value.strip() else []

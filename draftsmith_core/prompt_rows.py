@@ -8,15 +8,12 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
-
-from draftsmith_core.errors import InputError, first_line
-from draftsmith_core.sources import hub_has_address, is_url
+from draftsmith_core.errors import InputError, first_line, one_line
+from draftsmith_core.sources import is_url
 from draftsmith_core.suites import load_suite, suite_name, suite_rows
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
@@ -61,22 +58,15 @@ def asked_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_row(record: Record, source: str) -> dict[str, Any]:
-    """The row in a record with its own keys; InputError names its line."""
-    where = f"{source}:{record.number}"
-    row = record.stored
+    where, row = f"{source}:{record.number}", record.stored
     if isinstance(row, bytes):
         try:
-            row = json.loads(row.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line)") from None
-        except RecursionError:
-            raise InputError(f"{where}: nested too deeply to be a row") from None
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not valid JSON ({error.msg}); write one object a line") from None
-        except ValueError:  # what is left to fail is a number of thousands of digits
-            raise InputError(f"{where}: holds a number of too many digits; shorten it, or write it as text") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}")
+            row = json.loads(row)
+            json.dumps(row, ensure_ascii=False).encode()  # JSON can hold half a surrogate pair, which no file can
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not valid JSON ({one_line(error)}); write one object a line") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}")
     return row
 
 
@@ -85,20 +75,16 @@ def free_rows(source: str) -> int | None:
     if not source.startswith((SELF, TOKEN)):
         return None
     kind, _, count = source.partition(":")
-    if not (count.isascii() and count.isdecimal() and int(count)):
-        raise InputError(
-            f"{source}: write {kind}:N, with N texts that the target writes by itself, such as {kind}:1000"
-        )
+    if not (count.isdecimal() and int(count)):
+        raise InputError(f"{source}: write {kind}:N, such as {kind}:1000, for N texts that the target writes by itself")
     return int(count)
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of a JSONL/JSON-lines file, a Parquet file, or a dataset on the hub.
+    """(line or row number from 1, row) of a JSON-lines file, a Parquet file, a dataset on the hub or a suite.
 
-    Rows as ShareGPT has them (`conversations`: `from` and `value`) or Alpaca (`instruction`, `input`, `output`) come
-    with `messages` in their place, and so do logs of an OpenAI-compatible server (`request` or `body` with `messages`).
-    `@NAME` and `@NAME:FILE` are suites (`draftsmith_core.suites`). Raises InputError for the first row that cannot be
-    read.
+    ShareGPT rows (`conversations`), Alpaca rows (`instruction`, `input`, `output`) and logged requests of an
+    OpenAI-compatible server (`request` or `body`) get `messages`. Raises InputError for the first unreadable row.
     """
     for record in iterate_records(source):
         yield record.number, parse_record(record, source)
@@ -126,7 +112,6 @@ def count_rows(source: str) -> int | None:
 
 
 def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row with `messages` in place of the keys of ShareGPT or Alpaca; any other row as it is."""
     for key in ("request", "body"):  # of a log of requests, and of a file of requests to be done
         if row.get("messages") is None and isinstance(row.get(key), dict):
             row = {**{name: value for name, value in row.items() if name != key}, **row[key]}
@@ -136,21 +121,24 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
         return row
     if row.get("conversations") is not None:
         # ShareGPT's ids name the chat that a row was cut out of, and repeat.
-        kept = {key: value for key, value in row.items() if key not in ("conversations", "id")}
-        turns = _sharegpt(row["conversations"], where)
-        return kept | ({"messages": turns} if turns else {"prompt": ""})
-    if isinstance(row.get("instruction"), str):
+        rest = {key: value for key, value in row.items() if key not in ("conversations", "id")}
+        try:
+            turns = _sharegpt(row["conversations"])
+        except (TypeError, KeyError):
+            raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects") from None
+        return rest | ({"messages": turns} if turns else {"prompt": ""})
+    if row.get("instruction") is not None:
         # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
-        kept = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
-        asked = "\n\n".join(part for key in ("instruction", "input") if (part := text_of(row, key, where).strip()))
-        output = text_of(row, "output", where)
+        rest = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
+        question = "\n\n".join(part for key in ("instruction", "input") if (part := text_of(row, key).strip()))
+        output = text_of(row, "output")
         answer = [{"role": "assistant", "content": output}] if output else []
-        return kept | ({"messages": [{"role": "user", "content": asked}, *answer]} if asked else {"prompt": ""})
+        return rest | ({"messages": [{"role": "user", "content": question}, *answer]} if question else {"prompt": ""})
     return row
 
 
 def _as_text(turn: Any) -> Any:
-    """A message whose content is a list of parts, as clients of servers write it, with their text if all are text."""
+    """A message whose content is a list of text parts, as clients of servers write it, with the text itself."""
     parts = turn.get("content") if isinstance(turn, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         return turn
@@ -161,24 +149,18 @@ def _as_text(turn: Any) -> Any:
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
-def _sharegpt(value: Any, where: str) -> list[dict[str, str]]:
+def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
     """Turns as chat templates want them: the user first, no two of one speaker in a row; empty without a question."""
-    if not isinstance(value, list):
-        raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects")
     turns: list[dict[str, str]] = []
-    for index, turn in enumerate(value):
-        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-            raise InputError(f"{where}: key 'conversations[{index}]': expected text under 'from' and under 'value'")
-        speaker: str = turn["from"]
-        role = _SPEAKERS.get(speaker, speaker)
-        if role == "assistant" and not any(each["role"] == "user" for each in turns):
-            # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer.
-            continue
+    for turn in conversation:
+        role, text = _SPEAKERS.get(turn["from"], turn["from"]), str(turn["value"])
+        if role == "assistant" and not any(turn["role"] == "user" for turn in turns):
+            continue  # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer
         if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += f"\n\n{turn['value']}"
+            turns[-1]["content"] += f"\n\n{text}"
         else:
-            turns.append({"role": role, "content": turn["value"]})
-    return turns if any(each["role"] == "user" and each["content"].strip() for each in turns) else []
+            turns.append({"role": role, "content": text})
+    return turns if any(turn["role"] == "user" and turn["content"].strip() for turn in turns) else []
 
 
 def _suite_records(source: str) -> Iterator[Record]:
@@ -197,111 +179,61 @@ def _suite_records(source: str) -> Iterator[Record]:
 
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
+    path = Path(source)
+    kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if source.startswith("@"):
         yield from _suite_records(source)
-        return
-    if (free := free_rows(source)) is not None:
+    elif (free := free_rows(source)) is not None:
         yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
-        return
-    path = Path(source)
-    if not source.strip():
-        raise InputError(f"{source!r}: is empty; name a .jsonl or .parquet file, or a dataset on the hub")
-    if path.is_dir():
-        raise InputError(f"{source}: is a directory; name a .jsonl or .parquet file in it")
-    kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    if path.is_file() or is_url(source):
-        if path.suffix == ".parquet":
-            yield from _parquet_records(source)
-        elif kind in _JSON_LINES:
-            yield from _json_records(source)
-        else:
+    elif path.is_file() or is_url(source):
+        if path.suffix != ".parquet" and kind not in _JSON_LINES:
             raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+        yield from _file_records(source, path.suffix)
     elif path.exists():
-        raise InputError(f"{source}: is a pipe or a device, and rows may be read twice; write them to a .jsonl file")
-    elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")):
+        raise InputError(f"{source}: is no file; name a .jsonl or .parquet file")
+    elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")) or not source.strip():
         raise InputError(f"{source}: no such file")
     else:
         name, _, split = source.partition(":")
         yield from _hub_records(source, name, split or "train")
 
 
-def _json_records(source: str) -> Iterator[Record]:
-    import pyarrow
-
-    with _opened(source, "cannot be read") as file:
-        with pyarrow.input_stream(file, compression=_COMPRESSED.get(Path(source).suffix)) as stream:
-            # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
-            for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # editors on Windows begin a file with this mark
-                if line.strip():
-                    yield Record(number, line)
-
-
-def _parquet_records(source: str) -> Iterator[Record]:
-    import pyarrow.parquet
-
-    with _opened(source, "not a readable Parquet file") as file:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(number, row)
-
-
-@contextmanager
-def _opened(source: str, wrong: str) -> Iterator[Any]:
-    """What pyarrow reads: the path of a file here, or the opened file of a store; InputError for what goes wrong."""
+def _file_records(source: str, suffix: str) -> Iterator[Record]:
     import fsspec
     import pyarrow
+    import pyarrow.parquet
 
     try:
-        if is_url(source):
-            with fsspec.open(source, "rb") as file:
-                yield file
-        else:
-            yield source
-    except Exception as error:
-        # A store's package has errors of its own.
-        if not (is_url(source) or isinstance(error, OSError | pyarrow.ArrowException)):
-            raise
-        raise InputError(f"{source}: {wrong} ({getattr(error, 'strerror', None) or first_line(error)})") from None
+        with fsspec.open(source, "rb") if is_url(source) else open(source, "rb") as file:
+            if suffix == ".parquet":
+                batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096)
+                rows: Iterator[Any] = (row for batch in batches for row in batch.to_pylist())
+            else:
+                # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
+                stream = pyarrow.input_stream(file, compression=_COMPRESSED.get(suffix))
+                rows = iter(io.BufferedReader(stream, 1 << 20))
+            for number, row in enumerate(rows, 1):
+                if number == 1 and isinstance(row, bytes):
+                    row = row.removeprefix(b"\xef\xbb\xbf")  # editors on Windows begin a file with this mark
+                if isinstance(row, dict) or row.strip():
+                    yield Record(number, row)
+    except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"{source}: cannot be read ({reason})") from None
 
 
 def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> Iterator[Record]:
     """`which`: `name` of a configuration and `data_files`, as `datasets.load_dataset` takes them."""
     import datasets
 
-    if not HF_HUB_OFFLINE and not hub_has_address():
-        raise InputError(f"{source}: no such file, and the hub cannot be reached")
     try:
-        rows = datasets.load_dataset(dataset, split=split, streaming=True, **which)
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(datasets.load_dataset(dataset, split=split, streaming=True, **which), 1):
             yield Record(number, dict(row))
-    except Exception as error:
-        # The hub's client raises many kinds of error; for the user all mean that there is no such data set.
-        raise InputError(
-            f"{source}: neither a file here nor a dataset that the hub gives ({first_line(error)}); "
-            f"check the path, or write owner/name:split"
-        ) from None
+    except Exception as error:  # the hub's client has many classes of errors
+        reason = first_line(error)
+        raise InputError(f"{source}: no such file, and no dataset owner/name:split on the hub ({reason})") from None
 
 
-def text_of(row: dict[str, Any], key: str, where: str) -> str:
-    """The text (or number, as text) under `key`, empty where there is none; InputError for anything else."""
-    value = row.get(key)
-    if value is None:
-        return ""
-    if not isinstance(value, str | int):
-        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
-    return whole(str(value), key, where)
-
-
-def whole(text: str, key: str, where: str) -> str:
-    """`text`, or InputError for half a character: JSON allows a lone surrogate such as \\ud83d and UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: key {key!r}: character {error.start + 1} is half of a surrogate pair; write it whole"
-        ) from None
-    return text
+def text_of(row: dict[str, Any], key: str) -> str:
+    """The value under `key` as text; empty if there is none."""
+    return "" if row.get(key) is None else str(row[key])

@@ -4,9 +4,8 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import numpy.typing as npt
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import canonical_json
-from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of, whole
+from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 log = logging.getLogger(__name__)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
-_IDS_AT_ONCE = 1 << 16  # rows whose ids are compared with those before them together
 # Keys of a row that other tools would put into the prompt, and that are not read here.
 _CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
 
@@ -133,8 +131,8 @@ class PromptReader:
             self.unread.setdefault(name, record.number)
         self.from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
-        own = text_of(row, "id", where)
-        domain = text_of(row, "domain", where) or self.domain
+        own = text_of(row, "id")
+        domain = text_of(row, "domain") or self.domain
         if short or not ids:
             return Skipped(record.number, short or "empty prompt")
         limited = self.whole_chats or row.get("messages") is None
@@ -142,7 +140,7 @@ class PromptReader:
             return Skipped(record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit")
         chat = None
         if row.get("messages") is not None:
-            chat = Chat(tuple(check_turns(row["messages"], where)), check_tools(row, where))
+            chat = Chat(tuple(check_turns(row["messages"], where)), row.get("tools") or None)
         return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
@@ -167,57 +165,29 @@ class PromptReader:
 
 
 class OwnIds:
-    """The ids that the rows of a source have of their own: no two may have one, because it names the row in what is
-    written and seeds its answers.
-    """
+    """Explicit ids of the rows of a source. An id names its row in what is written and seeds its answers."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._rows: dict[str, int] = {}
-        self._seen: list[npt.NDArray[np.uint64]] = []  # each sorted, and more than twice as long as the next
 
     def add(self, own: str, row: int) -> None:
-        """InputError, with both rows, for an id that an earlier row has."""
+        """Raise InputError, with both rows, if an earlier row has the same id."""
         first = self._rows.setdefault(own, row)
         if first != row:
             raise InputError(f"{self._source}:{row}: key 'id': {own!r} is row {first}'s already; make ids unique")
 
     def check(self, records: Iterable[Record]) -> None:
-        """As `add` for the ids of rows as they are stored. Eight bytes of each are kept, because a source may have tens
-        of millions; where those of two agree the source is read again, and says whether the ids do.
-        """
-        rows = iter(records)
-        while group := list(islice(rows, _IDS_AT_ONCE)):
-            new = np.sort(np.fromiter((_id_hash(own) for _, own in self._own(group)), np.uint64))
-            twice = {*new[1:][new[1:] == new[:-1]].tolist()}
-            for seen in self._seen:
-                there = seen[np.searchsorted(seen, new).clip(max=len(seen) - 1)]
-                twice |= {*new[there == new].tolist()}
-            if twice:
-                for row, own in self._own(iterate_records(self._source)):
-                    if _id_hash(own) in twice:
-                        self.add(own, row)
-            if len(new):
-                self._seen.append(new)
-            while len(self._seen) > 1 and 2 * len(self._seen[-1]) >= len(self._seen[-2]):
-                last = self._seen.pop()
-                self._seen[-1] = np.sort(np.concatenate([self._seen[-1], last]), kind="stable")
-
-    def _own(self, records: Iterable[Record]) -> Iterator[tuple[int, str]]:
-        """Numbers and ids of rows. One that cannot be understood has none: its reader says why."""
+        """`add` the ids of rows as they are stored, and leave rows that cannot be read to their reader."""
         for record in records:
             if isinstance(record.stored, bytes) and b'"id"' not in record.stored:
                 continue  # spares the parsing of most files
             try:
-                own = text_of(parse_record(record, self._source), "id", "")
+                own = text_of(parse_record(record, self._source), "id")
             except InputError:
                 continue
             if own:
-                yield record.number, own
-
-
-def _id_hash(own: str) -> int:
-    return int.from_bytes(hashlib.blake2b(own.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+                self.add(own, record.number)
 
 
 def read_prompts(
@@ -229,30 +199,30 @@ def read_prompts(
     max_tokens: int | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read all prompts of `source` (a file or `owner/name[:split]` on the hub), as `PromptReader` makes them.
+    """Read all prompts of `source` (a file, `owner/name[:split]` on the hub or a suite), as `PromptReader` makes them.
 
     Rows that are empty, too short or longer than `max_tokens` are skipped with their reason. A row without an `id`
-    gets a hash of its tokens, with its count where the same prompt came before. `limit` stops after that many rows.
-    Raises InputError that names file, line and key for a row that cannot be understood.
+    gets a hash of its tokens, with a count if the same prompt came before. `limit` stops after that many rows.
+    Raise InputError that names file, line and key of a row that cannot be read.
     """
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    named = OwnIds(source)
+    own_ids = OwnIds(source)
     repeats: Counter[str] = Counter()
     rows, more = 0, False
     for record in iterate_records(source):
         if more := limit is not None and rows >= limit:
             break
         rows += 1
-        found = reader.read(record)
-        if isinstance(found, Skipped):
-            skipped.append(found)
-        elif found.own_id:
-            named.add(found.id, found.row)
-            prompts.append(found)
+        prompt = reader.read(record)
+        if isinstance(prompt, Skipped):
+            skipped.append(prompt)
+        elif prompt.own_id:
+            own_ids.add(prompt.id, prompt.row)
+            prompts.append(prompt)
         else:
-            prompts.append(replace(found, id=unique_id(found.id, repeats)))
+            prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
     reader.warn_unread()
     if not rows:
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
@@ -272,7 +242,7 @@ def content_id(ids: Sequence[int]) -> str:
 
 
 def unique_id(content: str, repeats: Counter[str]) -> str:
-    """`content`, with its count where it came before (in `repeats`)."""
+    """`content`, with its count if it came before (in `repeats`)."""
     repeats[content] += 1
     return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
 
@@ -288,40 +258,36 @@ def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
 
 
 def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
-    """What `write_prompt_hashes` kept; None for other checkpoints. InputError for a file that is broken."""
+    """What `write_prompt_hashes` kept; None for other checkpoints."""
     path = checkpoint / PROMPT_HASHES
     if not path.is_file():
         return None
     try:
-        hashes = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError):
+        hashes: npt.NDArray[np.uint64] = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError):
         raise InputError(f"{path}: is broken; delete it, or copy it from the checkpoint again") from None
-    found: npt.NDArray[np.uint64] = hashes
-    return found
+    return hashes
 
 
 def _unread(row: dict[str, Any]) -> list[str]:
     """What a row holds that could be meant for the prompt and is not read: a second text, images."""
     present = [key for key in KEYS if row.get(key) is not None]
-    found = present[1:] + [key for key in _CONTEXT if row.get(key)]
+    unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
     if row.get("tools") and present[:1] != ["messages"]:
-        found.append("tools")  # only a chat template knows what to do with them
-    return found
+        unread.append("tools")  # only a chat template knows what to do with them
+    return unread
 
 
 def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:
-    """Tokens of a row, and the reason to skip it ('' when there is none)."""
-    present = [key for key in KEYS if row.get(key) is not None]
-    if not present:
-        found = ", ".join(map(repr, row)) or "nothing"
-        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; found {found}")
-    key = present[0]
+    """Tokens of a row, and the reason to skip it ('' if there is none)."""
+    key = next((key for key in KEYS if row.get(key) is not None), None)
+    if key is None:
+        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; has {', '.join(map(repr, row)) or 'none'}")
     value = row[key]
     if key == "messages":
-        return encode_messages(tokenizer, check_messages(value, where), where, check_tools(row, where)), ""
+        return encode_messages(tokenizer, check_messages(value, where), where, row.get("tools") or None), ""
     if not isinstance(value, str):
-        raise InputError(f"{where}: key {key!r}: expected text, found {type(value).__name__}")
-    whole(value, key, where)
+        raise InputError(f"{where}: key {key!r}: expected text, got {type(value).__name__}")
     if not value.strip():
         return [], f"key {key!r} is empty"
     if key == "prompt":
@@ -331,12 +297,11 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens
     ids = encode_text(tokenizer, start)[:prompt_tokens]
     if len(ids) < prompt_tokens and len(start) < len(value):
         ids = encode_text(tokenizer, value)[:prompt_tokens]
-    short = f"text has only {len(ids)} of {prompt_tokens} tokens" if len(ids) < prompt_tokens else ""
-    return ids, short
+    return ids, f"text has only {len(ids)} of {prompt_tokens} tokens" if len(ids) < prompt_tokens else ""
 
 
 def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """The messages that make the prompt (a final assistant turn dropped), or InputError naming the key."""
+    """The messages that make the prompt, without a final assistant turn; InputError if there are none."""
     messages = check_turns(value, where)
     if messages[-1]["role"] == "assistant":
         messages.pop()
@@ -362,30 +327,17 @@ def answered(
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """A text's tokens, and EOS where the tokenizer has one."""
+    """A text's tokens, and EOS if the tokenizer has one."""
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
 def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
-    """All messages, with all their keys, or InputError naming the key. A turn that calls tools needs no content."""
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects")
-    messages: list[dict[str, Any]] = []
-    for index, message in enumerate(value):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise InputError(f"{where}: key 'messages[{index}].role': expected text such as 'user'")
-        message = {key: each for key, each in message.items() if each is not None}
-        content = message.setdefault("content", "" if message.get("tool_calls") else None)
-        if not isinstance(content, str):
-            raise InputError(f"{where}: key 'messages[{index}].content': expected text")
-        whole(content, f"messages[{index}].content", where)
-        messages.append(message)
-    return messages
-
-
-def check_tools(row: dict[str, Any], where: str) -> list[Any] | None:
-    """The tools that a row offers to the target, for the chat template; InputError for what is no list."""
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{where}: key 'tools': expected a list of functions")
-    return tools or None
+    """All messages, without keys that are null; InputError for what is no chat. Only calls of tools need no content."""
+    try:
+        turns = [{key: item for key, item in turn.items() if item is not None} for turn in value]
+        turns = [{**({"content": ""} if turn.get("tool_calls") else {}), **turn} for turn in turns]
+        if turns and all(isinstance(turn["role"], str) and isinstance(turn["content"], str) for turn in turns):
+            return turns
+    except (TypeError, AttributeError, KeyError):
+        pass
+    raise InputError(f"{where}: key 'messages': expected a list of {{role, content}} objects with texts")

@@ -5,8 +5,6 @@ to cite. Its `version` goes up when its prompts change. The rows themselves come
 data set's own columns.
 """
 
-import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, nearest
 
 DIRECTORY = Path(__file__).parents[1] / "configs" / "prompts"
 
@@ -57,21 +55,11 @@ def suite_name(source: str) -> str:
 
 
 def load_suite(name: str) -> PromptSuite:
-    """Read a suite. InputError for a name that there is none of, with the nearest that there is."""
-    path = DIRECTORY / f"{name}.yaml"
+    """Read a suite; InputError for an unknown name."""
     if name not in suite_names():
-        near = difflib.get_close_matches(name, suite_names(), 1)
-        guess = f"did you mean @{near[0]}? " if near else ""
-        raise InputError(f"@{name}: no such suite; {guess}there are {', '.join(f'@{each}' for each in suite_names())}")
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    keys = {each.name for each in dataclasses.fields(PromptSuite)}
-    for key in values:
-        if key not in keys:
-            raise InputError(f"{path}: unknown key {key!r}; there are {', '.join(sorted(keys))}")
-    suite = PromptSuite(name=name, **values)
-    if sum(each is not None for each in (suite.user, suite.prompt, suite.turns)) != 1:
-        raise InputError(f"{path}: needs one of user, prompt and turns")
-    return suite
+        known = [f"@{suite}" for suite in suite_names()]
+        raise InputError(f"@{name}: no such suite; {nearest(f'@{name}', known, 'there are')}")
+    return PromptSuite(name=name, **yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def suite_rows(
@@ -79,51 +67,35 @@ def suite_rows(
 ) -> Iterator[tuple[int, Any]]:
     """(row number, row with `messages`, `conversations` or `prompt`) of the suite's prompts, from the data set's rows.
 
-    InputError that names `source`, the row and the column for a row that lacks one.
+    Raise InputError that names `source`, the row and the column for a row that lacks one.
     """
-    taken = fitting = 0
+    fitting = 0
     seen: set[str] = set()
     for number, row in rows:
-        where = f"{source}:{number}"
-        if any(str(_column(row, key, suite, where)) not in allowed for key, allowed in suite.where.items()):
+        try:
+            if any(str(row[key]) not in allowed for key, allowed in suite.where.items()):
+                continue
+            prompt = _prompt(suite, row)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{source}:{number}: suite {suite.name} reads rows of {suite.dataset}, and this one lacks {error} (it "
+                f"has {', '.join(map(repr, row))}); name a file of prompts without @{suite.name}"
+            ) from None
+        if repr(prompt) in seen:
             continue
-        made = _made(suite, row, where)
-        if repr(made) in seen:
-            continue
-        seen.add(repr(made))
+        seen.add(repr(prompt))
         fitting += 1
-        if (fitting - 1) % suite.every:
-            continue
-        yield number, made
-        taken += 1
-        if taken == suite.prompts:
-            return
+        if (fitting - 1) % suite.every == 0:
+            yield number, prompt
+            if fitting > (suite.prompts - 1) * suite.every:
+                return
 
 
-def _made(suite: PromptSuite, row: dict[str, Any], where: str) -> dict[str, Any]:
+def _prompt(suite: PromptSuite, row: dict[str, Any]) -> dict[str, Any]:
     if suite.turns is not None:
-        turns = _column(row, suite.turns, suite, where)
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise InputError(f"{where}: column {suite.turns!r}: expected a list of turns, as suite {suite.name} has it")
+        turns = row[suite.turns][: suite.keep_turns]
         # ShareGPT's own names of keys are read wherever rows are.
-        return {"conversations" if turns and "from" in turns[0] else "messages": turns[: suite.keep_turns]}
-    template = suite.user if suite.user is not None else suite.prompt
-    assert template is not None
-    try:
-        text = template.format_map(row)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _missing(str(error).strip("'"), suite, row, where) from None
-    return {"prompt": text} if suite.user is None else {"messages": [{"role": "user", "content": text.strip()}]}
-
-
-def _column(row: dict[str, Any], key: str, suite: PromptSuite, where: str) -> Any:
-    if key not in row:
-        raise _missing(key, suite, row, where)
-    return row[key]
-
-
-def _missing(key: str, suite: PromptSuite, row: dict[str, Any], where: str) -> InputError:
-    return InputError(
-        f"{where}: suite {suite.name} reads rows of {suite.dataset}, and this one has no {key!r} (it has "
-        f"{', '.join(map(repr, row))}); name a file of prompts without @{suite.name}"
-    )
+        return {"conversations" if turns and "from" in turns[0] else "messages": turns}
+    if suite.user is None:
+        return {"prompt": str(suite.prompt).format_map(row)}
+    return {"messages": [{"role": "user", "content": suite.user.format_map(row).strip()}]}

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import count_rows, iterate_records
-from draftsmith_core.prompts import OwnIds, PromptSet, Reasons, Skipped, read_prompts
+from draftsmith_core.prompt_rows import count_rows
+from draftsmith_core.prompts import PromptSet, Reasons, Skipped, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -173,26 +172,15 @@ def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
 BAD_ROWS = [
     ('{"prompt": "a"', 1, "not valid JSON"),
     ("[1]", 1, "must be a JSON object"),
-    ("{}", 1, "needs one of the keys messages, prompt, text, .*; found nothing"),
-    ('{"promt": "a"}', 1, "found 'promt'"),
-    ('{"prompt": 3}', 1, "key 'prompt': expected text, found int"),
-    ('{"prompt": "a", "id": [1]}', 1, "key 'id': expected text, found list"),
-    ('{"prompt": "a", "domain": {}}', 1, "key 'domain': expected text, found dict"),
+    ('{"promt": "a"}', 1, "needs one of the keys messages, prompt, text, .*; has 'promt'"),
+    ('{"prompt": 3}', 1, "key 'prompt': expected text, got int"),
     ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is row 1's already"),
     ('{"messages": "hi"}', 1, "key 'messages'"),
-    ('{"conversations": {}}', 1, "key 'conversations'"),
-    ('{"conversations": [{"from": "human"}]}', 1, r"key 'conversations\[0\]'"),
-    ('{"instruction": 3}', 1, "key 'instruction': expected text, found int"),
-    ('{"instruction": "a", "input": []}', 1, "key 'input': expected text, found list"),
-    ('{"messages": []}', 1, "key 'messages'"),
-    ('{"messages": [{"content": "x"}]}', 1, r"key 'messages\[0\].role'"),
-    ('{"messages": [{"role": "user"}]}', 1, r"key 'messages\[0\].content'"),
+    ('{"conversations": [{"from": "human"}]}', 1, "key 'conversations'"),
+    ('{"messages": [{"content": "x"}]}', 1, "key 'messages'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', 1, "only an assistant turn"),
-    ('{"prompt": "ab\\ud83d"}', 1, "key 'prompt': character 3 is half of a surrogate pair"),
-    ('{"prompt": "a", "id": "\\ud83d"}', 1, "key 'id': character 1"),
-    ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', 1, r"key 'messages\[0\].content': character 1"),
-    ('{"prompt": "a"}\n' + "[" * 100_000, 2, "nested too deeply|not valid JSON"),
-    ('{"prompt": "a", "id": ' + "9" * 5000 + "}", 1, "holds a number of too many digits"),
+    ('{"prompt": "ab\\ud83d"}', 1, "not valid JSON .*surrogates not allowed"),
+    ('{"prompt": "a"}\n' + "[" * 100_000, 2, "not valid JSON"),
 ]
 
 
@@ -208,32 +196,22 @@ def test_a_row_that_cannot_be_understood_is_named(
 
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    cases: list[tuple[str, str | bytes | None, str]] = [
+    cases: list[tuple[str, bytes | None, str]] = [
         ("none.jsonl", None, "no such file"),
-        ("empty.jsonl", "", "holds no rows"),
-        ("all.jsonl", '{"prompt": ""}', "none of its 1 rows can be used"),
-        ("latin.jsonl", b'{"prompt": "\xe9"}', "not UTF-8 text"),
-        ("p.csv", "a,b", "unknown kind of file '.csv'"),
-        ("bad.parquet", "hello", "not a readable Parquet file"),
+        ("empty.jsonl", b"", "holds no rows"),
+        ("all.jsonl", b'{"prompt": ""}', "none of its 1 rows can be used"),
+        ("latin.jsonl", b'{"prompt": "\xe9"}', "not valid JSON"),
+        ("p.csv", b"a,b", "unknown kind of file '.csv'"),
+        ("bad.parquet", b"hello", "cannot be read"),
+        ("", None, "is no file"),
     ]
     for name, text, message in cases:
-        path = tmp_path / name
         if text is not None:
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            (tmp_path / name).write_bytes(text)
         with pytest.raises(InputError, match=message) as caught:
-            read_prompts(str(path), tokenizer)
-        assert name in str(caught.value)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="is a directory"):
-        read_prompts(str(tmp_path), tokenizer)
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    for name in (str(tmp_path / "pipe.jsonl"), os.devnull):
-        with pytest.raises(InputError, match=f"^{name}: is a pipe or a device"):
-            read_prompts(name, tokenizer)
-
-
-def test_a_hub_dataset_that_cannot_be_reached_is_one_line(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match="^no/such-set:test: neither a file here nor") as caught:
+            read_prompts(str(tmp_path / name), tokenizer)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="^no/such-set:test: no such file, and no dataset") as caught:
         read_prompts("no/such-set:test", tokenizer)
     assert "\n" not in str(caught.value)
 
@@ -323,12 +301,6 @@ def test_a_chat_template_from_a_file(tmp_path: Path, tokenizer: Tokenizer) -> No
         load_tokenizer(tokenizer.name_or_path, chat_template=str(tmp_path / "gone.jinja"))
 
 
-@pytest.mark.parametrize("source", ["", " "])
-def test_a_source_that_can_be_none(tokenizer: Tokenizer, source: str) -> None:
-    with pytest.raises(InputError, match="is empty; name a"):
-        read_prompts(source, tokenizer)
-
-
 def test_prompts_in_a_store_are_those_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = Path(jsonl(tmp_path / "rows.jsonl", *({"prompt": f"The {number}"} for number in range(5))))
     table = pa.Table.from_pylist([json.loads(line) for line in source.read_text().splitlines()])
@@ -348,7 +320,7 @@ def test_prompts_in_a_store_are_those_of_the_file(tokenizer: Tokenizer, tmp_path
         assert read_prompts(f"memory://prompts/{name}", tokenizer).prompts == expected
     for url, said in (
         ("memory://prompts/cut.jsonl.gz", "cannot be read ("),
-        ("memory://prompts/cut.parquet", "not a readable Parquet file ("),
+        ("memory://prompts/cut.parquet", "cannot be read ("),
         ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
         ("memory://prompts/rows.csv", "unknown kind of file '.csv'"),
         ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
@@ -385,21 +357,3 @@ def test_texts_that_begin_with_any_token_of_the_vocabulary(target_dir: str) -> N
     # Each of 288 that are not special, about as often as any other, and the same for the same number.
     assert set(tokens) <= set(range(2, 290)) and len(set(tokens)) > 230
     assert [prompt.ids for prompt in read_prompts("token:9", tokenizer).prompts] == [p.ids for p in found[:9]]
-
-
-def test_ids_of_many_rows_are_kept_in_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith_core.prompts._IDS_AT_ONCE", 7)
-    rows = [{"prompt": "a", "id": f"a long name of row {row}"} for row in range(500)]
-    source = jsonl(tmp_path / "p.jsonl", *rows, {"prompt": "none"})
-    ids = OwnIds(source)
-    ids.check(iterate_records(source))
-    assert sum(each.nbytes for each in ids._seen) == 8 * 500 and not ids._rows
-    assert all(len(first) > 2 * len(second) for first, second in zip(ids._seen, ids._seen[1:], strict=False))
-    for first, second in ((0, 499), (250, 251), (3, 4), (6, 7), (0, 1)):
-        source = jsonl(tmp_path / "q.jsonl", *rows[:second], rows[first], *rows[second + 1 :])
-        told = rf"q\.jsonl:{second + 1}: key 'id': 'a long name of row {first}' is row {first + 1}'s already"
-        with pytest.raises(InputError, match=told):
-            OwnIds(source).check(iterate_records(source))
-    # Bytes that agree are no repetition yet.
-    monkeypatch.setattr("draftsmith_core.prompts._id_hash", lambda own: len(own))
-    OwnIds(str(tmp_path / "p.jsonl")).check(iterate_records(str(tmp_path / "p.jsonl")))

@@ -21,8 +21,8 @@ import torch
 from drafts.vocabulary import VocabularyMap
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
-from draftsmith_core.prompt_rows import iterate_rows, whole
-from draftsmith_core.prompts import answered, check_tools, prompt_hash, with_eos
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompts import answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch
@@ -200,11 +200,11 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
     for number, row in iterate_rows(source):
         where = f"{source}:{number}"
         if row.get("messages") is not None:
-            prompt, response = answered(row["messages"], where, tokenizer, check_tools(row, where))
+            prompt, response = answered(row["messages"], where, tokenizer, row.get("tools") or None)
             prompts.append(prompt)
             responses.append(response)
         elif isinstance(row.get("text"), str):
-            stream += with_eos(encode_text(tokenizer, whole(row["text"], "text", where)), tokenizer)
+            stream += with_eos(encode_text(tokenizer, row["text"]), tokenizer)
         else:
             raise InputError(f"{where}: needs `text`, or `messages` that end with the assistant's answer")
     if not prompts and not stream:
