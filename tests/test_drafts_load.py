@@ -58,7 +58,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_said(
 
 def test_a_head_with_nan_is_named(target_dir: str, tmp_path: Path) -> None:
     target = load_pair(target_dir, device="cpu").target
-    head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, "config", target), target)
+    head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, target), target)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_()

@@ -92,7 +92,7 @@ def test_heads_are_merged_with_their_config(target_dir: str, tmp_path: Path) -> 
     target = load_pair(target_dir, device="cpu").target
     for seed in (0, 1):
         torch.manual_seed(seed)
-        head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, "config", target), target)
+        head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, target), target)
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.normal_()

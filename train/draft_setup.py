@@ -299,7 +299,7 @@ def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:
     """Load weights that a run has saved into a draft that `build` made."""
     parallel.load_weights(draft, weights)
     if isinstance(draft, Eagle3Head):
-        draft.check_loaded("the weights of this run")
+        draft.read_draft_vocab()
 
 
 def write(draft: Draft, directory: Path) -> None:

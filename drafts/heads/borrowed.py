@@ -15,16 +15,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
 
 
-def _without_weight_gradient(module: nn.Module, value: Tensor) -> Tensor:
-    """`module(value)` where gradients reach `value` and never the module's parameters."""
-    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-        detached = {name: p.detach() for name, p in module.named_parameters()}
-        out: Tensor = torch.func.functional_call(module, detached, (value,))
-    else:
-        out = module(value)
-    return out
-
-
 @dataclass(frozen=True, eq=False)
 class Borrowed:
     """References to modules of the target, in a plain object so that the head does not register their parameters.
@@ -40,11 +30,24 @@ class Borrowed:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
         return self
 
+    def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
+        """Raise InputError unless these sizes of a head are the target's."""
+        for key, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            if size != (target := getattr(self, key)):
+                raise InputError(f"'{key}' is {size} and the target's is {target}; use the target it was trained for")
+
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings `[..., H]` of token ids `[...]`, without gradients."""
         with torch.no_grad():
             embedded: Tensor = self.embedding(ids)
         return embedded.to(dtype)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """`[V, H]`, the target's own tensor."""
+        weight = self.embedding.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def embedding_table(self) -> Tensor:
@@ -58,25 +61,21 @@ class Borrowed:
     def scales_embedding(self) -> bool:
         """Whether the target multiplies its embedding, which other engines do outside of the table."""
         weight = self.embedding_weight.detach()
-        # Some rows, because one may be zero.
-        some = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
-        return not torch.equal(self.embed(some, weight.dtype), weight[some])
+        # Several rows, because one may be zero.
+        rows = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
+        return not torch.equal(self.embed(rows, weight.dtype), weight[rows])
 
     def project(self, states: Tensor) -> Tensor:
-        """The target's logits `[..., V]` of states `[..., H]`, which are as after its final norm."""
-        dtype = next(self.projection.module.parameters()).dtype  # reading a packed weight itself would unpack it
-        return self.finish(_without_weight_gradient(self.projection.module, states.to(dtype)))
+        """The target's logits `[..., V]` of states `[..., H]` after its final norm. Gradients reach the states only."""
+        module, states = self.projection.module, states.to(self.projection.weight_VH.dtype)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            detached = {name: p.detach() for name, p in module.named_parameters()}
+            return self.finish(torch.func.functional_call(module, detached, (states,)))
+        return self.finish(module(states))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Logits scaled and capped as the target does with its own."""
         return self.projection.finish(logits)
-
-    @property
-    def embedding_weight(self) -> Tensor:
-        """`[V, H]`, the target's own tensor."""
-        weight = self.embedding.weight
-        assert isinstance(weight, Tensor)
-        return weight
 
     @property
     def bias_V(self) -> Tensor | None:
@@ -86,7 +85,7 @@ class Borrowed:
 
 
 class ReadsLastState:
-    """A head that reads one of the target's hidden states, the last, after the final norm."""
+    """A head that reads one of the target's hidden states: the last, after the final norm."""
 
     config: Any
 
@@ -102,20 +101,15 @@ class ReadsLastState:
 
 
 def borrow(target: PreTrainedModel) -> Borrowed:
-    """The parts of `target` that heads use; InputError, one line, for a model that heads cannot be used with."""
-    name = type(target).__name__
+    """The parts of `target` that heads use. Raises InputError if its embedding has another width than its states."""
     embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-    if not isinstance(embedding, nn.Module) or not isinstance(lm_head, nn.Module):
-        raise InputError(f"{name}: has no input embedding or no output projection; heads need a causal language model")
+    assert isinstance(embedding, nn.Module) and isinstance(lm_head, nn.Module)
     config = text_config(target)
     borrowed = Borrowed(embedding, output_projection(lm_head, config), config.hidden_size, vocabulary_size(target))
-    for what, width in (
-        ("embedding", borrowed.embedding_weight.shape[-1]),
-        ("output projection", borrowed.projection.weight_VH.shape[-1]),
-    ):
-        if width != borrowed.hidden_size:
-            raise InputError(
-                f"{name}: its {what} is {width} wide and its hidden states {borrowed.hidden_size}; "
-                f"heads need one width, use a draft model for this target"
-            )
+    widths = {borrowed.embedding_weight.shape[-1], borrowed.projection.weight_VH.shape[-1]}
+    if widths != {borrowed.hidden_size}:
+        raise InputError(
+            f"{type(target).__name__}: its embedding or output projection is not as wide as its hidden states "
+            f"({borrowed.hidden_size}), and heads need one width; use a draft model for this target"
+        )
     return borrowed

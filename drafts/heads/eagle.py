@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drafts.heads.borrowed import ReadsLastState, borrow
-from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     FeatureHead,
     LayerConfig,
@@ -52,18 +51,11 @@ class EagleConfig:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "EagleConfig":
-        """Read and checked against the target; InputError, one line, names file and key."""
-        config = cls(
-            layer=layer_from_json(values, where),
-            vocab_size=count(values, "vocab_size", where),
-            # The authors' code gives `fc` a bias where the key is absent.
-            bias=setting(values, "bias", bool, where, True),
-        )
-        parts = borrow(target)
-        check_equal(where, "hidden_size", config.layer.hidden_size, parts.hidden_size)
-        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
-        return config
+    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "EagleConfig":
+        """Read config.json. Raises InputError if its sizes are not the target's."""
+        borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
+        # The authors' code gives `fc` a bias if the key is absent.
+        return cls(layer=layer_from_json(values), vocab_size=values["vocab_size"], bias=values.get("bias", True))
 
 
 class EagleHead(ReadsLastState, FeatureHead):

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from drafts.draft_vocabulary import from_offsets, offsets, to_target
+from drafts.draft_vocabulary import offsets, to_target
 from drafts.heads.borrowed import borrow
-from drafts.heads.head_config import check_equal, count, setting
 from drafts.heads.llama_layer import (
     FeatureHead,
     LayerConfig,
@@ -84,63 +83,43 @@ class Eagle3Config:
             "tie_word_embeddings": False,
             **{key: True for key in _VARIANTS[1:] if getattr(self, key)},
             **({"embed_requires_grad": True} if self.own_embedding else {}),
-            **self._target_width(),
+            **({"target_hidden_size": width} if (width := self.target_hidden_size) != self.layer.hidden_size else {}),
         }
 
-    def _target_width(self) -> dict[str, int]:
-        differs = self.target_hidden_size != self.layer.hidden_size
-        return {"target_hidden_size": self.target_hidden_size} if differs else {}
-
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> "Eagle3Config":
-        """Read and checked against the target; InputError, one line, names file and key."""
-        parts, layers = borrow(target), int(text_config(target).num_hidden_layers)
-        vocab_size = count(values, "vocab_size", where)
-        layer = layer_from_json(values, where)
-        config = cls(
+    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "Eagle3Config":
+        """Read config.json. Raises InputError if it does not fit the target."""
+        parts, layer, vocab_size = borrow(target), layer_from_json(values), values["vocab_size"]
+        width = values.get("target_hidden_size") or layer.hidden_size
+        own_embedding = bool(values.get("embed_requires_grad"))
+        parts.check_sizes(width, vocab_size)
+        if width != layer.hidden_size and not own_embedding:
+            raise InputError(
+                f"'hidden_size' is {layer.hidden_size} and the target's is {width}, so the head needs an embedding of "
+                f"its own, and the file holds no 'embed_tokens.weight'; export it again with it"
+            )
+        return cls(
             layer=layer,
             vocab_size=vocab_size,
-            draft_vocab_size=count(values, "draft_vocab_size", where, vocab_size),
-            eagle_aux_hidden_state_layer_ids=_aux_from_json(values, where, layers),
-            target_hidden_size=count(values, "target_hidden_size", where, layer.hidden_size),
-            own_embedding=setting(values, "embed_requires_grad", bool, where, False),
-            **{key: setting(values, key, bool, where, False) for key in _VARIANTS},
+            draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
+            eagle_aux_hidden_state_layer_ids=_aux_from_json(values, int(text_config(target).num_hidden_layers)),
+            target_hidden_size=width,
+            own_embedding=own_embedding,
+            **{key: bool(values.get(key)) for key in _VARIANTS},
         )
-        width = "hidden_size" if config.target_hidden_size == layer.hidden_size else "target_hidden_size"
-        check_equal(where, width, config.target_hidden_size, parts.hidden_size)
-        check_equal(where, "vocab_size", config.vocab_size, parts.vocab_size)
-        if width != "hidden_size" and not config.own_embedding:
-            raise InputError(
-                f"{where}: 'hidden_size' is {layer.hidden_size} and the target's is {parts.hidden_size}, so the head "
-                f"needs an embedding of its own, and the file holds no 'embed_tokens.weight'; export it again with it"
-            )
-        if config.norm_before_fc and config.fc_norm:
-            raise InputError(
-                f"{where}: 'norm_before_fc' and 'fc_norm' are both true; a head has one of them or neither"
-            )
-        if config.draft_vocab_size > vocab_size:
-            raise InputError(
-                f"{where}: 'draft_vocab_size' is {config.draft_vocab_size}, more than 'vocab_size' {vocab_size}"
-            )
-        return config
 
 
-def _aux_from_json(values: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
-    """The indices into `hidden_states`; the paper's where config.json does not say."""
-    found, shift = values.get(_AUX), 0
-    if not found and isinstance(values.get("eagle_config"), Mapping):
+def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """The indices into `hidden_states`; the paper's if config.json has none."""
+    ids = values.get(_AUX)
+    if not ids:
         # SGLang names a layer by its output, which is the state that enters the next.
-        found, shift = values["eagle_config"].get(_AUX), 1
-    if found is None or found == []:
+        ids = [layer + 1 for layer in (values.get("eagle_config") or {}).get(_AUX) or []]
+    if not ids:
         return aux_layers(layers)
-    if not isinstance(found, list) or not all(type(i) is int for i in found):
-        raise InputError(f"{where}: '{_AUX}' is {found!r}; it must be a list of layer numbers")
-    ids = tuple(i + shift for i in found)
     if min(ids) < 0 or max(ids) > layers:
-        raise InputError(
-            f"{where}: '{_AUX}' is {found} and the target has {layers} layers; use the target it was trained for"
-        )
-    return ids
+        raise InputError(f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was trained for")
+    return tuple(ids)
 
 
 class _MidLayer(nn.Module):
@@ -213,8 +192,6 @@ class Eagle3Head(FeatureHead):
         """
         size = vocabulary_size(target)
         ids = list(range(size)) if draft_vocab is None else list(draft_vocab)
-        if not ids or ids[0] < 0 or ids[-1] >= size or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
-            raise InputError(f"draft_vocab: must be ids from 0 to {size - 1}, sorted, each once, at least one")
         config = Eagle3Config(
             layer=layer_like(target),
             vocab_size=size,
@@ -255,21 +232,13 @@ class Eagle3Head(FeatureHead):
         self.t2d = torch.zeros_like(self.t2d).index_fill_(0, chosen, True)
         self.target_ids_D = chosen
 
-    def check_loaded(self, where: str) -> None:
-        """Take the draft vocabulary from loaded `d2t` and `t2d`; InputError when the two disagree."""
-        if not self.reduced:
-            return
-        ids = from_offsets(self.d2t, self.config.vocab_size)
-        if ids is None or not torch.equal(self.t2d.nonzero().flatten(), ids):
-            raise InputError(
-                f"{where}: 'd2t' and 't2d' do not describe one set of {len(self.d2t)} tokens; export it again"
-            )
-        self.target_ids_D = ids
+    def read_draft_vocab(self) -> None:
+        """Take the draft vocabulary from `d2t`, after weights were loaded."""
+        if self.reduced:
+            self.target_ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        if len(hidden) != len(self.hidden_layers):
-            raise ValueError(f"fuse: {len(hidden)} states given; states {self.hidden_layers} of the target are needed")
         states = [state.to(self.fc.weight.dtype) for state in hidden]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
-from drafts.heads.head_config import HeadsConfig, setting
-from drafts.heads.medusa import ResBlock
+from drafts.heads.medusa import HeadsConfig, ResBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraConfig(HeadsConfig):
-    """How many heads, how many residual blocks each has, and what heads of the authors' code have besides."""
+    """Number of heads, of residual blocks in each, and the extras of the authors' code."""
 
     kind, architecture = "hydra", "HydraHeads"
 
@@ -34,19 +33,15 @@ class HydraConfig(HeadsConfig):
     """The map beside the first block has a bias."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str, target: PreTrainedModel) -> Self:
-        """Read and checked against the target; InputError, one line, names file and key."""
-        config = super().from_json(values, where, target)
-        own = setting(values, "hydra_own_projection", bool, where, False)
-        return replace(config, own_projection=own, skip_bias=setting(values, "hydra_skip_bias", bool, where, False))
+    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
+        """Read config.json. Raises InputError if its sizes are not the target's."""
+        extras = {key: bool(values.get(f"hydra_{key}")) for key in ("own_projection", "skip_bias")}
+        return replace(super().from_json(values, target), **extras)
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        return {
-            **super().to_json(),
-            **({"hydra_own_projection": True} if self.own_projection else {}),
-            **({"hydra_skip_bias": True} if self.skip_bias else {}),
-        }
+        extras = {f"hydra_{key}": True for key in ("own_projection", "skip_bias") if getattr(self, key)}
+        return super().to_json() | extras
 
 
 class _FirstBlock(ResBlock):
@@ -95,14 +90,9 @@ class HydraHeads(ReadsLastState, nn.Module):
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
         """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the last of `tokens_BTd`.
 
-        `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`. Raises ValueError when
-        there is no such head.
+        `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`.
         """
         count_d = tokens_BTd.shape[-1]
-        if not 1 <= count_d <= len(self.heads):
-            raise ValueError(
-                f"tokens: {count_d} per position; these {len(self.heads)} heads take 1 to {len(self.heads)}"
-            )
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
         states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))

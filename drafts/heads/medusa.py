@@ -8,18 +8,64 @@ Tensor names are those of the authors' checkpoints: `{i}.{j}.linear.*` for block
 `{i}.{blocks}.weight`.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
-from drafts.heads.head_config import HeadsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Number of heads, and of residual blocks in each; for Medusa and Hydra."""
+
+    kind: ClassVar[str]
+    architecture: ClassVar[str]
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
+        """Read config.json. Raises InputError if its sizes are not the target's."""
+        parts = borrow(target)
+        # The authors' own Medusa files leave the sizes to the target.
+        defaults = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size} if cls.kind == "medusa" else {}
+        sizes = defaults | {key: value for key, value in values.items() if value is not None}
+        parts.check_sizes(sizes["hidden_size"], sizes["vocab_size"])
+        return cls(
+            hidden_size=sizes["hidden_size"],
+            vocab_size=sizes["vocab_size"],
+            num_heads=sizes[f"{cls.kind}_num_heads"],
+            num_layers=sizes.get(f"{cls.kind}_num_layers", 1),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config.json."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            f"{self.kind}_num_heads": self.num_heads,
+            f"{self.kind}_num_layers": self.num_layers,
+        }
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, num_heads: int, num_layers: int) -> Self:
+        """For untrained heads on this target."""
+        sizes = {"hidden_size": borrow(target).hidden_size, "vocab_size": borrow(target).vocab_size}
+        return cls(**sizes, num_heads=num_heads, num_layers=num_layers)
 
 
 class MedusaConfig(HeadsConfig):
-    """How many heads, and how many residual blocks each has."""
+    """Number of heads, and of residual blocks in each."""
 
     kind, architecture = "medusa", "MedusaModel"
 
@@ -67,10 +113,7 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         heads = cls(MedusaConfig.fresh(target, num_heads, num_layers), target)
         with torch.no_grad():
             for head in heads:
-                assert isinstance(head, nn.Sequential)
-                projection = head[-1]
-                assert isinstance(projection, nn.Linear)
-                projection.weight.copy_(heads.borrowed.projection.weight_VH)
+                head[-1].weight.copy_(heads.borrowed.projection.weight_VH)  # type: ignore[index]
         return heads.to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from drafts.layouts.files import read_tensors, write_tensors
 from drafts.layouts.table import HeadFiles, layout_of, may_be_head, renamed
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.hub import is_hub_name
 from draftsmith_core.io import atomic_dir, read_json
 from draftsmith_core.provenance import read_record
@@ -82,18 +82,20 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         )
         layout.read(files)
         values, tensors = files.values, files.tensors
+    head_class: Any = HEADS[kind]
     try:
-        head_class: Any = HEADS[kind]
-        head: Head = head_class(head_class.config_type.from_json(values, str(config), target), target)
+        head: Head = head_class(head_class.config_type.from_json(values, target), target)
     except InputError as error:
-        message = str(error)
-        raise InputError(message if str(config) in message else f"{config}: {message}") from None
+        raise InputError(f"{config}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        # A key that is missing, or a value that transformers does not know, such as a type of rope.
+        raise InputError(f"{config}: describes no head ({type(error).__name__}: {first_line(error)})") from None
     if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors and _EMBEDDING not in head.state_dict():
         _check_embedding(head, file, tensors.pop(_EMBEDDING))
     _check_tensors(head.state_dict(), file, config, tensors)
     head.load_state_dict(tensors)
     if isinstance(head, Eagle3Head):
-        head.check_loaded(str(file))
+        head.read_draft_vocab()
     head.to(device=target.device, dtype=target.dtype)
     head.eval()
     return head

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafts.draft_vocabulary import offsets
+from drafts.draft_vocabulary import from_offsets, offsets
 from drafts.layouts.files import tensor_names
 from draftsmith_core.errors import InputError
 
@@ -217,12 +217,16 @@ def _read_draft_vocabulary(files: HeadFiles, size: int) -> None:
         return
     if "d2t" not in tensors and "t2d" in tensors:
         tensors["d2t"] = offsets(tensors["t2d"].bool().nonzero().flatten())
-    if "d2t" in tensors:
-        ids_D = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        if bool((ids_D < 0).any() or (ids_D >= size).any()):
-            raise InputError(f"{files.tensor_file}: 'd2t' names tokens outside 0 to {size - 1}; export it again")
-        mask = torch.zeros(size, dtype=torch.bool)
-        tensors["t2d"] = tensors["t2d"].bool() if "t2d" in tensors else mask.index_fill_(0, ids_D.long(), True)
+    if "d2t" not in tensors:
+        return
+    ids_D, t2d = from_offsets(tensors["d2t"], size), torch.zeros(size, dtype=torch.bool)
+    if ids_D is not None:
+        t2d[ids_D.long()] = True
+    tensors["t2d"] = tensors.get("t2d", t2d).bool()
+    if ids_D is None or not torch.equal(tensors["t2d"], t2d):
+        raise InputError(
+            f"{files.tensor_file}: 'd2t' and 't2d' do not describe one set of tokens below {size}; export it again"
+        )
 
 
 def _copy_lm_head(files: HeadFiles, size: int) -> None:
