@@ -15,7 +15,7 @@ from decode.tree_spec import TREES, TreeKind, parse_tree
 from decode.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
-    from decode.batch_run import Generation
+    from decode.batch_run import Generation, StopCondition, StopStrings
     from decode.engine import BatchOutput, SpeculativeDecoder
     from decode.packed_weights import take_over
     from decode.propose.draft_model import DraftModelProposer
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
     from decode.propose.retrieval import RetrievalProposer
     from decode.stats import DecodeStats
-    from decode.stop_strings import StopCondition, StopStrings
     from decode.tree_batch import TreeBatch
     from decode.verify.tree_walk import Verdict
 
@@ -44,8 +43,8 @@ _LAZY = {
     "Session": "decode.propose.protocol",
     "SessionSetup": "decode.propose.protocol",
     "SpeculativeDecoder": "decode.engine",
-    "StopCondition": "decode.stop_strings",
-    "StopStrings": "decode.stop_strings",
+    "StopCondition": "decode.batch_run",
+    "StopStrings": "decode.batch_run",
     "TreeBatch": "decode.tree_batch",
     "Verdict": "decode.verify.tree_walk",
     "take_over": "decode.packed_weights",

@@ -13,13 +13,12 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from decode.batch_run import BatchRun, Generation, OnTokens
+from decode.batch_run import BatchRun, Generation, OnTokens, StopCondition
 from decode.defaults import default_verifier
 from decode.packed_weights import packs_of
 from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
-from decode.stop_strings import StopCondition
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
@@ -117,7 +116,7 @@ class SpeculativeDecoder:
 
         Prompt b draws from a generator of its own, seeded with a hash of `seed` and b, and so does not depend on what
         shares its batch; pass `generators`, one per prompt, to seed them otherwise. A row ends at any of `eos_ids`
-        (None: the target's own; () goes on to `max_new_tokens`) and where `stop` says (`decode.stop_strings`).
+        (None: the target's own; () goes on to `max_new_tokens`) and where `stop` says (`decode.batch_run`).
         `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. Raises ValueError for
         an empty prompt, a prompt that does not fit the context, or a number of generators that differs.
         """

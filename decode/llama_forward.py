@@ -1,15 +1,16 @@
-"""The forward of the LLaMA family written as tensor operations: no modules, no hooks, no masks made inside.
+"""The forward of the LLaMA family without modules, hooks and masks made inside.
 
 A small draft model spends most of a forward in Python, and the target pays the same at every step. This is the
-computation of `LlamaForCausalLM` and its relatives with the fewest operations: one product for queries, keys and values
-where packed weights allow it, rotary tables read instead of computed, keys and values written straight into the
-`TreeCache`. It equals the model's own forward within rounding, and a model that it might not equal is refused.
-Where every matrix is packed for the kernel, everything but the prefill is one call of it (`decode.native.llama`).
+computation of `LlamaForCausalLM` and its relatives with the fewest tensor operations: one product for queries, keys and
+values, rotary tables read instead of computed, keys and values written straight into the `TreeCache`. It equals the
+model's own forward within rounding, and a model that it might not equal is refused. If every matrix is packed for the
+kernel, everything but the prefill is one call of `native/forward.c`, with weights and cache handed over as pointers.
 
-Legend: B rows, q queries per row, X = B * q, D hidden size, E head size, H query heads, G key/value heads, P cells the
-attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
+Legend: B rows, q queries per row, X = B * q, R = B or 1, D hidden size, E head size, H query heads, G key/value heads,
+P cells the attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from decode.cache import TreeCache
-from decode.native import kernel
-from decode.native.four_bits import four_bit_state
-from decode.native.llama import MOST_TOKENS, LayerWeights, LlamaKernel, Product
+from decode.native import Kernel, PackedMatrix, four_bit_state, kernel
 from decode.packed_weights import FusedLinear, PackedEmbedding, PackedLinear, Packs, embedding_of, is_four_bits
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.models import vocabulary_size
@@ -42,6 +41,8 @@ _FAMILY: dict[type, Any] = {
 _ROPES = ("default", "linear", "llama3", "yarn")
 # Matrices of any size are packed in models of at least this many parameters: a forward is then one call of the kernel.
 _SMALLEST_MODEL = 1 << 18
+# Tokens of one forward that the kernel takes in one call.
+_MOST_TOKENS = 256
 # Modules whose hooks are known: transformers' own, left behind when hidden states were once asked for and silent
 # otherwise, and what makes logits over the whole vocabulary of a trimmed draft's, which is done here too.
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
@@ -101,10 +102,6 @@ class _Layer:
     down: FusedLinear
 
 
-def _product(layer: FusedLinear) -> Product | None:
-    return None if layer.matrix is None else Product(layer.matrix, layer.bias_O)
-
-
 def _end(x_XD: Tensor, rows: int, keep: int) -> Tensor:
     queries = x_XD.shape[0] // rows
     if not 0 < keep < queries:
@@ -150,6 +147,8 @@ class LeanForward:
             self._layer(index, layer, plain if kinds is None else kinds[index])
             for index, layer in enumerate(body.layers[: config.num_hidden_layers])
         ]
+        # One kind of mask for each of the two places of a forward.
+        self._kinds = sorted({layer.kind for layer in self.layers})
         self._kernel = self._whole()
 
     def _layer(self, index: int, layer: Any, kind: str) -> _Layer:
@@ -170,41 +169,17 @@ class LeanForward:
         matrix = None if self.packs is None else self.packs.matrix(name, linears, any_size=self._any_size)
         return FusedLinear.of(linears, matrix)
 
-    def _whole(self) -> LlamaKernel | None:
-        """This model as one call of the kernel; None where it does not know a part of it."""
+    def _whole(self) -> "_WholeModel | None":
+        """This model as one call of the kernel; None if it does not know a part of it."""
         functions = kernel() if self.packs is not None and self.packs.native and self.silu else None
-        # One kind of mask for each of the forward's two places.
-        self._kinds = sorted({layer.kind for layer in self.layers})
-        products = [_product(layer) for each in self.layers for layer in (each.qkv, each.out, each.gate_up, each.down)]
-        head = _product(self.head)
         embedding = embedding_of(self.embedding)
-        vectors = [vector for each in self.layers for vector in (each.norm_D, each.ffn_norm_D)]
-        if functions is None or head is None or len(self._kinds) > 2 or not self.norm_D.is_contiguous():
+        products = [product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        vectors = [self.norm_D, *(vector for each in self.layers for vector in (each.norm_D, each.ffn_norm_D))]
+        if functions is None or embedding is None or any(each.matrix is None for each in (self.head, *products)):
             return None
-        if embedding is None or not all(vector.is_contiguous() for vector in vectors):
+        if len(self._kinds) > 2 or not all(vector.is_contiguous() for vector in vectors):
             return None
-        layers = []
-        for index, layer in enumerate(self.layers):
-            qkv, out, gate_up, down = products[4 * index : 4 * index + 4]
-            if qkv is None or out is None or gate_up is None or down is None:
-                return None
-            query_norm, key_norm = layer.head_norms_E or (None, None)
-            place = self._kinds.index(layer.kind)
-            layers.append(
-                LayerWeights(qkv, out, gate_up, down, layer.norm_D, query_norm, key_norm, layer.ffn_norm_D, place)
-            )
-        return LlamaKernel(
-            functions,
-            layers,
-            head,
-            self.norm_D,
-            embedding,
-            heads=self.heads,
-            groups=self.groups,
-            size=self.size,
-            eps=self.eps,
-            scale=self.scale,
-        )
+        return _WholeModel(functions, self, embedding)
 
     # Writes into views of the cache, which autograd forbids.
     @torch.no_grad()
@@ -228,20 +203,8 @@ class LeanForward:
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
         total = rows * queries
-        if self._kernel is not None and not prefill and total <= MOST_TOKENS:
-            numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
-            asked = sorted(set(numbers))
-            logits, found = self._kernel.run(
-                tokens_Bq,
-                positions_Bq,
-                self.rotary_table(top_position),
-                *cache.whole(rows, groups, size, self.norm_D),
-                cache.column,
-                [masks.get(kind) if isinstance(masks, Mapping) else masks for kind in self._kinds],
-                min(keep_logits or queries, queries),
-                asked,
-            )
-            return self._over_all_tokens(logits), tuple(found[asked.index(number)] for number in numbers)
+        if self._kernel is not None and not prefill and total <= _MOST_TOKENS:
+            return self._call(tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
         news, alls = cache.views(rows, groups, size, queries, self.norm_D)
         attend = self._attention(masks, queries)
@@ -288,6 +251,46 @@ class LeanForward:
         logits = self.head(x_XD).view(rows, x_XD.shape[0] // rows, -1)
         return self._over_all_tokens(logits), self._hidden(states, hidden_layers, rows, queries)
 
+    def _call(
+        self,
+        tokens_Bq: Tensor,
+        positions_Rq: Tensor,
+        top_position: int,
+        masks: Mapping[str, Tensor | None] | Tensor | None,
+        cache: TreeCache,
+        keep_logits: int,
+        hidden_layers: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`run` as one call of the kernel; IndexError for a token outside the vocabulary."""
+        assert self._kernel is not None
+        whole, (batch, queries) = self._kernel, tokens_Bq.shape
+        numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
+        wanted = sorted(set(numbers))
+        flags = bytes(index in wanted for index in range(len(self.layers) + 1)) if wanted else whole.nothing
+        kept = min(keep_logits or queries, queries)
+        tokens_Bq, positions_Rq = tokens_Bq.contiguous(), positions_Rq.contiguous()
+        keys_LBGPE, values_LBGPE = cache.whole(batch, self.groups, self.size, self.norm_D)
+        logits = torch.empty(batch, kept, whole.outputs)
+        states = torch.empty(len(wanted), batch, queries, len(self.norm_D))
+        step = whole.step
+        step.batch, step.queries, step.kept = batch, queries, kept
+        step.tokens, step.positions = tokens_Bq.data_ptr(), positions_Rq.data_ptr()
+        step.position_stride = queries if positions_Rq.shape[0] > 1 else 0
+        step.rotary = self.rotary_table(top_position).data_ptr()
+        step.keys, step.values, step.column = keys_LBGPE.data_ptr(), values_LBGPE.data_ptr(), cache.column
+        step.layer_stride, step.batch_stride, step.group_stride = keys_LBGPE.stride()[:3]
+        for place, kind in enumerate(self._kinds):
+            mask = masks.get(kind) if isinstance(masks, Mapping) else masks
+            if mask is None:
+                step.masks[place] = _Mask(None, 0, 0)
+            else:
+                step.masks[place] = _Mask(mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
+        step.states, step.logits = states.data_ptr(), logits.data_ptr()
+        step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
+        if whole.run():
+            raise IndexError(f"a token outside 0..{whole.model.vocabulary - 1}, the vocabulary of the embedding")
+        return self._over_all_tokens(logits), tuple(states[wanted.index(number)] for number in numbers)
+
     def _over_all_tokens(self, logits: Tensor) -> Tensor:
         return logits if self._ids_D is None else to_target(logits, self._ids_D, self._vocabulary)
 
@@ -300,10 +303,6 @@ class LeanForward:
         if self._half:
             # The model scales after rounding back to half precision.
             return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * weight
-        if self._on_cpu and x.shape[0] == 1 and x.ndim == 2 and not torch.compiler.is_compiling():
-            # What rms_norm does in eight operations, for the one row of plain decoding.
-            row = x[0]
-            return torch.mul(x, (float(row.dot(row)) / row.shape[0] + self.eps) ** -0.5).mul_(weight)
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def _inner(self, h_XD: Tensor, layer: _Layer) -> Tensor:
@@ -354,3 +353,101 @@ class LeanForward:
             return mixed.transpose(1, 2).reshape(rows * queries, -1)
 
         return attend
+
+
+# The structures of `forward.c`.
+_SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("values", _POINTER), ("bias", _POINTER), ("outputs", _SIZE), ("kind", _SIZE))
+
+
+class _LayerStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("norm", "query_norm", "key_norm", "ffn_norm")),
+        ("mask", _SIZE),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_LayerStruct)),
+        ("count", _SIZE),
+        ("head", _Matrix),
+        ("norm", _POINTER),
+        ("embedding", _POINTER),
+        *((name, _SIZE) for name in ("embedding_packed", "embedding_kind", "vocabulary")),
+        *((name, _SIZE) for name in ("width", "heads", "groups", "size")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = (("values", _POINTER), ("batch_stride", _SIZE), ("query_stride", _SIZE))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _SIZE) for name in ("batch", "queries", "kept")),
+        *((name, _POINTER) for name in ("tokens", "positions")),
+        ("position_stride", _SIZE),
+        *((name, _POINTER) for name in ("rotary", "keys", "values")),
+        *((name, _SIZE) for name in ("layer_stride", "batch_stride", "group_stride", "column")),
+        ("masks", _Mask * 2),
+        *((name, _POINTER) for name in ("states", "wanted", "logits", "scratch")),
+    )
+
+
+class _WholeModel:
+    """The structures of one model. They hold addresses only: the `LeanForward` keeps the tensors."""
+
+    def __init__(self, functions: Kernel, lean: LeanForward, embedding: PackedMatrix | Tensor) -> None:
+        packed = isinstance(embedding, PackedMatrix)
+        table = embedding.values if isinstance(embedding, PackedMatrix) else embedding
+        layers = (_LayerStruct * len(lean.layers))(*(_layer_struct(each, lean._kinds) for each in lean.layers))
+        self._functions, self._alive, self._scratch = functions, (layers, table), torch.empty(0)
+        self.model = _Model(
+            ctypes.cast(layers, ctypes.POINTER(_LayerStruct)),
+            len(lean.layers),
+            _matrix(lean.head),
+            lean.norm_D.data_ptr(),
+            table.data_ptr(),
+            packed,
+            embedding.kind if isinstance(embedding, PackedMatrix) else 0,
+            embedding.outputs if isinstance(embedding, PackedMatrix) else len(embedding),
+            len(lean.norm_D),
+            lean.heads,
+            lean.groups,
+            lean.size,
+            lean.eps,
+            lean.scale,
+        )
+        self.step, self.outputs, self.nothing = _Step(), self.model.head.outputs, bytes(len(lean.layers) + 1)
+
+    def run(self) -> int:
+        """Call the kernel on `step`; not 0 for a token outside the vocabulary."""
+        needed = self._functions.scratch(ctypes.byref(self.model), ctypes.byref(self.step))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(2 * needed)
+        self.step.scratch = self._scratch.data_ptr()
+        failed: int = self._functions.forward(ctypes.byref(self.model), ctypes.byref(self.step))
+        return failed
+
+
+def _matrix(product: FusedLinear) -> _Matrix:
+    assert product.matrix is not None
+    matrix = product.matrix
+    return _Matrix(matrix.values.data_ptr(), _address(product.bias_O), matrix.outputs, matrix.kind)
+
+
+def _layer_struct(layer: _Layer, kinds: Sequence[str]) -> _LayerStruct:
+    query_norm, key_norm = layer.head_norms_E or (None, None)
+    norms = (layer.norm_D, query_norm, key_norm, layer.ffn_norm_D)
+    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    return _LayerStruct(*map(_matrix, products), *map(_address, norms), kinds.index(layer.kind))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

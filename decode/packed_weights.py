@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from decode.native import PackedMatrix, kernel, release_freed_memory
-from decode.native.four_bits import four_bit_state, pack_four_bits
+from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits, release_freed_memory
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
 _SMALLEST = 1 << 16

@@ -21,9 +21,9 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.batch_run import StopCondition
 from decode.engine import SpeculativeDecoder
 from decode.propose.protocol import Proposer
-from decode.stop_strings import StopCondition
 from decode.tree import TreeShape
 from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator

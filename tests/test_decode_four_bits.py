@@ -9,8 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decode import SpeculativeDecoder, native, take_over
-from decode.native import PackedMatrix, kernel
-from decode.native.four_bits import four_bit_state, pack_four_bits
+from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 from decode.packed_weights import packs_of
 from decode.runner import Runner
 from decode.supported_models import attention_windows

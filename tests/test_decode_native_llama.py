@@ -12,7 +12,7 @@ from decode import DraftModelProposer, SpeculativeDecoder
 from decode import llama_forward as forward_module
 from decode import packed_weights as packed_module
 from decode.llama_forward import LeanForward
-from decode.native import Kernel, kernel, llama
+from decode.native import Kernel, kernel
 from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
@@ -56,13 +56,13 @@ def whole(monkeypatch: pytest.MonkeyPatch, library: Kernel) -> Iterator[list[int
     for module in (forward_module, packed_module):
         monkeypatch.setattr(module, "kernel", lambda: library)
     calls: list[int] = []
-    run = llama.LlamaKernel.run
+    run = LeanForward._call
 
-    def counted(self: llama.LlamaKernel, *values: Any) -> tuple[Tensor, Tensor]:
+    def counted(self: LeanForward, *values: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         calls.append(values[0].numel())
         return run(self, *values)
 
-    monkeypatch.setattr(llama.LlamaKernel, "run", counted)
+    monkeypatch.setattr(LeanForward, "_call", counted)
     yield calls
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from decode import DraftModelProposer
-from decode.stop_strings import StopStrings
+from decode.batch_run import StopStrings
 from decode.transformers_generate import speculative
 from draftsmith_core.models import load_model
 

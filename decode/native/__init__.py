@@ -2,10 +2,13 @@
 
 Decoding multiplies 1 to 60 rows with every weight of the model, so the time of a forward is the time of reading the
 weights from memory. Libraries tuned for square products take 1.3 to 2.4 times as long for 5 to 29 rows as for one, and
-read fp32 where a checkpoint has 16 or 4 bits. `linear.c` is the product, `forward.c` a whole forward (`llama.py`). They
-are built within seconds by the machine's own compiler for the machine's own processor, and kept in the user's cache
-directory under a name that says what they were built from. Without a compiler there is no kernel, and callers fall
-back.
+read fp32 where a checkpoint has 16 or 4 bits. `linear.c` is the product, `forward.c` a whole forward
+(`decode.llama_forward`). The machine's own compiler builds them within seconds for its own processor; the library stays
+in the user's cache directory, named by what it was built from. Without a compiler, torch multiplies.
+
+4-bit weights of bitsandbytes are read as they are: codes and scales. A value is an entry of a table of 16 (nf4: QLoRA,
+arXiv 2305.14314; fp4 alike) times the scale of its block of inputs, which may be quantised again. The kernel multiplies
+both in fp32 as bitsandbytes does, so that products equal those with the unpacked matrix to the bit.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -18,8 +21,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +39,7 @@ _FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-er
 # How a packed matrix keeps its values; the numbers of the C source.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _MOST_ROWS = 256
+_BLOCK = 64  # inputs that share a scale, in the kernel
 
 
 class Kernel:
@@ -49,7 +55,7 @@ class Kernel:
         self.pack_codes.argtypes, self.pack_codes.restype = [*[pointer] * 4, size, size], None
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
         self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
-        # Called with structures by reference (`decode.native.llama`).
+        # Called with structures by reference (`decode.llama_forward`).
         self.scratch, self.forward = library.draftsmith_scratch, library.draftsmith_forward
         self.scratch.restype, self.forward.restype = size, kind
 
@@ -65,7 +71,7 @@ class PackedMatrix:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI).contiguous()
         self._hold(functions, outputs, inputs, narrow_OI.dtype)
-        functions.pack(self._kind, narrow_OI.data_ptr(), self.values.data_ptr(), outputs, inputs)
+        functions.pack(self.kind, narrow_OI.data_ptr(), self.values.data_ptr(), outputs, inputs)
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
@@ -80,9 +86,10 @@ class PackedMatrix:
         return made
 
     def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        self._functions, self._kind = functions, _KINDS[dtype]
+        self._functions = functions
+        self.kind = _KINDS[dtype]  # how its values are kept, as the C source numbers it
         self.outputs, self.inputs = outputs, inputs
-        self.values = empty_bytes(functions.packed_bytes(self._kind, outputs, inputs)).view(dtype)
+        self.values = empty_bytes(functions.packed_bytes(self.kind, outputs, inputs)).view(dtype)
 
     def __deepcopy__(self, memo: object) -> "PackedMatrix":
         return self  # never written to: copies of a model share it
@@ -93,7 +100,7 @@ class PackedMatrix:
         y_XO = x_XI.new_empty(rows, self.outputs)
         for begin in range(0, rows, _MOST_ROWS):
             self._functions.linear(
-                self._kind,
+                self.kind,
                 x_XI.data_ptr() + 4 * begin * self.inputs,
                 self.values.data_ptr(),
                 None if bias_O is None else bias_O.data_ptr(),
@@ -112,13 +119,44 @@ class PackedMatrix:
             raise IndexError(f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}")
         rows_NI = torch.empty(len(ids_N), self.inputs)
         pointers = (self.values.data_ptr(), ids_N.data_ptr(), rows_NI.data_ptr())
-        self._functions.rows(self._kind, *pointers, len(ids_N), self.inputs)
+        self._functions.rows(self.kind, *pointers, len(ids_N), self.inputs)
         return rows_NI
 
 
-def kind_of(matrix: PackedMatrix) -> int:
-    """How the values of a packed matrix are kept, as the C source numbers it."""
-    return _KINDS[matrix.values.dtype]
+def four_bit_state(weight: object) -> Any:
+    """bitsandbytes' scales and shape of a 4-bit weight that the kernel can read; None for any other.
+
+    It has to lie on the CPU, to be multiplied in fp32, and to have rows of whole blocks.
+    """
+    state = getattr(weight, "quant_state", None)
+    if state is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or weight.dtype != torch.uint8:
+        return None
+    if getattr(state, "packing_format_for_cpu", False) or state.dtype != torch.float32 or len(state.shape) != 2:
+        return None
+    return state if state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0 else None
+
+
+def _scales(state: Any) -> Tensor:
+    """The scale of every block of values, fp32, one after another."""
+    absmax: Tensor = state.absmax
+    if not state.nested:
+        return absmax.float()
+    again = state.state2
+    outer = again.absmax.float().repeat_interleave(again.blocksize)[: absmax.numel()]
+    found: Tensor = again.code.float()[absmax.reshape(-1).long()] * outer + state.offset
+    return found
+
+
+def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix:
+    """One matrix of all weights, their outputs below each other; `four_bit_state` has accepted each."""
+    states = [four_bit_state(weight) for weight in weights]
+    inputs = states[0].shape[1]
+    codes = torch.cat([weight.detach().reshape(-1, inputs // 2) for weight in weights])
+    parts = [_scales(state).view(-1, inputs // state.blocksize) for state in states]
+    spread = [
+        part.repeat_interleave(state.blocksize // _BLOCK, dim=1) for part, state in zip(parts, states, strict=True)
+    ]
+    return PackedMatrix.of_codes(functions, codes, torch.cat(spread), states[0].code)
 
 
 def release_freed_memory() -> None:
