@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
 from draftsmith_core.engine_commands import SERVING
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.plan import Candidate, _finalists, _pays, engine_flags
+from eval.plan import Candidate, _engines, _finalists, _pays
 from eval.plan_model import JointRuns, fit, kary_space, measure_costs, shapes
 
 Door = Callable[..., tuple[int, str, str]]
@@ -132,14 +133,15 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay() -> Non
 
 def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
     best = {"naive": 2, "speculative": 5}
-    rows = engine_flags("draft", lambda rule, n: (1.5, 10.0 - abs(n - best[rule])), 5.0, 8)
-    assert {row["engine"]: row["draft_tokens"] for row in rows} == {
-        "vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5
-    }  # fmt: skip
+    expected: Any = SimpleNamespace(
+        rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5), costs=SimpleNamespace(alone=0.2)
+    )
+    rows = _engines("draft", expected, 8)
+    lengths = {row["engine"]: row["draft_tokens"] for row in rows}
+    assert lengths == {"vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5}
     assert all(row["speedup"] == 2.0 for row in rows)
-    found = engine_flags("eagle3", lambda rule, n: (1.0, 1.0), 1.0, 3)
-    assert [row["engine"] for row in found] == ["vllm", "sglang", "llama.cpp"]
-    assert engine_flags("hydra", lambda rule, n: (1.0, 1.0), 1.0, 3) == []
+    assert [row["engine"] for row in _engines("eagle3", expected, 3)] == ["vllm", "sglang", "llama.cpp"]
+    assert _engines("hydra", expected, 3) == []
 
 
 def test_every_command_names_the_pair_the_length_and_what_must_be_written_first() -> None:
@@ -222,7 +224,7 @@ def test_eval_on_several_processes_takes_a_plan_from_a_file(
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ["--target", target_dir, "--draft", f"d={draft_dir}", "--id", f"a={prompts_file}", "--out", "out"]
     code, _, err = door("eval", *words, "--tree", "auto")
-    assert code == 2 and "run `draftsmith plan`, then --tree auto:FILE" in err
+    assert code == 2 and "run `draftsmith plan`, then use --tree auto:FILE" in err
 
 
 @pytest.mark.parametrize(
