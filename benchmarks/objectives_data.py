@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from draftsmith.config import InitConfig
 from draftsmith.demo import corpus
-from draftsmith.starting.config import InitConfig
-from draftsmith.starting.init import init
+from draftsmith.starting import init
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic, write_rows
 from draftsmith_core.prompt_rows import iterate_rows

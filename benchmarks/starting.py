@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.make.shape import read_per_token
+from draftsmith.config import InitConfig
 from draftsmith.demo.nano_pair import write_corpus
-from draftsmith.starting.config import InitConfig
-from draftsmith.starting.init import alphas, answer_texts, init
+from draftsmith.starting import alphas, answer_texts, init
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import load_model
 from draftsmith_core.options import parse

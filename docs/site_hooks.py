@@ -38,8 +38,7 @@ def of_the_root(name: str) -> str:
 
 def commands() -> str:
     """Every command with its options, their types, defaults and meanings."""
-    from draftsmith.__main__ import COMMANDS
-    from draftsmith.cli.completion import config_of
+    from draftsmith.cli.commands import COMMANDS
 
     parts = [
         "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m draftsmith COMMAND ...` on "
@@ -50,9 +49,9 @@ def commands() -> str:
         "| 3 | done, and a requirement of `eval --require` is not met; one line each |\n"
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
-    for name, (what, _) in COMMANDS.items():
-        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(config_of(name)))
-        head = f"## {name}\n\n{what[0].upper()}{what[1:]}."
+    for name, command in COMMANDS.items():
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(command.options))
+        head = f"## {name}\n\n{command.what[0].upper()}{command.what[1:]}."
         parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
     return "\n\n".join(parts) + "\n"
 

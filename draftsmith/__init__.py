@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from drafts.merge import merge as merge
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
+    from draftsmith.config import InitConfig as InitConfig
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
     from draftsmith.set_page import write_set_page as write_set_page
-    from draftsmith.starting.config import InitConfig as InitConfig
-    from draftsmith.starting.init import init as init
+    from draftsmith.starting import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
     from draftsmith_core.errors import InputError as InputError
     from draftsmith_core.errors import RequirementError as RequirementError
@@ -59,7 +59,7 @@ _PUBLIC = {
     "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
     "EvalConfig": ("eval.config", "EvalConfig"),
     "ExportConfig": ("drafts.config", "ExportConfig"),
-    "InitConfig": ("draftsmith.starting.config", "InitConfig"),
+    "InitConfig": ("draftsmith.config", "InitConfig"),
     "InputError": ("draftsmith_core.errors", "InputError"),
     "MergeConfig": ("drafts.config", "MergeConfig"),
     "Output": ("draftsmith.outputs", "Output"),
@@ -78,7 +78,7 @@ _PUBLIC = {
     "doctor": ("drafts.doctor", "examine"),
     "evaluate": ("eval.evaluate", "evaluate"),
     "export": ("drafts.layouts.export", "export"),
-    "init": ("draftsmith.starting.init", "init"),
+    "init": ("draftsmith.starting", "init"),
     "load_pair": ("draftsmith.pair", "load_pair"),
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),

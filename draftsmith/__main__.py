@@ -9,37 +9,21 @@ if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROO
     del sys.path[0]
 
 import errno  # noqa: E402
-import importlib  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
+from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
 from draftsmith_core.processes import Terminated  # noqa: E402
 from draftsmith_core.threads import settle_threads  # noqa: E402
 
-# command: (what it does, its options). Its module is `draftsmith.cli.COMMAND`, imported when it is called; the options
-# are a dataclass as module:name, which completion and the documentation site read too.
-COMMANDS = {
-    "demo": ("align the shipped nano pair, offline, in minutes", "draftsmith.cli.demo:DemoConfig"),
-    "align": ("distil, train, evaluate and report for a pair of your own", "draftsmith.alignment.config:AlignConfig"),
-    "init": ("a draft to start from: pruned, transplanted or fresh", "draftsmith.starting.config:InitConfig"),
-    "distill": ("the target's own outputs for a set of prompts", "distill.config:DistillConfig"),
-    "train": ("fit a draft to a distilled set", "train.config:TrainConfig"),
-    "merge": ("interpolate between drafts, or average them", "drafts.config:MergeConfig"),
-    "decode": ("generate with target and draft, losslessly", "draftsmith.cli.decode_options:DecodeConfig"),
-    "eval": ("what alignment bought, in distribution and out of it", "eval.config:EvalConfig"),
-    "doctor": ("which engines will load a pair, and the commands that serve it", "drafts.config:DoctorConfig"),
-    "export": ("a draft in the layout that another engine reads", "drafts.config:ExportConfig"),
-    "plan": ("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig"),
-}
-
 
 def usage() -> str:
     """The help of `draftsmith` itself."""
-    lines = [f"  {name:<9}{what}" for name, (what, _) in COMMANDS.items()]
+    lines = [f"  {name:<9}{command.what}" for name, command in COMMANDS.items()]
     return (
         f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
@@ -94,8 +78,10 @@ def _run(words: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         settle_threads(name)
-    module = "completion" if name == "--print_shtab" else name
-    importlib.import_module(f"draftsmith.cli.{module}").run(words[1:])
+    if name == "--print_shtab":
+        print_completion(words[1:])
+    else:
+        run(name, words[1:])
     return 0
 
 

@@ -257,7 +257,7 @@ os.fsync = os.fstat
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
-import draftsmith.alignment.stages, draftsmith.cli.decode, draftsmith.cli.distill, draftsmith.cli.train, eval.evaluate
+import distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run, train.training_run, eval.evaluate
 from draftsmith.__main__ import main
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

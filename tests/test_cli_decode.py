@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from decode import PROPOSERS, TREES, VERIFIERS
 from drafts.heads import HEADS, save_head
-from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.decode_run import load
 from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
+from draftsmith.config import DecodeConfig
 from draftsmith.outputs import Output
 from draftsmith_core.io import canonical_json, jsonl
 from draftsmith_core.models import eos_ids, load_model

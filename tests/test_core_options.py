@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from draftsmith.__main__ import COMMANDS
-from draftsmith.cli.completion import SHELLS, config_of
-from draftsmith.cli.decode_options import DecodeConfig
+from draftsmith.cli.commands import COMMANDS, SHELLS
+from draftsmith.config import DecodeConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast1,
@@ -209,7 +208,7 @@ def test_every_option_of_every_command_says_what_it_is(command: str) -> None:
     assert found is not None and found.loader is not None
     hooks = importlib.util.module_from_spec(found)
     found.loader.exec_module(hooks)
-    options = hooks.options(config_of(command))
+    options = hooks.options(COMMANDS[command].options)
     assert options
     for option, _, _, meaning in options:
         assert meaning and not meaning.startswith("Default"), f"{command} {option}: {meaning!r} does not say what it is"

@@ -62,9 +62,8 @@ def test_a_container_gets_the_threads_of_its_share(files: dict[str, str], thread
 
 def test_commands_settle_it_before_torch_is_imported() -> None:
     program = (
-        "import sys, draftsmith.__main__ as door, draftsmith.cli.train as command\n"
-        "import os\n"
-        "command.run = lambda argv: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "import os, sys, draftsmith.__main__ as door\n"
+        "door.run = lambda name, argv: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
         "door.main(['train'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 import draftsmith as ds
-from draftsmith.cli.eval import run
+from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError
 from eval.compare import Comparison, compare
 from eval.json_schema import results_schema, results_schema_text
@@ -90,7 +90,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name, gains in (("a", GAINS), ("b", BETTER)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(made_up(gains, BOTH)))
-    run(["--compare", str(tmp_path / "a" / "results.json"), str(tmp_path / "b"), "--json"])
+    run("eval", ["--compare", str(tmp_path / "a" / "results.json"), str(tmp_path / "b"), "--json"])
     *lines, summary = capsys.readouterr().out.splitlines()
     assert len(json.loads(summary)["rows"]) == 24
     text = "\n".join(lines)
@@ -102,7 +102,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--compare", str(tmp_path / "a"), str(tmp_path / "gone")], "gone/results.json: no such file"),
     ):
         with pytest.raises(InputError, match=said):
-            run(words)
+            run("eval", words)
 
 
 def test_the_published_schema_is_that_of_the_types_and_holds_for_results() -> None:

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.cli.eval import run
+from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
@@ -325,13 +325,13 @@ def test_a_report_is_drawn_again_from_its_results(
     world: EvalConfig, summary: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(Path(world.out) / "results.json", tmp_path)
-    run(["--render", str(tmp_path), "--json"])
+    run("eval", ["--render", str(tmp_path), "--json"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == {"report": str(tmp_path / "report.html")}
     assert (tmp_path / "report.html").read_bytes() == Path(summary["report"]).read_bytes()
     assert (tmp_path / "plots" / "alpha.png").is_file()
     with pytest.raises(InputError, match="--tree: unknown option"):
-        run(["--render", str(tmp_path), "--tree", "chain:4"])
+        run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
 
 
 def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:

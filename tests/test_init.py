@@ -119,22 +119,11 @@ def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly
     ("words", "message"),
     [
         (["--method", "transplant"], "donor: --method transplant moves a model; name it with --donor"),
-        (["--method", "fresh", "--donor", "x"], "donor: --method fresh does not read it"),
         (["--method", "prune", "--cost", "0.1"], "cost: --method prune does not read it"),
-        (["--method", "fresh", "--cost", "2"], "cost: 2.0 must lie between 0 and 1"),
         (["--method", "fresh", "--cost", "0.0001", "--cost_by", "parameters"], "cost: no shape costs as little as"),
         (["--method", "prune", "--num_layers", "3"], "num_layers: 3 is not in 1 to 2"),
-        (["--method", "prune", "--num_layers", "0"], "num_layers: 0 must be at least 1"),
-        (["--method", "transplant", "--donor", "x", "--keep", "first"], "keep: --method transplant keeps all layers"),
-        (["--method", "prune", "--keep", "measured"], "keep: chosen by what happens on texts; add --prompts"),
-        (["--method", "prune", "--max_new_tokens", "0"], "max_new_tokens: 0 must be at least 1"),
-        (["--method", "grow"], "method"),
-        (["--method", "prune", "--data", "x"], "data: is read for --draft_vocab_size only"),
-        (
-            ["--method", "prune", "--draft_vocab_size", "9"],
-            "draft_vocab_size: the commonest tokens are counted in texts",
-        ),
-        (["--method", "prune", "--prompts", "x", "--draft_vocab_size", "0"], "draft_vocab_size: 0 must be at least 1"),
+        (["--method", "prune", "--keep", "measured"], "keep: is measured on texts; add --prompts"),
+        (["--method", "prune", "--draft_vocab_size", "9"], "draft_vocab_size: needs texts to count tokens in"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

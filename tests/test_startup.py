@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.__main__ import COMMANDS, main
+from draftsmith.__main__ import main
+from draftsmith.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pandas", "pyarrow")

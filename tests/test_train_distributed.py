@@ -31,7 +31,7 @@ NO_DEEPSPEED = pytest.mark.skipif(
 DRIVER = """
 import json, os, signal, sys
 import torch.distributed
-import draftsmith.cli.train
+import train.training_run
 import train.loop
 from draftsmith.__main__ import main
 

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from draftsmith.alignment.config import AlignConfig
@@ -11,14 +12,17 @@ from eval.results import KINDS, Results
 from eval.schema import SuiteKind
 
 
-def table(results: Results) -> Table:
+def _table(results: Results) -> str:
     """alpha of every draft on every prompt set at the highest temperature, each with its 95 % interval."""
-    shown = Table(title=f"alpha at temperature {results.top_temperature:g}, 95 % interval")
+    table = Table(title=f"alpha at temperature {results.top_temperature:g}, 95 % interval")
     for heading in ("draft", *(f"{name} ({results.kind(name).upper()})" for name in results.domains())):
-        shown.add_column(heading)
+        table.add_column(heading)
     for draft in results.drafts:
-        shown.add_row(draft, *(figure(results.alpha(draft, domain)) for domain in results.domains()))
-    return shown
+        table.add_row(draft, *(figure(results.alpha(draft, domain)) for domain in results.domains()))
+    console = Console()
+    with console.capture() as printed:
+        console.print(table)
+    return printed.get().rstrip()
 
 
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
 
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
-    """What was bought, where the checkpoint is, and which command decodes with it."""
+    """The table of alpha, what was bought, where the checkpoint is, and which command decodes with it."""
     best = best_draft(config, results)
     tree = _best_tree(results, best)
     said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
@@ -66,6 +70,7 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
             parts.append(f"{figure(speed['speedup'], 2)} times the target alone")
         said.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
+        _table(results),
         *said,
         f"checkpoint: {Path(config.out) / best}",
         f"decode with it: {shlex.join(_decode(config, results, best))}",

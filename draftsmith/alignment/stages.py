@@ -25,8 +25,8 @@ from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
 from draftsmith.alignment.prompts import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
-from draftsmith.starting.config import InitConfig
-from draftsmith.starting.init import init
+from draftsmith.config import InitConfig
+from draftsmith.starting import init
 from draftsmith_core.cards import add_results
 from draftsmith_core.errors import InputError
 from draftsmith_core.generation_defaults import resolve_sampling

@@ -9,8 +9,8 @@ from typing import Any
 
 from decode import PROPOSERS, DecodeStats, TreeShape
 from drafts.load import draft_kind
-from draftsmith.cli.decode_options import DecodeConfig
 from draftsmith.cli.token_stream import Stream
+from draftsmith.config import DecodeConfig
 from draftsmith.datastore import read_index
 from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.outputs import Output

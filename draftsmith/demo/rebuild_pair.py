@@ -1,6 +1,5 @@
 """Rebuilding the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.cli.commands import run
 from draftsmith.demo import corpus
 from draftsmith.demo.nano_pair import train_tokenizer, write_corpus
 from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atomic
@@ -36,14 +36,13 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
     if not tokenizer.is_dir():
         with atomic_dir(tokenizer) as directory:
             _save_tokenizer(texts, directory)
-    train = importlib.import_module("draftsmith.cli.train")
     for member in MEMBERS:
         words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
         words += ["--draft_config", str(recipes / f"{member}.config.json"), "--out", str(out / f"{member}-run")]
         words += ["--device", device]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
             words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]
-        train.run(words)
+        run("train", words)
     for member in MEMBERS:
         ship(out / f"{member}-run", texts, recipes / f"{member}.yaml", out / "pair" / member)
     return out / "pair"

@@ -23,7 +23,7 @@ from drafts.make.fresh import fresh
 from drafts.make.prune import prune
 from drafts.make.shape import read_per_token, too_costly
 from drafts.make.transplant import transplant
-from draftsmith.starting.config import InitConfig
+from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_dir_replaceable, write_json_atomic, writing
 from draftsmith_core.model_options import loading

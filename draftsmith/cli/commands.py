@@ -1,0 +1,306 @@
+"""The commands: one table of what each does, its options and its function. Imports nothing heavy.
+
+A command's function takes its options and the command line as typed, and returns the summary of `--json` and the lines
+for a person, and where results miss a requirement the error that says so.
+"""
+
+import importlib
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith_core.errors import InputError, RequirementError
+
+Done = tuple[dict[str, Any], list[str]] | tuple[dict[str, Any], list[str], RequirementError | None]
+
+
+def _init(config: Any, command: str) -> Done:
+    from draftsmith.starting import init
+
+    draft = init(config)
+    return asdict(draft), [*draft.lines(config.temperature), f"draft:  {draft.out}"]
+
+
+def _distill(config: Any, command: str) -> Done:
+    from distill.generate import distill
+
+    summary = distill(config, command)
+    lines = [
+        f"{summary['out']}: {summary['rows']} rows, {summary['response_tokens']} response tokens; "
+        f"of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
+    ]
+    for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
+        lines += summary[reasons]
+    if differing := summary["tokens_from"].get("text_differs"):
+        lines.append(f"{differing} rows came as text that does not encode back to the tokens that the target drew")
+    if own := summary["own_prompts"]:
+        lines.append(f"prompts: kept {own['kept']} of {own['drawn']} texts that the target drew")
+        lines += own["left_out_because"]
+    if summary["sampling_from_target"]:
+        lines.append(f"sampling: {summary['sampling_from_target']}")
+    return summary, lines
+
+
+def _score(config: Any, command: str) -> Done:
+    from distill.score_set import score_set
+
+    summary = score_set(config, command)
+    line = (
+        f"{summary['out']}: {summary['rows']} of {summary['prompts_read']} rows scored, {summary['response_tokens']} "
+        f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} skipped"
+    )
+    return summary, [line, *summary["skipped_because"]]
+
+
+def _stats(config: Any, command: str) -> Done:
+    from draftsmith.set_page import write_set_page
+
+    page = str(write_set_page(config.stats))
+    return {"page": page}, [f"page: {page}"]
+
+
+def _train(config: Any, command: str) -> Done:
+    from train.training_run import train
+
+    summary = train(config, command)
+    alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
+    line = f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss {summary['heldout_loss']:.4f}"
+    return summary, [f"{line}{alpha} at step {summary['best_step']}"]
+
+
+def _merge(config: Any, command: str) -> Done:
+    from drafts.merge import merge
+
+    summary = merge(config, command)
+    weights = summary["weights"]
+    sums = [f"{weight:g} x {source}" for source, weight in weights.items()]
+    if config.base is not None:
+        sums.append(f"{1 - sum(weights.values()):g} x {config.base}")
+    return summary, [f"{summary['checkpoint']}: {' + '.join(sums)}"]
+
+
+def _decode(config: Any, command: str) -> Done:
+    from draftsmith.cli.decode_run import decode
+
+    return decode(config)
+
+
+def _align(config: Any, command: str) -> Done:
+    from draftsmith.alignment import outcome
+    from draftsmith.alignment.stages import align, settled
+
+    results = align(config)
+    config = settled(config)
+    return outcome.summary(config, results), outcome.lines(config, results)
+
+
+def _demo(config: Any, command: str) -> Done:
+    from draftsmith.alignment import outcome
+    from draftsmith.alignment.stages import align
+    from draftsmith.demo import demo_run
+
+    if config.rebuild_pair is not None:
+        from draftsmith.demo.rebuild_pair import rebuild
+
+        pair = rebuild(demo_run.RECIPES, Path(config.rebuild_pair), config.device)
+        return {"pair": str(pair)}, [f"{pair}: target/ and base/, as in {demo_run.PAIR}"]
+    started = time.monotonic()
+    options = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
+    results = align(options)
+    large = demo_run.time_large(options, config.short)
+    summary = outcome.summary(options, results) | {"large": demo_run.large_summary(large)}
+    lines = [*outcome.lines(options, results), *demo_run.large_lines(large)]
+    return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
+
+
+def _eval(config: Any, command: str) -> Done:
+    from eval.request import check
+
+    check(config)  # before torch is imported
+    from eval.evaluate import evaluate
+    from eval.results import Results
+    from eval.summary import summary
+
+    missed: RequirementError | None = None
+    try:
+        results = evaluate(config)
+    except RequirementError as error:
+        results, missed = Results.load(config.out), error
+    shown = summary(results)
+    return shown, [f"results: {shown['results']}", f"report:  {shown['report']}"], missed
+
+
+def _render(config: Any, command: str) -> Done:
+    from eval.evaluate import render
+    from eval.results import Results
+
+    missed: RequirementError | None = None
+    try:
+        Results.load(config.render).require(*config.require)
+    except RequirementError as error:
+        missed = error
+    report = str(render(config.render))
+    return {"report": report}, [f"report:  {report}"], missed
+
+
+def _compare(config: Any, command: str) -> Done:
+    if len(config.compare) != 2:
+        raise InputError(f"--compare: names {len(config.compare)} evaluations; name two: --compare out/a out/b")
+    from eval.compare import compare
+    from eval.report.comparison import comparison_lines
+    from eval.results import Results
+
+    both = compare(*(Results.load(path) for path in config.compare))
+    return both.summary(), comparison_lines(both)
+
+
+def _doctor(config: Any, command: str) -> Done:
+    from drafts.doctor import DRAFT_TOKENS, examine
+
+    verdicts = examine(config)
+    lines = []
+    for verdict in verdicts["verdicts"]:
+        word = "serves it" if verdict["serves"] else "loads it" if verdict["loads"] else "refuses it"
+        lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
+        if verdict["serves"]:
+            lines += [f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])]
+    if config.plan is None:
+        lines.append(f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan.")
+    return verdicts, lines
+
+
+def _export(config: Any, command: str) -> Done:
+    from drafts.layouts.export import export
+
+    summary = export(config)
+    proof = summary["proof"]
+    engine = proof["engine"] or "proof without running an engine"
+    close = "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
+    size = sum(summary["files"].values()) / 2**20
+    line = f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, {size:.1f} MiB"
+    return summary, [line, f"{engine}: {proof['how']}{close}", *summary["remarks"]]
+
+
+def _plan(config: Any, command: str) -> Done:
+    from eval.plan import plan, plan_lines
+
+    document = plan(config)
+    keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "domains", "engines")
+    summary = {"plan": config.out, **{key: document[key] for key in keys}}
+    return summary, [*plan_lines(document), "", f"plan: {config.out} (--tree auto:{config.out})"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its line in `draftsmith --help`, its options ("module:class") and its function.
+
+    parallel: whether it runs on several processes. instead: a key that, when typed, makes it another command.
+    """
+
+    what: str
+    config: str
+    function: Callable[[Any, str], Done]
+    parallel: bool = False
+    instead: Mapping[str, "Command"] = field(default_factory=dict)
+
+    @property
+    def options(self) -> type:
+        """The class of its options."""
+        module, _, name = self.config.partition(":")
+        options: type = getattr(importlib.import_module(module), name)
+        return options
+
+
+COMMANDS = {
+    "demo": Command("align the shipped nano pair, offline, in minutes", "draftsmith.config:DemoConfig", _demo, True),
+    "align": Command(
+        "distil, train, evaluate and report for a pair of your own",
+        "draftsmith.alignment.config:AlignConfig",
+        _align,
+        True,
+    ),
+    "init": Command("a draft to start from: pruned, transplanted or fresh", "draftsmith.config:InitConfig", _init),
+    "distill": Command(
+        "the target's own outputs for a set of prompts",
+        "distill.config:DistillConfig",
+        _distill,
+        True,
+        {
+            "stats": Command("draw a distilled set as a page", "draftsmith.config:StatsConfig", _stats),
+            "score": Command("add the target's distributions", "distill.score_config:ScoreConfig", _score, True),
+        },
+    ),
+    "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
+    "merge": Command("interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge),
+    "decode": Command("generate with target and draft, losslessly", "draftsmith.config:DecodeConfig", _decode),
+    "eval": Command(
+        "what alignment bought, in distribution and out of it",
+        "eval.config:EvalConfig",
+        _eval,
+        True,
+        {
+            "render": Command("draw a report again", "eval.config:RenderConfig", _render),
+            "compare": Command("set two evaluations side by side", "eval.config:CompareConfig", _compare),
+        },
+    ),
+    "doctor": Command(
+        "which engines will load a pair, and the commands that serve it", "drafts.config:DoctorConfig", _doctor
+    ),
+    "export": Command("a draft in the layout that another engine reads", "drafts.config:ExportConfig", _export),
+    "plan": Command("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan),
+}
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def run(name: str, argv: list[str]) -> None:
+    """Run the command `name`: lines on standard output, and with `--json` the summary as the last one."""
+    from draftsmith_core.options import parse
+    from draftsmith_core.processes import is_main, require_single_process
+
+    config: Any
+    command, typed = COMMANDS[name], {word.partition("=")[0] for word in argv}
+    command = next((other for key, other in command.instead.items() if f"--{key}" in typed), command)
+    try:
+        config, as_json = parse(command.options, name, argv)
+    except SystemExit:
+        if name == "decode" and typed & {"-h", "--help"}:
+            from draftsmith.cli.method_table import terminal
+
+            print("\n" + terminal(shutil.get_terminal_size().columns))
+        raise
+    if not command.parallel or getattr(config, "rebuild_pair", None) is not None:
+        require_single_process(name)
+    summary, lines, *missed = command.function(config, shlex.join(["draftsmith", name, *argv]))
+    if is_main():
+        print("\n".join(lines))
+        if as_json:
+            print(json.dumps(summary))
+        sys.stdout.flush()
+    if missed and missed[0] is not None:
+        raise missed[0]
+
+
+def print_completion(argv: list[str]) -> None:
+    """Print a completion script for a shell, made by shtab."""
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        raise InputError(f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"')
+    import argparse
+
+    from draftsmith_core.options import parser
+    from draftsmith_core.packages import require_package
+
+    require_package("shtab", "--print_shtab")
+    import shtab
+
+    whole = argparse.ArgumentParser(prog="draftsmith")
+    parsers = whole.add_subparsers()
+    for name, command in COMMANDS.items():
+        parsers.add_parser(name, help=command.what, parents=[parser(command.options, name)], add_help=False)
+    print(shtab.complete(whole, argv[0]))

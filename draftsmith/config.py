@@ -1,0 +1,184 @@
+"""The options of `draftsmith init`, `decode`, `demo` and `distill --stats`, without torch."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Literal
+
+from decode import PROPOSERS, VERIFIERS
+from draftsmith_core.errors import InputError, nearest
+from draftsmith_core.io import check_apart, check_replaceable
+from draftsmith_core.model_options import Quantize
+from draftsmith_core.options import (
+    AtLeast1,
+    ChatModelOptions,
+    ModelOptions,
+    NotIdentity,
+    OpenShare,
+    Out,
+    PromptOptions,
+    Rare,
+    RunOptions,
+    SamplingOptions,
+    Seed,
+    Temperature,
+    Text,
+    options,
+)
+
+# What decodes is part of a run's identity by its content (`Decoding.identity`), not by its name.
+Named = NotIdentity[str | None]
+
+
+@options
+class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
+    """Generate with a target and a method of drafting; with a lossless verifier the output follows the target alone."""
+
+    target: NotIdentity[str]
+    """The target: a local directory or hub name."""
+    draft: NotIdentity[list[str]] = field(default_factory=list)
+    """A draft model (local directory or hub name), several of them, or a head (local directory)."""
+    proposer: Named = None
+    """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
+    tree: Named = None
+    """Tree to draft per step; see below. auto plans first, auto:FILE reads a plan of `draftsmith plan`. Default:
+    chain:4 (fewer for fewer heads); lookahead has its own."""
+    verifier: Named = None
+    """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on a tree, specinfer
+    for several drafts together, exact where nothing is drawn."""
+    datastore: Named = None
+    """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft from."""
+    index: Rare[Named] = None
+    """A .safetensors file that keeps the index of --datastore: read when it exists, else written."""
+    prompt: str | None = None
+    """A text to continue; to a target with a chat template it is what the user says."""
+    raw: bool = False
+    """Continue --prompt as it is, without the chat template."""
+    prompts: Named = None
+    """Or a .jsonl/.parquet file or hub dataset of prompts."""
+    out: NotIdentity[Out | None] = None
+    """Write one JSON object per output to this .jsonl file; a killed run then continues."""
+    num_samples: AtLeast1 = 1
+    """Outputs per prompt."""
+    max_new_tokens: AtLeast1 = 128
+    """The longest output, in tokens."""
+    stop: list[Text] = field(default_factory=list)
+    """Texts that end an output after the token that completes one."""
+    seed: Seed = 0
+    """Base seed. Each output derives its own seed from it."""
+    batch_size: AtLeast1 = 1
+    """Rows that are decoded together."""
+    ignore_eos: bool = False
+    """Go on to max_new_tokens even when the target ends."""
+    fast: NotIdentity[Rare[bool]] = True
+    """false: use the models' own forward, no packed weights and no lean Llama code. Outputs differ by rounding."""
+    compile: NotIdentity[Rare[bool]] = False
+    """Record every step as a CUDA graph when it first occurs, and replay it from then on (CUDA only). Outputs differ by
+    rounding. The summary reports the time of recording apart."""
+    quantize: Quantize = "none"
+    """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded model."""
+    quantize_draft: Rare[Quantize | None] = None
+    """The same for draft models. Default: as --quantize."""
+    heterogeneous_vocab: Rare[bool] = False
+    """true: drafts that are language models of another tokenizer draft the tokens that both have (lossless)."""
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.prompts is None):
+            raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
+        for key, name, known in (
+            ("proposer", self.proposer, [*PROPOSERS, "none"]),
+            ("verifier", self.verifier, VERIFIERS),
+        ):
+            if name is not None and name not in known:
+                raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
+        if self.out is not None:
+            check_replaceable(Path(self.out), "out:")
+            check_apart(self.out, [self.prompts, self.datastore])
+
+
+# Options that only some methods of `init` read.
+_READ_BY = {
+    "donor": ("transplant",),
+    "num_layers": ("prune", "transplant"),
+    "keep": ("prune", "transplant"),
+    "intermediate_size": ("prune",),
+    "num_heads": ("prune",),
+    "cost": ("fresh",),
+    "cost_by": ("fresh",),
+}
+
+
+@options
+class InitConfig(ModelOptions, PromptOptions, RunOptions):
+    """Make a draft for a target: cut out of it, moved from another model, or a fresh shape."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    method: Literal["prune", "transplant", "fresh"]
+    """prune: layers of the target. transplant: --donor with the target's vocabulary. fresh: untrained, by --cost."""
+    donor: str | None = None
+    """transplant: the model to move, of any tokenizer; a local directory or hub name."""
+    num_layers: AtLeast1 | None = None
+    """prune, transplant: number of layers to keep. Default: a quarter for prune, all for transplant."""
+    keep: Literal["first", "last", "even", "measured"] | None = None
+    """prune, transplant: which layers to keep. Default: even. measured (prune): those without which alpha on --prompts
+    falls most."""
+    intermediate_size: AtLeast1 | None = None
+    """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
+    num_heads: AtLeast1 | None = None
+    """prune: number of attention heads to keep, those that do most on --prompts."""
+    cost: OpenShare | None = None
+    """fresh: the largest cost of a forward, as a share of the target's. Default: 0.1."""
+    cost_by: Literal["clock", "parameters"] | None = None
+    """fresh: unit of the cost: clock (time on this machine, the default), or parameters (read per token)."""
+    draft_vocab_size: AtLeast1 | None = None
+    """Draft only this number of tokens, the most frequent ones in --data, and skip the other output rows."""
+    data: list[str] = field(default_factory=list)
+    """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to --prompts."""
+    prompts: str | None = None
+    """Prompts that you will serve, for alpha and for what prune measures: a .jsonl or .parquet file, or a hub dataset
+    as owner/name[:split]."""
+    max_prompts: AtLeast1 = 16
+    """Number of prompts to read."""
+    max_new_tokens: AtLeast1 = 48
+    """Length of the target's answers that alpha is measured on."""
+    temperature: Temperature = 1.0
+    """Temperature of the answers and of alpha."""
+
+    def __post_init__(self) -> None:
+        for key, methods in _READ_BY.items():
+            if getattr(self, key) is not None and self.method not in methods:
+                raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
+        if self.method == "transplant" and self.donor is None:
+            raise InputError("donor: --method transplant moves a model; name it with --donor")
+        if self.prompts is not None:
+            return
+        if self.draft_vocab_size is not None and not self.data:
+            raise InputError("draft_vocab_size: needs texts to count tokens in; add --data, or --prompts")
+        for key, measures in (
+            ("intermediate_size", self.intermediate_size is not None),
+            ("num_heads", self.num_heads is not None),
+            ("keep", self.keep == "measured"),
+        ):
+            if measures:
+                raise InputError(f"{key}: is measured on texts; add --prompts")
+
+
+@options
+class DemoConfig(ModelOptions):
+    """Align the shipped base draft with the shipped target, balanced and plain, and measure what each buys; then time
+    the drafts beside the same target padded to the cost of a large one."""
+
+    out: Out = "out/demo"
+    """Directory for everything, a copy of the pair and the prompts included."""
+    short: bool = False
+    """Use a few prompts and steps, to see in seconds that everything runs; the figures mean nothing."""
+    rebuild_pair: str | None = None
+    """Instead, train the shipped pair from nothing in this directory (about an hour on two cores)."""
+
+
+@options
+class StatsConfig:
+    """Draw a distilled set as a page."""
+
+    stats: str
+    """Directory of a finished set; the page is its stats.html."""
