@@ -163,9 +163,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "verifier": "specinfr"}, "verifier: 'specinfr' is unknown"),
     ({"prompts": "a", "proposer": "eagle"}, "needs a head of kind eagle"),
     ({"prompts": "a", "temperature": -1}, "temperature: -1"),
-    ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens: 0"),
+    ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
     ({"prompts": "dog " * 200, "max_new_tokens": 5}, "context"),
-    ({"prompts": [1, 2, 999]}, "a token outside 0..289"),
+    ({"prompts": [1, 2, 999]}, "each from 0 to 289"),
     ({"prompts": ["a", [True]]}, r"prompts\[1\]: expected a text, a chat or token ids"),
     ({"prompts": [{"role": "user"}]}, "content"),
 ]
