@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.propose.protocol import Outcome, SessionSetup
-from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextSession, Trie, check_static
+from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow, TextSession, check_static
 from decode.tree import Tree, TreeShape
 
 
@@ -33,10 +33,6 @@ class LookaheadProposer(TextProposer):
     name = "lookahead"
 
     def __init__(self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True) -> None:
-        if window < 1 or ngram < 2 or candidates < 1:
-            raise ValueError(
-                f"lookahead: window={window}, ngram={ngram}, candidates={candidates}; needs at least 1, 2 and 1"
-            )
         self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
 
     def default_tree(self) -> Tree:
@@ -93,7 +89,7 @@ class Pool:
         return list(reversed(self._rests.get(token, {})))
 
 
-class Window:
+class Window(TextRow):
     """One row: the levels (column 0 of level 0 is the root), how often they have moved, and the pool."""
 
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
@@ -109,8 +105,9 @@ class Window:
         self._read(prompt)
         self.ends: list[int] = []
 
-    def draft(self, trie: Trie) -> FlatTrie:
-        """Enter candidates and window; `ends` are then the M indices of the columns' last nodes."""
+    def draft(self, forest: Forest) -> FlatTrie:
+        """Enter candidates and window; `ends` are then the indices of the columns' last nodes, with the root."""
+        trie = forest.trie()
         for rest in self.pool.get(self.levels[0][0]):
             trie.add(rest)
         chain, deeper = self.levels[0], self.levels[1:]
@@ -146,17 +143,13 @@ class Window:
         self._tail = text[-(self._ngram - 1) :]
 
 
-class LookaheadSession(TextSession[Window]):
-    """A session whose state is one lookahead window per row."""
-
-    def draft(self, row: Window) -> FlatTrie:
-        """The tree of one row: its window and the n-grams that follow its last token."""
-        return row.draft(self.forest.trie())
+class LookaheadSession(TextSession):
+    """A session whose rows are lookahead windows."""
 
     def commit(self, outcome: Outcome) -> None:
         """Read the target's tokens after each column, and move the windows on."""
         self.rows = [row if emitted else None for row, emitted in zip(self.rows, outcome.tokens, strict=True)]
-        live = [(index, row) for index, row in enumerate(self.rows) if row is not None]
+        live = [(index, row) for index, row in enumerate(self.rows) if isinstance(row, Window)]
         if not live:
             return
         device = outcome.p_BMV.device

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same few tokens earlier in the row's own text is drafted again.
+"""Prompt lookup: draft again what followed the same few tokens earlier in the row's own text.
 
 After LLMA (Yang et al. 2023, arXiv 2304.04487) and prompt lookup decoding (Saxena 2023). It pays where the output
 repeats the input: summaries, edits, code, answers over documents. A step in which no row finds anything drafts no
@@ -8,39 +8,34 @@ nodes and so costs a plain forward of the target.
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from decode.propose.protocol import SessionSetup
-from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextSession, check_static
+from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow
 
 
 class PromptLookupProposer(TextProposer):
     """Drafts from the prompt and the output so far.
 
     The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain gets the
-    best match's continuation; a tree that branches gets the continuations of several, merged where they begin alike,
-    within its depth, its widths and its number of nodes.
+    best match's continuation; a tree that branches gets the continuations of several matches, merged where they begin
+    alike.
     """
 
     name = "prompt_lookup"
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(f"max_ngram={max_ngram}, min_ngram={min_ngram}: needs 1 <= min_ngram <= max_ngram")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def start(self, setup: SessionSetup) -> "PromptLookupSession":
-        """Index the prompts."""
-        rows = []
-        for prompt in setup.prompts:
-            rows.append(NgramIndex(self.max_ngram, self.min_ngram))
-            rows[-1].extend(prompt)
-        return PromptLookupSession(rows, Forest(check_static(self.name, setup.tree), setup.device))
+    def row(self, prompt: Sequence[int]) -> "NgramIndex":
+        """Index a prompt."""
+        index = NgramIndex(self.max_ngram, self.min_ngram)
+        index.read(prompt)
+        return index
 
 
-class NgramIndex:
+class NgramIndex(TextRow):
     """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
 
-    Like the hash chains of a Lempel-Ziv compressor: the latest occurrence of an n-gram, and from each occurrence a
-    link to the one before. A new token costs one insertion for each n, whatever the length of the text.
+    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and from each occurrence a link to the one
+    before. A new token costs one insertion for each n, whatever the length of the text.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -49,7 +44,7 @@ class NgramIndex:
         self._latest: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
         self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         """Append tokens. An n-gram is entered once it has a follower, so that the text's end never matches itself."""
         text = self.text
         for token in tokens:
@@ -79,28 +74,20 @@ class NgramIndex:
                 at = self._earlier[n][at]
 
     def copy_from(self, at: int, length: int) -> list[int]:
-        """`length` tokens that follow if the text goes on as it did at position `at`. Past the end of the text the copy
-        reads what it has itself written, so that a phrase in repetition goes on repeating.
+        """The `length` tokens that follow position `at`. Past the end of the text the copy reads itself, so that a
+        repeated phrase goes on repeating.
         """
         copied = self.text[at : at + length]
         period = len(copied)
         return copied if period == length else [copied[i % period] for i in range(length)]
 
-
-class PromptLookupSession(TextSession[NgramIndex]):
-    """The indexed texts of the rows."""
-
-    def draft(self, row: NgramIndex) -> FlatTrie:
+    def draft(self, forest: Forest) -> FlatTrie:
         """Copy what followed the matches."""
-        tree, trie = self.forest.tree, self.forest.trie()
+        tree, trie = forest.tree, forest.trie()
         # Many matches of a frequent token begin alike and add nothing; following all of them would make the cost of a
         # step grow with the text.
-        for at in islice(row.matches(), 1 if tree.is_chain else 2 * tree.size):
-            trie.add(row.copy_from(at, tree.depth))
+        for at in islice(self.matches(), 1 if tree.is_chain else 2 * tree.size):
+            trie.add(self.copy_from(at, tree.depth))
             if trie.full:
                 break
         return trie.flatten()
-
-    def read(self, row: NgramIndex, tokens: Sequence[int]) -> None:
-        """Index what was emitted."""
-        row.extend(tokens)

@@ -1,4 +1,4 @@
-"""Retrieval: what most often followed the last tokens in a corpus of the user's is drafted.
+"""Retrieval: draft what most often followed the last tokens in a corpus of the user's.
 
 After REST (He et al. 2023, arXiv 2311.08252) and, for the frequencies, its trie of retrieved continuations.
 """
@@ -8,8 +8,7 @@ from heapq import heappop, heappush
 
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import SessionSetup
-from decode.propose.text_proposer import EMPTY, FlatTrie, Forest, TextProposer, TextSession, Trie, check_static
+from decode.propose.text_proposer import EMPTY, FlatTrie, Forest, TextProposer, TextRow, Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import TreeShape
 from draftsmith_core.models import vocabulary_size
@@ -21,19 +20,17 @@ CONTINUATIONS = 32
 class RetrievalProposer(TextProposer):
     """Drafts from a suffix index of token sequences.
 
-    The longest end of the text, of at most `max_suffix` and at least `min_suffix` tokens, that occurs in the index is
-    looked up; the prefixes of what followed it are kept by how often they occur.
+    Looks up the longest end of the text that occurs in the index, of `min_suffix` to `max_suffix` tokens, and keeps the
+    most frequent prefixes of what followed it.
     """
 
     name = "retrieval"
 
     def __init__(self, index: SuffixIndex, max_suffix: int = 16, min_suffix: int = 2) -> None:
-        if not 1 <= min_suffix <= max_suffix:
-            raise ValueError(f"max_suffix={max_suffix}, min_suffix={min_suffix}: needs 1 <= min_suffix <= max_suffix")
         self.index, self.max_suffix, self.min_suffix = index, max_suffix, min_suffix
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse trees that grow by confidence, and an index of tokens that the target does not have."""
+        """Raise ValueError for a tree that needs confidences, or an index of tokens that the target does not have."""
         super().check(target, tree)
         if self.index.largest >= vocabulary_size(target):
             raise ValueError(
@@ -41,33 +38,31 @@ class RetrievalProposer(TextProposer):
                 f"{vocabulary_size(target) - 1}: build the index with the target's tokenizer"
             )
 
-    def start(self, setup: SessionSetup) -> "RetrievalSession":
-        """Keep the ends of the prompts."""
-        ends = [list(prompt[-self.max_suffix :]) for prompt in setup.prompts]
-        return RetrievalSession(self, ends, Forest(check_static(self.name, setup.tree), setup.device))
+    def row(self, prompt: Sequence[int]) -> "RecentTokens":
+        """Keep the end of a prompt."""
+        return RecentTokens(self, list(prompt[-self.max_suffix :]))
 
 
-class RetrievalSession(TextSession[list[int]]):
-    """The last tokens of the rows."""
+class RecentTokens(TextRow):
+    """The last tokens of a row, as many as are searched for."""
 
-    def __init__(self, proposer: RetrievalProposer, ends: Sequence[list[int]], forest: Forest) -> None:
-        super().__init__(ends, forest)
-        self.proposer = proposer
+    def __init__(self, proposer: RetrievalProposer, tokens: list[int]) -> None:
+        self.proposer, self.tokens = proposer, tokens
 
-    def draft(self, row: list[int]) -> FlatTrie:
+    def draft(self, forest: Forest) -> FlatTrie:
         """Look up the end of the text."""
         index = self.proposer.index
-        found = index.match(row)
-        if found < self.proposer.min_suffix:
+        length = index.match(self.tokens)
+        if length < self.proposer.min_suffix:
             return EMPTY
-        trie = self.forest.trie()
-        grow(trie, index.continuations(row[-found:], self.forest.tree.depth, CONTINUATIONS))
+        trie = forest.trie()
+        grow(trie, index.continuations(self.tokens[-length:], forest.tree.depth, CONTINUATIONS))
         return trie.flatten()
 
-    def read(self, row: list[int], tokens: Sequence[int]) -> None:
-        """Append what was emitted, and forget what is too far back to be searched for."""
-        row += tokens
-        del row[: -self.proposer.max_suffix]
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append what was emitted."""
+        self.tokens += tokens
+        del self.tokens[: -self.proposer.max_suffix]
 
 
 # Continuations merged where they begin alike: for each token, how often it comes here and what follows it.

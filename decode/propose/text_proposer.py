@@ -1,72 +1,76 @@
 """The base of the proposers that copy from text: candidates merged into a trie, and proposals made from tries.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, R = 1 when all rows share the tree, else B.
-
 All of it runs on the host, once per step and row, so it is plain Python on short lists: building a handful of nodes
 takes less time than launching one kernel.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import Outcome, Proposal, Proposer
+from decode.propose.protocol import Outcome, Proposal, Proposer, SessionSetup
 from decode.tree import Tree, TreeShape
 from decode.tree_batch import TreeBatch, batch_of
 
-Text = TypeVar("Text")  # what a proposer keeps of one row's text
-
 
 def check_static(name: str, tree: TreeShape) -> Tree:
-    """`tree` if it can bound what proposer `name` copies. ValueError for trees that need the confidence of a draft."""
-    if not isinstance(tree, Tree):
-        raise ValueError(
-            f"proposer '{name}' has no confidences to grow a tree from; use a fixed tree such as chain:8 or kary:4,1,1"
-        )
-    if tree.stop:
-        raise ValueError(f"proposer '{name}' has no confidences to stop at; use the tree without stop={tree.stop}")
+    """Return `tree` if proposer `name` can draft it; raise ValueError if it needs the confidence of a draft."""
+    if not isinstance(tree, Tree) or tree.stop:
+        raise ValueError(f"proposer '{name}' has no confidences; use a fixed tree without stop, such as kary:4,1,1")
     return tree
 
 
 class TextProposer(Proposer):
     """A proposer that copies: the context determines its drafts, prompts may have any length, and its trees are static.
 
-    Its `name` is its name in `PROPOSERS`.
+    `name` is its name in `PROPOSERS`; `row` indexes one prompt.
     """
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse trees that grow, or stop, by the confidence of a draft."""
+        """Raise ValueError if the tree grows, or stops, by the confidence of a draft."""
         check_static(self.name, tree)
 
+    def row(self, prompt: Sequence[int]) -> "TextRow":
+        """What to keep of one prompt."""
+        raise NotImplementedError
 
-class TextSession(Generic[Text]):
-    """The rows of one `generate` call, each with what its proposer keeps of its text; None for a row that has ended."""
+    def start(self, setup: SessionSetup) -> "TextSession":
+        """Begin on the prompts of one `generate` call."""
+        forest = Forest(check_static(self.name, setup.tree), setup.device)
+        return TextSession([self.row(prompt) for prompt in setup.prompts], forest)
 
-    def __init__(self, rows: Sequence[Text], forest: "Forest") -> None:
-        self.rows: list[Text | None] = list(rows)
+
+class TextRow:
+    """The text of one row, as its proposer keeps it."""
+
+    def draft(self, forest: "Forest") -> "FlatTrie":
+        """Draft the candidates of one step."""
+        raise NotImplementedError
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append emitted tokens."""
+        raise NotImplementedError
+
+
+class TextSession:
+    """The rows of one `generate` call; None for a row that has ended."""
+
+    def __init__(self, rows: Sequence[TextRow], forest: "Forest") -> None:
+        self.rows: list[TextRow | None] = list(rows)
         self.forest = forest
-
-    def draft(self, row: Text) -> "FlatTrie":
-        """The candidates of one row."""
-        raise NotImplementedError
-
-    def read(self, row: Text, tokens: Sequence[int]) -> None:
-        """Append emitted tokens to the text of one row."""
-        raise NotImplementedError
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         """Draft the candidates of every row."""
-        return self.forest.proposal([EMPTY if row is None else self.draft(row) for row in self.rows])
+        return self.forest.proposal([EMPTY if row is None else row.draft(self.forest) for row in self.rows])
 
     def commit(self, outcome: Outcome) -> None:
         """Append the emitted tokens to the texts."""
         for index, (row, emitted) in enumerate(zip(self.rows, outcome.tokens, strict=True)):
             if row is not None and emitted:
-                self.read(row, emitted)
+                row.read(emitted)
             else:
                 self.rows[index] = None
 
@@ -74,15 +78,15 @@ class TextSession(Generic[Text]):
         """Go on with these rows, in this order."""
         self.rows = [self.rows[row] for row in rows]
 
-    def join(self, other: "TextSession[Text]") -> None:
+    def join(self, other: "TextSession") -> None:
         """Append the rows of another session of the same proposer."""
         self.rows += other.rows
 
 
 @dataclass(frozen=True)
 class FlatTrie:
-    """A trie's nodes in breadth-first order: `parents` and `tokens` as in `Tree`; `indices` maps the numbers that
-    `Trie.add` gave to M indices.
+    """A trie in breadth-first order: `parents` as in `Tree`; `indices` maps the numbers that `Trie.add` gave to indices
+    with the root.
     """
 
     parents: tuple[int, ...]
@@ -96,7 +100,7 @@ EMPTY = FlatTrie((), (), (0,))
 class Trie:
     """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a node at depth d.
 
-    What is added first is ranked first among its siblings, and keeps its place when the trie is full.
+    A candidate that is added first is ranked first among its siblings.
     """
 
     def __init__(self, widths: Sequence[int], size: int) -> None:
@@ -109,7 +113,7 @@ class Trie:
         return len(self._below) > self.size
 
     def put(self, node: int, depth: int, token: int) -> int:
-        """The child of `node`, at `depth`, that carries `token`, made if there is room; 0 if there is none."""
+        """Find or add the child of `node`, at `depth`, that carries `token`; 0 if there is no room."""
         below = self._below[node]
         child = below.get(token, 0)
         if not child and len(self._below) <= self.size and depth < len(self.widths) and len(below) < self.widths[depth]:
@@ -118,7 +122,7 @@ class Trie:
         return child
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Enter a candidate as far as there is room; the number of the last node reached (0 is the root)."""
+        """Add a candidate as far as there is room; return the number of the last node reached (0 is the root)."""
         node = 0
         for depth, token in enumerate(tokens):
             child = self.put(node, depth, token)
