@@ -35,7 +35,6 @@ class TreeBudget:
 def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
     """The tree of at most `nodes` nodes and `depth` levels with the most expected tokens per step: 1 plus, for every
     node, the product of the acceptances on its path. A node that adds nothing is left out, so a tree may be smaller.
-    ValueError for numbers out of range.
     """
     rates_K = _rates(acceptance, nodes, depth)
     below_DKN = _best(rates_K, nodes, depth)
@@ -62,43 +61,31 @@ def best_size(
     """The size within `nodes` and `depth` whose optimal tree emits a token in the least time: the minimum of
     (depth * draft_s + verify_s) / length (Sequoia, section 3.3).
 
-    `verify_s[n]` are the seconds of a target forward over n tokens, the root included (1 is plain decoding), at a real
-    context length; `draft_s` those of a draft forward over one level. Only measured sizes are considered, and a larger
-    one is never taken to be cheaper than a smaller one. ValueError when none is in range.
+    `verify_s[n]` is the time of a target forward over n tokens, root included (1 is plain decoding), at a real context
+    length; `draft_s` that of a draft forward over one level. Only measured sizes are considered, and a larger one is
+    never taken to be cheaper than a smaller one.
     """
-    if not all(size >= 1 and 0 < seconds < np.inf for size, seconds in verify_s.items()):
-        raise ValueError('verify_s: tokens from 1 and positive seconds, for example {"1": 0.02, "8": 0.021}')
-    if not 0 <= draft_s < np.inf:
-        raise ValueError(f"draft_s={draft_s} is not a time; use seconds, for example 0.002")
     reach_DN = 1 + _best(_rates(acceptance, nodes, depth), nodes, depth)[:, 0]
-    found: TreeBudget | None = None
+    best: TreeBudget | None = None
     dearest = 0.0
     for size in sorted(verify_s):
         dearest = max(dearest, verify_s[size])
         for levels in range(1, len(reach_DN)) if 2 <= size <= nodes + 1 else ():
             length = float(reach_DN[levels, size - 1])
             token_s = (levels * draft_s + dearest) / length
-            if found is None or token_s < found.token_s:
-                found = TreeBudget(size - 1, levels, length, token_s)
-    if found is None:
+            if best is None or token_s < best.token_s:
+                best = TreeBudget(size - 1, levels, length, token_s)
+    if best is None:
         raise ValueError(f"verify_s: no size from 2 to {nodes + 1} tokens (nodes + 1); measure one, or raise nodes")
-    return found
+    return best
 
 
 def _rates(acceptance: Sequence[float], nodes: int, depth: int) -> Floats:
-    """The checked acceptance, without ranks that a tree of this size cannot have or that are never accepted."""
-    if not all(0 <= rate <= 1 for rate in acceptance):
-        raise ValueError("acceptance: every entry must be a probability in [0, 1], for example [0.6, 0.15, 0.05]")
-    if sum(acceptance) > 1 + 1e-6:
-        raise ValueError(
-            f"acceptance: adds up to {sum(acceptance):.4g}, but at most one sibling is accepted; "
-            f"give P(this rank is the accepted one), for example [0.6, 0.15, 0.05]"
-        )
-    if not any(acceptance):
-        raise ValueError("acceptance: 0 at every rank, so no tree helps; measure it with a draft that is accepted")
+    if not all(0 <= rate <= 1 for rate in acceptance) or sum(acceptance) > 1 + 1e-6:
+        raise ValueError("acceptance: expected the ranks' probabilities, at most 1 together, such as [0.6, 0.15, 0.05]")
     for key, value, most in (("nodes", nodes, LARGEST), ("depth", depth, DEEPEST)):
         if not 1 <= value <= most:
-            raise ValueError(f"{key}={value} is not in 1..{most}; use for example {key}={most // 4}")
+            raise ValueError(f"{key}={value} is not in 1..{most}")
     return np.trim_zeros(np.array(acceptance, dtype=np.float64)[:nodes], "b")
 
 

@@ -17,8 +17,7 @@ MAX_CANDIDATES = 1 << 20
 #   with_replacement     drawn from q independently; siblings may repeat a token
 #   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
 #   deterministic        a function of the context alone, such as the k most probable tokens
-# What was drawn at random must never be pruned afterwards: pruning depends on what was drawn, and every rule but
-# `exact` would then be biased.
+# Never prune after drawing at random: pruning depends on what was drawn, and biases every rule but `exact`.
 Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
@@ -26,10 +25,8 @@ Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "det
 class Tree:
     """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root; breadth-first order.
 
-    `stop` is the confidence stop: nothing is drafted below a node whose tokens, from the root down, have a joint
-    probability under the draft lower than this. What is drafted next thus depends on drawn tokens only, which keeps
-    every verifier valid. Raises ValueError when a parent does not come before its child or when depths or sibling
-    groups are interleaved.
+    `stop` is the confidence stop: nothing is drafted below a node whose path has a joint probability under the draft
+    lower than this. So what is drafted next depends on drawn tokens only, which keeps every verifier valid.
     """
 
     grows: ClassVar[bool] = False  # whether the draft's confidence gives it its shape
@@ -39,11 +36,12 @@ class Tree:
 
     def __post_init__(self) -> None:
         if not 0 <= self.stop < 1:
-            raise ValueError(f"tree: stop={self.stop} is not in [0, 1); it is a probability, 0 never stops")
-        if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError("tree: a parent must be listed before its children; -1 is the root, e.g. (-1, -1, 0)")
-        if any(a > b for a, b in zip(self.parents, self.parents[1:], strict=False)):
-            raise ValueError("tree: nodes must be in breadth-first order, siblings side by side, e.g. (-1, -1, 0, 1)")
+            raise ValueError(f"tree: stop={self.stop} is not a probability in [0, 1)")
+        if self.size > MAX_NODES:
+            raise ValueError(f"tree: more than {MAX_NODES} nodes; draft fewer")
+        ordered = all(above <= below for above, below in zip(self.parents, self.parents[1:], strict=False))
+        if not ordered or any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError("tree: nodes must be in breadth-first order, with -1 for the root, such as (-1, -1, 0, 1)")
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -66,10 +64,10 @@ class Tree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are the root's."""
-        found: list[list[int]] = [[] for _ in range(self.size + 1)]
+        children: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parents):
-            found[parent + 1].append(node + 1)
-        return tuple(tuple(nodes) for nodes in found)
+            children[parent + 1].append(node + 1)
+        return tuple(map(tuple, children))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -110,9 +108,9 @@ class DynamicTree:
     probable tokens (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
 
     The value of a node is the product of the confidences on its path. At each of `depth` levels the `beam` nodes of
-    highest value are given `beam` children each; the best `nodes` of all candidates are kept, the shallower of equals
-    first, so that what is kept hangs together. Levels end early when the best `nodes` would gain less than `gain` in
-    expected accepted tokens (OPT-Tree's threshold; 0 never does).
+    highest value get `beam` children each; the best `nodes` of all candidates are kept, the shallower of equals first.
+    Levels end early when the best `nodes` would gain less than `gain` in expected accepted tokens (OPT-Tree's
+    threshold; 0 never does).
     """
 
     grows: ClassVar[bool] = True
@@ -123,29 +121,18 @@ class DynamicTree:
     gain: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.depth, self.beam, self.nodes) < 1:
-            raise ValueError("tree: depth, beam and nodes must each be at least 1, such as depth=6,beam=10,nodes=60")
-        if self.nodes > MAX_NODES:
-            raise ValueError(f"tree: more than {MAX_NODES} nodes; use a smaller number, for example nodes=60")
-        for key, value in (("depth", self.depth), ("beam", self.beam)):
-            if value > self.nodes:
-                raise ValueError(
-                    f"tree: {key}={value} is more than nodes={self.nodes} can fill; use {key}={self.nodes}"
-                )
-        if self.candidates > MAX_CANDIDATES:
+        if not (1 <= self.depth <= self.nodes and 1 <= self.beam <= self.nodes <= MAX_NODES):
             raise ValueError(
-                f"tree: depth={self.depth} and a beam of {self.beam} weigh {self.candidates} candidates per step, more "
-                f"than {MAX_CANDIDATES}; use fewer levels or a smaller beam (in opt the beam is nodes), for example 50"
+                f"tree: depth={self.depth}, beam={self.beam}, nodes={self.nodes}: depth and beam must be 1 to nodes, "
+                f"and nodes at most {MAX_NODES}"
             )
-        if self.nodes > self.candidates:
+        if not self.nodes <= self.candidates <= MAX_CANDIDATES:
             raise ValueError(
-                f"tree: nodes={self.nodes} but depth={self.depth} and beam={self.beam} reach only {self.candidates}; "
-                f"use nodes={self.candidates}, or more depth or beam"
+                f"tree: depth={self.depth}, beam={self.beam} reach {self.candidates} candidates; must be from "
+                f"nodes={self.nodes} to {MAX_CANDIDATES}"
             )
         if not 0 <= self.gain < 1:
-            raise ValueError(
-                f"tree: gain={self.gain} is not in [0, 1); a level adds less than one token, 0 never stops"
-            )
+            raise ValueError(f"tree: gain={self.gain} is not in [0, 1)")
 
     @property
     def candidates(self) -> int:

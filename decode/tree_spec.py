@@ -1,12 +1,11 @@
 """Tree specs: what a user writes for a tree, such as `kary:4,2,2`, and the shape that it stands for. Needs no torch."""
 
-import difflib
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape, tree_of_paths
+from draftsmith_core.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -54,56 +53,45 @@ TREES: dict[str, TreeKind] = {
     ),
 }
 
-# The keys of the two files, each with a value that works.
-_STATIC = {"parents": "[-1, -1, 0]", "paths": "[[0], [1], [0, 0]]", "stop": "0.2"}
-_SEQUOIA = {
-    "acceptance": "[0.6, 0.15, 0.05]",
-    "nodes": "64",
-    "depth": "8",
-    "verify_s": '{"1": 0.02, "8": 0.021}',
-    "draft_s": "0.002",
+_FILES = {
+    "static": '{"parents": [-1, -1, 0], "stop": 0.2} or paths such as [[0], [1], [0, 0]]',
+    "sequoia": '{"acceptance": [0.6, 0.15], "nodes": 64, "depth": 8}, or "verify_s" and "draft_s" too',
+    "auto": "a plan; write one with `draftsmith plan --out FILE`",
 }
 
 
-def kary(branching: tuple[int, ...]) -> Tree:
-    """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a
-    chain of two.
-    """
+def kary(branching: Sequence[int]) -> Tree:
+    """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a chain of two."""
     parents: list[int] = []
     level = [-1]
     for count in branching:
         first = len(parents)
-        parents += [parent for parent in level for _ in range(count)]
+        # `Tree` refuses more than MAX_NODES, so no more of it is built.
+        parents += [parent for parent in level for _ in range(min(count, MAX_NODES + 1))]
         level = list(range(first, len(parents)))
+        if len(parents) > MAX_NODES:
+            break
     return Tree(tuple(parents))
 
 
 def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeShape:
     """The shape that a spec of `TREES` stands for.
 
-    `read(path)` returns the parsed JSON of a file that a spec names; this package opens none itself. Raises ValueError
-    in one line, naming the spec, what is wrong and what would work; what `read` raises passes through.
+    `read(path)` returns the parsed JSON of a file that a spec names; what it raises passes through. Raises ValueError,
+    one line that names the spec, what is wrong and what would work.
 
-    A static file holds `{"parents": [-1, -1, 0], "stop": 0.2}` (breadth-first, -1 is the root; `stop` may be left out),
-    or `paths` of child ranks in any order in place of `parents`, `{"paths": [[0], [1], [0, 0]]}`, or just the list of
-    paths, as Medusa and EAGLE write their trees. A sequoia file holds `acceptance`, `nodes` and
-    `depth` as in `decode.sequoia.optimal_tree`; with `verify_s` and `draft_s` (`best_size`) too, `nodes` and `depth`
-    are bounds and the cheapest size within them is taken.
+    A static file holds `parents` (breadth-first, -1 is the root) or `paths` of child ranks, and perhaps `stop`; or just
+    the list of paths, as Medusa and EAGLE write their trees. A sequoia file holds `acceptance`, `nodes` and `depth` as
+    in `decode.sequoia.optimal_tree`; with `verify_s` and `draft_s` (`best_size`) too, `nodes` and `depth` are bounds
+    and the cheapest size within them is taken.
     """
     kind, colon, body = spec.partition(":")
-    where = f"tree '{_shown(spec)}'"
     if kind not in TREES:
-        near = difflib.get_close_matches(kind[:40], TREES, 1)
-        others = ", ".join(list(TREES)[2:])
-        fix = f"write {TREES[near[0]].example}" if near else f"write chain:4 or kary:4,2,2, or one of {others}"
-        raise ValueError(f"{where}: unknown kind '{_shown(kind)}'; {fix}")
-    content: object = None
-    if kind in ("static", "sequoia", "auto"):
-        if not body:
-            raise ValueError(f"{where}: names no file; write for example {TREES[kind].example}")
-        if read is None:
-            raise ValueError(f"{where}: a file cannot be read here; pass parse_tree a reader, or write chain:4")
-        content = read(body)
+        raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
+    if kind in _FILES and (not body or read is None):
+        fix = "pass parse_tree a reader of files" if body else f"name one, such as {TREES[kind].example}"
+        raise ValueError(f"tree {spec!r}: needs a file; {fix}")
+    content = read(body) if kind in _FILES and read is not None else None
     try:
         match kind:
             case "static":
@@ -113,200 +101,92 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
             case "auto":
                 return _planned(content)
             case "eagle2" | "opt":
-                return _growth(kind, body.split(",") if colon else [])
+                return _growing(kind, body.split(",") if colon else [])
             case _:
-                return _counted(kind, body)
+                return _counted(kind, body.split(","))
+    except (TypeError, AttributeError, KeyError) as error:
+        missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
+        raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None
     except ValueError as error:
-        raise ValueError(f"{where}: {str(error).removeprefix('tree: ')}") from None
+        example = "" if kind in _FILES else f"; write for example {TREES[kind].example}"
+        raise ValueError(f"tree {spec!r}: {str(error).removeprefix('tree: ')}{example}") from None
 
 
-def _shown(text: str) -> str:
-    """Text for an error message: one line, and not a long one."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 120 else text[:117] + "..."
+def _counted(kind: str, words: Sequence[str]) -> Tree:
+    counts = [_number(word, int) for word in words if "=" not in word]
+    if not counts or min(counts) < 1 or (kind == "chain" and len(counts) > 1):
+        raise ValueError("every number must be at least 1")
+    options = _options([word for word in words if "=" in word], {"stop": 0.0})
+    tree = kary((1,) * min(counts[0], MAX_NODES + 1) if kind == "chain" else counts)
+    return replace(tree, stop=options["stop"])
 
 
-def _counted(kind: str, body: str) -> Tree:
-    example = TREES[kind].example
-    words = body.split(",")
-    first = next((place for place, word in enumerate(words) if "=" in word), len(words))
-    numbers = ",".join(words[:first])
-    pattern = r"[0-9]+" if kind == "chain" else r"[0-9]+(,[0-9]+)*"
-    if not re.fullmatch(pattern, numbers):
-        raise ValueError(f"'{_shown(numbers)}' is not what follows '{kind}:'; write for example {example}")
-    counts = tuple(_whole(number) for number in words[:first])
-    if min(counts) < 1:
-        raise ValueError(f"every number must be at least 1; write for example {example}")
-    # Counted before it is built, so that `chain:1000000000` or `kary:9,9,9,9,9,9` costs nothing.
-    nodes, level = (counts[0], 0) if kind == "chain" else (0, 1)
-    for count in counts if kind == "kary" else ():
-        level *= count
-        nodes += level
-        if nodes > MAX_NODES:
-            break
-    if nodes > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES} nodes; use smaller numbers, for example {example}")
-    options = _options(words[first:], ("stop",), f"{example},stop=0.4")
-    tree = kary((1,) * counts[0] if kind == "chain" else counts)
-    return replace(tree, stop=_decimal(options, "stop", 0.0))
-
-
-def _growth(kind: str, words: Sequence[str]) -> DynamicTree:
-    keys = ("depth", "beam", "nodes") if kind == "eagle2" else ("nodes", "depth", "gain")
-    options = _options(words, keys, TREES[kind].example)
-    nodes = _count(options, "nodes", 60 if kind == "eagle2" else 50)
+def _growing(kind: str, words: Sequence[str]) -> DynamicTree:
+    defaults = {"nodes": 60, "depth": 6, "beam": 10} if kind == "eagle2" else {"nodes": 50, "depth": 10, "gain": 0.1}
+    options = _options(words, defaults)
+    written = {word.partition("=")[0] for word in words}
     # Defaults are lowered to fit what the user wrote; what the user wrote is never changed.
-    depth = _count(options, "depth", min(6 if kind == "eagle2" else 10, nodes))
-    if kind == "eagle2":
-        beam = _count(options, "beam", min(10, nodes))
-        return DynamicTree(depth, beam, nodes if "nodes" in options else min(nodes, beam + (depth - 1) * beam**2))
-    # OPT-Tree leaves the beam to the budget, and its threshold is about t_draft / t_target.
-    return DynamicTree(depth, nodes, nodes, _decimal(options, "gain", 0.1))
+    options |= {
+        key: min(options[key], options["nodes"]) for key in ("depth", "beam") if key in defaults.keys() - written
+    }
+    nodes, depth = options["nodes"], options["depth"]
+    if kind == "opt":
+        # OPT-Tree leaves the beam to the budget, and its threshold is about t_draft / t_target.
+        return DynamicTree(depth, nodes, nodes, options["gain"])
+    beam = options["beam"]
+    return DynamicTree(depth, beam, nodes if "nodes" in written else min(nodes, beam + (depth - 1) * beam**2))
 
 
-def _options(words: Sequence[str], keys: Sequence[str], example: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _options(words: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
+    options = dict(defaults)
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"'{_shown(word)}' is not KEY=VALUE; write for example {example}")
-        if key not in keys:
-            raise ValueError(f"unknown key '{_shown(key)}'; {_nearest(key, keys)}, for example {example}")
-        if key in found:
-            raise ValueError(f"{key} is given twice; give it once, for example {example}")
-        found[key] = value
-    return found
+        key, _, value = word.partition("=")
+        if key not in defaults:
+            raise ValueError(f"unknown key {key!r}; {nearest(key, defaults)}")
+        options[key] = _number(value, type(defaults[key]))
+    return options
 
 
-def _nearest(key: str, keys: Collection[str]) -> str:
-    near = difflib.get_close_matches(key[:40], keys, 1)
-    return f"did you mean {near[0]}" if near else f"use {' or '.join(keys)}"
+def _number(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
 
 
-def _whole(digits: str) -> int:
-    """A number from ASCII digits, at most 10**9: larger ones exceed every limit here just as well."""
-    digits = digits.lstrip("0")
-    return int(digits or "0") if len(digits) < 10 else 10**9
+def _static(content: Any) -> Tree:
+    content = {"paths": content} if isinstance(content, list) else content
+    _check_keys(content, ("parents", "paths", "stop"))
+    tree = _tree_of(content["paths"]) if "paths" in content else Tree(tuple(content["parents"]))
+    return replace(tree, stop=content.get("stop", 0.0))
 
 
-def _count(options: dict[str, str], key: str, default: int) -> int:
-    if key not in options:
-        return default
-    if not re.fullmatch(r"[0-9]+", options[key]) or _whole(options[key]) < 1:
-        raise ValueError(f"{key}={_shown(options[key])} is not a whole number from 1; write for example {key}=6")
-    return _whole(options[key])
-
-
-def _decimal(options: dict[str, str], key: str, default: float) -> float:
-    if key not in options:
-        return default
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", options[key]) or not float(options[key]) < 1:
-        raise ValueError(f"{key}={_shown(options[key])} is not in [0, 1); write for example {key}=0.2")
-    return float(options[key])
-
-
-def _static(content: object) -> Tree:
-    fields = _fields({"paths": content} if isinstance(content, list) else content, _STATIC, ())
-    if ("parents" in fields) == ("paths" in fields):
-        raise ValueError(f"expected either parents, such as {_STATIC['parents']}, or paths, such as {_STATIC['paths']}")
-    key = "parents" if "parents" in fields else "paths"
-    entries = fields[key]
-    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_NODES:
-        raise ValueError(f"{key}: expected a list of 1 to {MAX_NODES} nodes, such as {_STATIC[key]}")
-    if key == "paths":
-        return replace(_of_paths(entries), stop=_number(fields.get("stop", 0.0), "stop", _STATIC))
-    if not all(_is_whole(parent) for parent in entries):
-        raise ValueError(f"parents: expected whole numbers, such as {_STATIC['parents']}")
-    return Tree(tuple(entries), _number(fields.get("stop", 0.0), "stop", _STATIC))
-
-
-def _planned(content: object) -> Tree | DynamicTree:
-    """The best tree of a plan: by its spec where it has one, else by its parents."""
-    chosen = content.get("tree") if isinstance(content, dict) else None
-    if not isinstance(chosen, dict) or not ({"spec", "parents"} & chosen.keys()):
-        raise ValueError("the file is not a plan; write one with `draftsmith plan --out FILE`")
-    if isinstance(chosen.get("spec"), str):
-        return _written(chosen["spec"])
-    return _static({"parents": chosen.get("parents")})
-
-
-def _written(spec: str) -> Tree | DynamicTree:
-    """A tree of a plan that has a spec."""
-    kind, colon, body = spec.partition(":")
-    if kind not in ("chain", "kary", "eagle2", "opt"):
-        raise ValueError(f"tree '{_shown(spec)}' of the plan is unknown; write the plan anew with `draftsmith plan`")
-    return _growth(kind, body.split(",") if colon else []) if kind in ("eagle2", "opt") else _counted(kind, body)
-
-
-def _of_paths(paths: Sequence[object]) -> Tree:
-    """The tree of paths of child ranks; ValueError where they do not make one."""
-    known: set[tuple[int, ...]] = set()
-    for path in paths:
-        if not isinstance(path, list) or not path or not all(_is_whole(rank) and rank >= 0 for rank in path):
-            raise ValueError(f"path {_shown(repr(path))}: expected a list of child ranks from 0, such as [0, 1]")
-        if tuple(path) in known:
-            raise ValueError(f"path {_shown(repr(path))}: listed twice; list it once")
-        known.add(tuple(path))
-    for *above, rank in sorted(known, key=lambda path: (len(path), path)):
-        parent, path = _shown(repr(above)), _shown(repr([*above, rank]))
-        if above and tuple(above) not in known:
-            raise ValueError(f"path {path}: its parent {parent} is not listed; list {parent} too")
-        if rank and (*above, rank - 1) not in known:
-            raise ValueError(f"path {path}: its sibling of rank {rank - 1} is not listed; ranks have no gaps")
+def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
+    known = {tuple(path) for path in paths}
+    for *above, rank in known:
+        if (above and tuple(above) not in known) or (rank and (*above, rank - 1) not in known):
+            raise ValueError(f"path {[*above, rank]}: list its parent and its siblings of lower rank too")
     return tree_of_paths(known)
 
 
-def _sequoia(content: object) -> Tree:
+def _planned(content: Any) -> TreeShape:
+    """The best tree of a plan: by its spec if it has one, else by its parents."""
+    tree = content["tree"]
+    return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
+
+
+def _sequoia(content: Any) -> Tree:
     from decode.sequoia import best_size, optimal_tree  # brings numpy, which no other spec needs
 
-    fields = _fields(content, _SEQUOIA, ("acceptance", "nodes", "depth"))
-    acceptance = fields["acceptance"]
-    if not isinstance(acceptance, list):
-        raise ValueError(f"acceptance: expected a list of numbers, such as {_SEQUOIA['acceptance']}")
-    rates = [_number(rate, "acceptance", _SEQUOIA) for rate in acceptance]
-    for key in ("nodes", "depth"):
-        if not _is_whole(fields[key]):
-            raise ValueError(f"{key}: expected a whole number, such as {_SEQUOIA[key]}")
-    nodes, depth = int(fields["nodes"]), int(fields["depth"])
-    if ("verify_s" in fields) != ("draft_s" in fields):
-        missing = "draft_s" if "verify_s" in fields else "verify_s"
-        raise ValueError(
-            f"key '{missing}' is missing; verify_s and draft_s go together, {missing}: {_SEQUOIA[missing]}"
-        )
-    if "verify_s" in fields:
-        size = best_size(
-            rates, nodes, depth, _verify_s(fields["verify_s"]), _number(fields["draft_s"], "draft_s", _SEQUOIA)
-        )
+    _check_keys(content, ("acceptance", "nodes", "depth", "verify_s", "draft_s"))
+    acceptance, nodes, depth = content["acceptance"], content["nodes"], content["depth"]
+    if "verify_s" in content or "draft_s" in content:
+        verify_s = {int(size): seconds for size, seconds in content["verify_s"].items()}
+        size = best_size(acceptance, nodes, depth, verify_s, content["draft_s"])
         nodes, depth = size.nodes, size.depth
-    return optimal_tree(rates, nodes, depth)
+    return optimal_tree(acceptance, nodes, depth)
 
 
-def _verify_s(value: object) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]+", str(size)) for size in value):
-        raise ValueError(f"verify_s: expected seconds by number of tokens, such as {_SEQUOIA['verify_s']}")
-    return {_whole(str(size)): _number(seconds, "verify_s", _SEQUOIA) for size, seconds in value.items()}
-
-
-def _fields(content: object, examples: dict[str, str], needed: Collection[str]) -> dict[str, Any]:
-    """The keys of a file: all known, none of the needed ones missing."""
-    if not isinstance(content, dict):
-        example = ", ".join(f'"{key}": {examples[key]}' for key in needed or ("parents",))
-        raise ValueError(f"the file holds a {type(content).__name__}; expected {{{example}}}")
-    for key in content:
-        if key not in examples:
-            raise ValueError(f"unknown key '{_shown(str(key))}'; {_nearest(str(key), examples)}")
-    for key in needed:
-        if key not in content:
-            raise ValueError(f"key '{key}' is missing; write for example \"{key}\": {examples[key]}")
-    return content
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object, key: str, examples: dict[str, str]) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f'{key}: {_shown(repr(value))} is not a number; write for example "{key}": {examples[key]}')
-    # Too large for a float, or NaN: outside every range, so the range checks refuse it.
-    return float(value) if abs(value) < 1e300 else float("inf")
+def _check_keys(content: dict[str, Any], known: Sequence[str]) -> None:
+    for key in content.keys() - set(known):
+        raise ValueError(f"unknown key {key!r}; {nearest(key, known)}")

@@ -447,7 +447,7 @@ REFUSED = [
     ("--draft ./nowhere", "./nowhere: no such directory", ""),
     ("--proposer retrieval", "retrieval", "add --datastore FILE"),
     ("--proposer retrieval --datastore none.jsonl", "none.jsonl: no such file", ""),
-    ("--draft {draft} --tree chian:4", "unknown kind 'chian'", "write chain:4"),
+    ("--draft {draft} --tree chian:4", "unknown kind 'chian'", "did you mean chain"),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
     ("--draft {draft} --tree kary:2,2 --verifier block", "'block' is valid on chains only", "chain:2"),
     ("--draft {draft} --tree eagle2 --verifier greedy", "'greedy' is not valid", "use verifier exact"),

@@ -237,7 +237,7 @@ def test_eval_on_several_processes_takes_a_plan_from_a_file(
         ("decode --target {t} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
-        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "names no file"),
+        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
     ],
 )
 def test_wrong_plans_are_refused_in_one_line(
