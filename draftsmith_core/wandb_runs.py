@@ -1,18 +1,26 @@
-"""Weights & Biases for training and evaluation: a run without prompts, and the draft checkpoint as an artifact.
+"""Weights & Biases (and tensorboard, for training): runs without prompts, curves, the checkpoint as an artifact.
 
 Keys and tokens stay in the environment, where wandb reads them; nothing here passes or prints them.
 """
 
+import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError, one_line
+from draftsmith_core.io import hash_json
 from draftsmith_core.packages import require_package
-from draftsmith_core.processes import launched
+from draftsmith_core.processes import launched, on_main
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+log = logging.getLogger(__name__)
 
 _OFFLINE = "set WANDB_MODE=offline, which needs neither account nor network"
 
@@ -62,8 +70,58 @@ def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[
     return options | {"settings": settings}
 
 
-def log_checkpoint(run: Any, directory: Path, record: dict[str, Any]) -> None:
-    """Log a draft checkpoint as an artifact that refers to its files by checksum; no weights are uploaded."""
+def start(accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path) -> None:
+    """Open the tracker of a training run, if there is one; a resumed run continues the same W&B run."""
+    if config.tracker == "wandb":
+        on_main(lambda: _start_wandb(accelerator, config, identity, run_dir))
+    elif config.tracker == "tensorboard":
+        # Its table of settings takes plain values only. Flush often, because a kill loses what is not flushed.
+        options = {"tensorboard": {"flush_secs": 10}}
+        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options)
+
+
+def _start_wandb(accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path) -> None:
+    # Another directory is another run.
+    run_id = hash_json([str(run_dir.resolve()), identity])[:16]
+    with without_prompts():
+        options = run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
+        accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        for figure, best in (("loss", "min"), ("alpha", "max"), ("tau", "max")):
+            run.define_metric(f"heldout_{figure}", summary=best)
+        _catch_up(run, run_dir)
+
+
+def _catch_up(run: Any, run_dir: Path) -> None:
+    """Log the finished steps that the W&B run lacks: those not sent before a kill, and all of them when offline."""
+    last = max((int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")), default=-1)
+    metrics = run_dir / "metrics.jsonl"
+    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+        # A kill may have cut the last line short; that step is repeated.
+        line = json.loads(text) if text.endswith("}") else {"step": last + 1}
+        step = line.pop("step")
+        if run.step <= step <= last:
+            run.log(line, step=step)
+
+
+def finish(accelerator: "Accelerator", tracker: str, record: dict[str, Any], out: Path) -> None:
+    """Log the checkpoint of a training run (W&B only), and close the tracker."""
+    if tracker == "wandb" and accelerator.is_main_process:
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        try:
+            with without_prompts():
+                run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
+                _log_checkpoint(run, out, record)
+        except InputError as error:
+            # The draft is written; a tracker that fails now must not fail the run.
+            log.warning("%s", error)
+    # `end_training` would also leave the process group, which the next stage of `align` needs.
+    for opened in accelerator.trackers:
+        opened.finish()
+
+
+def _log_checkpoint(run: Any, directory: Path, record: dict[str, Any]) -> None:
+    """Log a draft as an artifact that refers to its files by checksum; no weights are uploaded."""
     import wandb
 
     artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)

@@ -222,8 +222,7 @@ def test_training_on_what_the_target_says_raises_its_alpha(
     assert code == 2 and "--heterogeneous_vocab true" in err
     code, _, err = door(*words.split(), "--heterogeneous_vocab", "true")
     assert code == 0, err
-    assert "the draft has another tokenizer, which shares " in err
-    assert "16 rows are written in its tokens, 0 are left out" in err  # trained on and held out
+    assert "16 rows are rewritten in its tokens, 0 rows are skipped" in err  # trained on and held out
     record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
     assert record["target"] == target_dir and record["data"]["left_out"] == 0
     assert "--heterogeneous_vocab true" in (tmp_path / "draft" / "README.md").read_text()
@@ -236,23 +235,3 @@ def test_training_on_what_the_target_says_raises_its_alpha(
         found = alpha_sums(pair.target, draft, texts, Sampling(temperature=0.0), batch_size=8)
         alphas.append(sum(found["sum"]) / sum(found["count"]))
     assert alphas[1] > alphas[0] + 0.1, alphas
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--objective fkl", "objective: heterogeneous_vocab trains with ce on the target's answers"),
-        ("--best_by alpha", "best_by: heterogeneous_vocab trains with ce"),
-        ("--kind eagle --draft null", "heterogeneous_vocab: is for a language model that has a tokenizer"),
-        ("--target null", "target: heterogeneous_vocab needs its tokenizer"),
-        ("--tokenizer {target}", "tokenizer: with heterogeneous_vocab data has the target's"),
-    ],
-)
-def test_what_cannot_be_trained_across_tokenizers_is_refused(
-    words: str, said: str, door: Door, target_dir: str, donor_dir: str, tmp_path: Path
-) -> None:
-    run = (
-        f"train --target {target_dir} --draft {donor_dir} --data none --out {tmp_path / 'o'} --heterogeneous_vocab true"
-    )
-    code, _, err = door(*run.split(), *words.format(target=target_dir).split())
-    assert code == 2 and said in err and not (tmp_path / "o").exists()

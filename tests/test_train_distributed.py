@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from draftsmith_core.errors import RunError
 from train.config import TrainConfig
-from train.world import make_world
+from train.parallel import make_world
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -106,7 +106,7 @@ EAGLE3 = "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3"
 PART = "--draft {draft} --head.draft_vocab_size 120"
 OTHERS = {
     "cpu2": ["--kind eagle --head.noise 0", "--draft {draft} --on_policy.fraction 0.5 --on_policy.max_new_tokens 8"],
-    "cpu2_fsdp2": [EAGLE3, PART],
+    "cpu2_fsdp2": [EAGLE3, f"{PART} --anchor_kl 0.5 --lora.rank 4"],
     "cpu2_zero2": ["--kind hydra --head.num_heads 3", PART],
     "cpu2_zero3": [EAGLE3, PART],
 }
@@ -218,16 +218,17 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "asks for Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "asks for a parallelism_config"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor; leave it out and set `compile`"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16; leave it `no`"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "sets fp16 for mixed_precision"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set `accumulation` instead"),
-        (FSDP | {"FSDP_VERSION": "1"}, "fsdp_version to 1; only 2 is done"),
-        (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params to true"),
+        (FSDP | {"FSDP_VERSION": "1"}, "sets 1 for fsdp_version"),
+        (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "sets true for fsdp_offload_params"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set `gradient_checkpointing` instead"),
-        (FSDP | {"WORLD_SIZE": "1"}, "with one process"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "sets zero3_init_flag"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"},
+            "sets true for zero3_init_flag",
+        ),
         # Nobody else can be found: each would train a copy of its own.
-        ({"WORLD_SIZE": "2"}, "could not bring the processes together: .*MASTER_ADDR"),
-        (FSDP, "could not bring the processes together: .*MASTER_ADDR"),
+        ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "asked for several processes and started"),
     ],
 )
@@ -242,33 +243,6 @@ def test_what_nobody_would_do_is_refused(
     with pytest.raises(RunError, match=message) as refusal:
         make_world(TrainConfig(out="o", data=["d"], draft="d", device="cpu"))
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "change", "flags", "message"),
-    [
-        # With --cpu accelerate starts one process, and forgets what else was asked for.
-        ("cpu2_zero2", {}, ["--cpu"], "asked for several processes and started only one"),
-        ("cpu2_fsdp2", {}, ["--cpu"], "asked for several processes and started only one"),
-        pytest.param(
-            "cpu2_zero2", {"zero_stage: 2": "zero_stage: 0"}, [], "zero_stage 0 shares nothing", marks=NO_DEEPSPEED
-        ),
-    ],
-)
-def test_a_launch_that_is_not_what_was_asked_for_is_refused(
-    config: str, change: dict[str, str], flags: list[str], message: str, tmp_path: Path, launch: Launch
-) -> None:
-    text = (CONFIGS / f"{config}.yaml").read_text()
-    for old, new in change.items():
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / "changed.yaml").write_text(text)
-    program = ("-m", "draftsmith", "train", "--out", "o", "--data", "d", "--draft", "d")
-    done = launch(["--config_file", tmp_path / "changed.yaml", *flags], *program)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

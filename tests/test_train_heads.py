@@ -16,12 +16,10 @@ from drafts.draft_vocabulary import count_vocabulary
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import fingerprint
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
-from train.batch import IGNORE, Batch
+from train.batch import IGNORE, Batch, LossSums
 from train.features import FeatureCache, cached_layers, documents
-from train.loss_sums import LossSums
 from train.objective import parse_objective
 from train.packing import document_layout
 from train.trainees import TRAINEES
@@ -358,12 +356,6 @@ def test_eagle_measures_deeper_acceptance_in_evaluation_only(target: Any) -> Non
     trainee = trainee_of("eagle", target)
     assert trainee(batch_of(ROWS)).depth_tokens_D.tolist() == [12, 0, 0]
     assert trainee.eval()(batch_of(ROWS)).depth_tokens_D.tolist() == [12, 8, 5]
-
-
-@every_kind
-def test_selection_of_tokens_is_refused(kind: str, target: Any) -> None:
-    with pytest.raises(InputError, match="adaspec"):
-        trainee_of(kind, target, "fkl@adaspec")
 
 
 def test_vocabulary_holds_the_commonest_tokens() -> None:

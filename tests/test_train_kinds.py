@@ -272,26 +272,3 @@ REFUSED = [
     (["--kind", "eagle", "--gradient_checkpointing", "true"], "gradient_checkpointing: is for draft language models"),
     (["--kind", "medusa", "--compile", "true"], "compile: is for draft language models"),
 ]
-
-
-@pytest.mark.parametrize(("more", "expected"), REFUSED)
-def test_what_a_kind_cannot_do_is_refused(
-    more: list[str], expected: str, target_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
-    run = ["train", "--target", target_dir, "--data", distilled, "--out", tmp_path / "out", "--draft_config", "c.json"]
-    run = run if "lm" in more else run[:-2]
-    code, out, err = door(*run, *more, "--device", "cpu")
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err and len(err.strip().splitlines()) == 1
-    assert expected in err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_draft_of_another_kind_is_refused(
-    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
-    run = ["train", "--target", target_dir, "--data", distilled, "--device", "cpu", "--out", tmp_path / "out"]
-    code, _, err = door(*run, "--kind", "eagle", "--draft", draft_dir)
-    assert code == 2
-    assert err.strip().endswith(f"{draft_dir}: is a language model and kind is eagle; set kind to lm")
-    assert not (tmp_path / "out").exists()

@@ -12,16 +12,13 @@ from safetensors.torch import load_file
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
-from train import draft_setup
 from train.batch import IGNORE
-from train.config import OnPolicy, TrainConfig
+from train.config import OnPolicy
 from train.data import Examples, collate, load_examples
 from train.onpolicy import Answerer, make_answerer
-from train.world import World
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -186,35 +183,6 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
             torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_killed_run_draws_the_same_answers_again(
-    target_dir: str, dropout_dir: str, distilled: str, tmp_path: Path, spawn: Spawn
-) -> None:
-    """Law 7, with dropout between the draws."""
-    run = [*words(target_dir, dropout_dir, distilled), "--batch_size", "4", "--steps", "14", "--out", "draft"]
-    patch = """
-import os, signal, train.parallel
-real, calls = train.parallel.backward, []
-def watched(*words):
-    calls.append(1)
-    if len(calls) == 11:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*words)
-train.parallel.backward = watched
-"""
-    results = []
-    for name, before in (("whole", ""), ("killed", patch)):
-        (tmp_path / name).mkdir()
-        if before:
-            assert spawn(*run, cwd=tmp_path / name, patch=before).wait()[0] == -9
-        code, _, err = spawn(*run, cwd=tmp_path / name).wait()
-        assert code == 0, err
-        out = tmp_path / name / "draft"
-        results.append({str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()})
-    assert results[0].keys() == results[1].keys()
-    assert [name for name in results[0] if results[0][name] != results[1][name]] == []
-
-
 def test_a_context_as_long_as_the_rows_is_enough(draft_dir: str) -> None:
     """The draft has 96 positions: a prompt near the end gets what room is left."""
     answerer = answerer_of(draft_dir, max_length=96, max_new_tokens=60)
@@ -222,38 +190,3 @@ def test_a_context_as_long_as_the_rows_is_enough(draft_dir: str) -> None:
     answers = answerer.answer([long, short], [3, 4])
     assert 1 <= len(answers[0]) <= 6
     assert answers == [answerer.answer([prompt], [place])[0] for prompt, place in ((long, 3), (short, 4))]
-
-
-@pytest.mark.parametrize("kind", ["zero3", "fsdp"])
-def test_divided_weights_cannot_answer(kind: Any, draft_dir: str, distilled: str) -> None:
-    config = TrainConfig(
-        out="o", data=[distilled], draft=draft_dir, target="t", on_policy=OnPolicy(fraction=0.5, max_new_tokens=4)
-    )
-    draft = load_model(draft_dir, device="cpu")
-    with pytest.raises(InputError, match=f"and {kind} shards them; launch with .*ddp.yaml or zero2.yaml$"):
-        draft_setup.make_answerer(config, World(Any, kind, False), draft, draft)
-
-
-REFUSED = [
-    (["--on_policy.fraction", "1.5"], "on_policy.fraction: 1.5 must be at least 0 and at most 1"),
-    (["--on_policy.temperature", "0"], "on_policy.temperature: 0.0 must be above 0"),
-    (["--on_policy.max_new_tokens", "0"], "on_policy.max_new_tokens: 0 must be at least 1"),
-    (["--packing", "true"], "packing: answers that are generated later cannot be packed now; set it to false"),
-]
-
-
-@pytest.mark.parametrize(("more", "expected"), REFUSED)
-def test_what_cannot_be_is_refused(
-    more: list[str], expected: str, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
-    code, out, err = door(*words(target_dir, draft_dir, distilled), *more, "--out", tmp_path / "draft")
-    assert (code, out) == (2, "")
-    assert expected in err and len(err.strip().splitlines()) == 1
-    assert not (tmp_path / "draft").exists()
-
-
-def test_a_target_is_needed(draft_dir: str, distilled: str, tmp_path: Path, door: Door) -> None:
-    run = ["train", "--draft", draft_dir, "--data", distilled, "--out", tmp_path / "o", "--on_policy.fraction", "0.5"]
-    code, _, err = door(*run)
-    assert code == 2
-    assert "target: on_policy needs the target, which must score what the draft generates" in err

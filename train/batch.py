@@ -1,10 +1,10 @@
-"""Batches as training steps see them; apart from `train.data`, which reads files, because a step needs only torch.
+"""What goes into a forward of a trainee, and what comes out; apart from `train.data`, because a step needs only torch.
 
-Legend: B rows of a batch, T tokens of the longest of them.
+Legend: B rows of a batch, T tokens of the longest of them, D depths (depth 1 is the first drafted token).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,25 @@ class Batch:
     stored: StoredTeacher | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
-        moved: dict[str, Any] = {key: None if each is None else each.to(device) for key, each in vars(self).items()}
+        """Copy the batch to a device."""
+        moved: dict[str, Any] = {key: None if part is None else part.to(device) for key, part in vars(self).items()}
         return Batch(**moved)
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid tokens of one forward; only the loop divides them, once for all processes.
+
+    A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. All but `loss` carry no gradient.
+    loss: scalar, the sum of the weighted losses. tokens: scalar int64, the number of valid tokens. alpha: scalar, the
+    sum over tokens of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D, depth_tokens_D: the same sum for
+    every depth, and its number of tokens; a count of 0 means that it was not measured (no target). missing: scalar, the
+    sum over tokens of the target's probability of tokens that the draft cannot give, or that stored teacher rows do not
+    list; None if the teacher's whole distribution is known.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    alpha: Tensor
+    depth_alpha_D: Tensor
+    depth_tokens_D: Tensor
+    missing: Tensor | None = None

@@ -24,8 +24,7 @@ from draftsmith_core.processes import on_main
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
 from train.config import TrainConfig
-from train.parallel import WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
-from train.world import World
+from train.parallel import World, WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.output_projection import OutputProjection
-from train.loss_sums import LossSums
+from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective
 from train.teacher import (

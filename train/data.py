@@ -13,7 +13,6 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
@@ -26,8 +25,6 @@ from draftsmith_core.prompts import answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch
-from train.check_rows import check_part
-from train.mixture import drawn, order, shares
 from train.packing import document_layout, pack
 from train.retokenize import retokenized
 from train.teacher import StoredTeacher
@@ -48,12 +45,11 @@ _TEACHER = datasets.Features({COLUMN: datasets.Value("large_binary")})
 class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
 
-    What is shuffled and dealt to processes is a unit: a row, or, where `groups` is given, the rows packed together.
-    `valid_tokens[i]` is how many tokens of unit i are predicted; `dropped` counts rows that had none. `digest`
-    identifies the data, `max_token` is its largest token, `targets` the fingerprints of the targets it came from,
-    `stored` whether every row has the teacher's column, and `max_top_id` the largest token in them with its file and
-    row ((-1, "") without). Units from `replay_from` on are general data to mix in. `domains` says which source each
-    row is from; None where rows are packed. `left_out` counts rows that a draft of another tokenizer cannot write.
+    A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if they are packed.
+    valid_tokens: predicted tokens of each unit. dropped: number of rows that had none. digest: identifies the data.
+    max_token: the largest token. targets: fingerprints of the targets that wrote the data. stored: whether every row
+    has the teacher's column. Units from `replay_from` on are general data to mix in. domains: the source of each row;
+    None if rows are packed. left_out: number of rows that a draft of another tokenizer cannot write.
     """
 
     rows: datasets.Dataset
@@ -64,7 +60,6 @@ class Examples:
     max_token: int
     targets: frozenset[str]
     stored: bool = False
-    max_top_id: tuple[int, str] = (-1, "")
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
     domains: npt.NDArray[np.int64] | None = None
@@ -84,12 +79,10 @@ def load_examples(
     """
     tables, digests = [], []
     targets: set[str | None] = set()
-    max_top_id = (-1, "")
     for source in sources:
         if Path(source).is_dir():
-            table, digest, target, top_id = _distilled(Path(source), tokenizer)
+            table, digest, target = _distilled(Path(source), tokenizer)
             targets |= {target} - {None}
-            max_top_id = max(max_top_id, top_id)
         else:
             if tokenizer is None:
                 raise InputError(f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`")
@@ -130,7 +123,6 @@ def load_examples(
         max_token=max_token,
         targets=frozenset(map(str, targets)),
         stored=stored,
-        max_top_id=max_top_id if stored else (-1, ""),
         domains=domains[keep],
         left_out=read - len(rows),
     )
@@ -146,51 +138,25 @@ def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
         yield from table[name].chunks
 
 
-def _distilled(
-    directory: Path, tokenizer: Tokenizer | None
-) -> tuple[datasets.Dataset, str, str | None, tuple[int, str]]:
-    """(rows, hash of the parts, fingerprint of the target that wrote them or None if not recorded,
-    `Examples.max_top_id`) of a distilled set.
-    """
+def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None]:
+    """Rows of a distilled set, the hash of its parts, and the recorded fingerprint of its target."""
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
     if tokenizer is not None:
         check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
-    paths, parts = [], []
-    if not isinstance(manifest.get("parts"), list):
-        raise InputError(f"{directory / 'manifest.json'}: lacks the list 'parts'; make the set again")
-    for part in manifest["parts"]:
-        path = directory / part["file"]
-        if not path.is_file():
-            raise InputError(f"{path}: is in the manifest but not on disk; copy the whole directory")
-        if sha256_file(path) != part["sha256"]:
-            raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
-        paths.append(glob.escape(str(path)))
-        parts.append(path)
-    teacher = _has_teacher(parts)
-    max_top_id = max((check_part(path, teacher) for path in parts), default=(-1, ""))
-    features = datasets.Features(_FEATURES | (_TEACHER if teacher else {}))
-    if all(_PROMPT in pq.read_schema(path).names for path in parts):
-        features[_PROMPT] = datasets.Value("string")
-    if any(mark in str(directory.absolute()) for mark in ("$", "::")):
-        # datasets hands these to fsspec, which takes one for a variable and the other for an archive: kept in memory.
-        table = datasets.Dataset(pa.concat_tables(pq.read_table(path, columns=list(features)) for path in parts))
-    else:
-        table = datasets.load_dataset("parquet", data_files=paths, split="train", columns=list(features))
-    assert isinstance(table, datasets.Dataset)
-    table = table.cast(features)
-    return table, hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint"), max_top_id
-
-
-def _has_teacher(parts: Sequence[Path]) -> bool:
+    parts = [directory / part["file"] for part in manifest["parts"]]
+    for path, part in zip(parts, manifest["parts"], strict=True):
+        if not path.is_file() or sha256_file(path) != part["sha256"]:
+            raise InputError(f"{path}: is missing, or not the file in the manifest; copy the whole directory again")
     names = [set(pq.read_schema(path).names) for path in parts]
-    if old := next((path for path, each in zip(parts, names, strict=True) if "top_ids" in each), None):
-        raise InputError(
-            f"{old}: its teacher rows are of an older version; make them again with "
-            f"draftsmith distill --score {old.parent} --target TARGET --out OTHER"
-        )
-    return all(COLUMN in each for each in names)
+    features = datasets.Features(_FEATURES | (_TEACHER if all(COLUMN in part for part in names) else {}))
+    if all(_PROMPT in part for part in names):
+        features[_PROMPT] = datasets.Value("string")
+    files = [glob.escape(str(path)) for path in parts]
+    table = datasets.load_dataset("parquet", data_files=files, split="train", columns=list(features))
+    assert isinstance(table, datasets.Dataset)
+    return table.cast(features), hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
 
 
 def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
@@ -293,57 +259,12 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         left_out=examples.left_out + replay.left_out,
         digest=hash_json([examples.digest, "replay", replay.digest]),
         max_token=max(examples.max_token, replay.max_token),
-        max_top_id=max(examples.max_top_id, replay.max_top_id),
         targets=examples.targets | replay.targets,
         stored=stored,
         groups=groups,
         replay_from=len(examples),
         domains=domains,
     )
-
-
-def units(
-    examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0, temperature: float = 1.0
-) -> npt.NDArray[np.int64]:
-    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
-
-    Place g is replay when floor((g + 1) f) > floor(g f): it depends on the place alone, so it is the same however a
-    step is divided (law 6) and wherever a run resumes. Data and replay are each reshuffled in every epoch of their own.
-    temperature: how domains of the data are mixed (`train.mixture.shares`). Without replay and at 1 this is `order`.
-    """
-    if examples.replay_from is None:
-        return _of_domains(examples, len(examples), start, stop, seed, temperature)
-    main, general = examples.replay_from, len(examples) - examples.replay_from
-    # How many replay units come before each place. The small summand makes floor(10 * 0.1) 1 in spite of rounding.
-    before = np.floor(np.arange(start, stop + 1) * fraction + 1e-9).astype(np.int64)
-    is_replay = np.diff(before) > 0
-    found = np.empty(stop - start, dtype=np.int64)
-    if (~is_replay).any():
-        first, last = start - int(before[0]), stop - int(before[-1])
-        found[~is_replay] = _of_domains(examples, main, first, last, seed, temperature)
-    if is_replay.any():
-        # Another seed: with the same permutation for both, the same rows would meet in every epoch.
-        found[is_replay] = main + order(general, int(before[0]), int(before[-1]), seed + 2**32)
-    return found
-
-
-def _of_domains(
-    examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float
-) -> npt.NDArray[np.int64]:
-    """Unit indices of places `start`..`stop`: `order` of the first `count` units, or, at another temperature than 1,
-    every domain in epochs of its own.
-    """
-    if temperature == 1 or examples.domains is None:
-        return order(count, start, stop, seed)
-    rows = [np.flatnonzero(examples.domains[:count] == domain) for domain in np.unique(examples.domains[:count])]
-    found = np.empty(stop - start, dtype=np.int64)
-    for number, (places, first, last) in enumerate(
-        drawn(shares([len(each) for each in rows], temperature), start, stop)
-    ):
-        if last > first:
-            # Seeds of their own, as for replay.
-            found[places] = rows[number][order(len(rows[number]), first, last, seed + (number + 2) * 2**32)]
-    return found
 
 
 def collate(

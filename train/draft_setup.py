@@ -1,7 +1,6 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
@@ -24,17 +24,18 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
 from drafts.make.shape import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line
-from draftsmith_core.io import make_dir, read_json
+from draftsmith_core.io import atomic_dir, make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
-from draftsmith_core.processes import is_main, say
+from draftsmith_core.packages import require_package
+from draftsmith_core.processes import say
 from train import onpolicy, parallel
-from train.config import TrainConfig
+from train.config import Lora, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
 from train.onpolicy import Answerer
+from train.parallel import World
 from train.trainees import TRAINEES
-from train.world import World
 
 # Options of a fresh head only; a trained one has them in its config.
 _SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
@@ -56,65 +57,50 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
 
 
 def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrainedModel:
+    shape = None if config.draft_config is None else read_shape(config.draft_config)
     if config.draft is None:
-        assert config.draft_config is not None
-        model = AutoModelForCausalLM.from_config(_fresh_shape(config, target), dtype=torch.float32)
+        assert shape is not None and config.draft_config is not None
+        model = AutoModelForCausalLM.from_config(_filled_shape(config, shape, target), dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
         if target is not None and (warning := too_costly(read_per_token(model), read_per_token(target))):
             log.warning("%s: %s", config.draft_config, warning)
         return model
-    shape = read_shape(config.draft_config) if config.draft_config is not None else None
     kind = draft_kind(config.draft)
     if kind != "draft":
         raise InputError(f"{config.draft}: is a head of kind {kind} and not a language model; set kind to {kind}")
     model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
-    if shape is not None:
-        for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
-            there, wanted = getattr(model.config, key, None), getattr(shape, key, None)
-            if there != wanted:
-                raise InputError(
-                    f"{config.draft}: its {key} is {there}, {config.draft_config} says {wanted}; "
-                    f"drop `draft_config` or name the right draft"
-                )
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+        has, wanted = getattr(model.config, key, None), getattr(shape, key, None)
+        if shape is not None and has != wanted:
+            raise InputError(f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}")
     return model
 
 
-def _fresh_shape(config: TrainConfig, target: PreTrainedModel | None) -> PretrainedConfig:
-    """The shape in `draft_config`; what it leaves open is the target's, and said."""
+def _filled_shape(config: TrainConfig, shape: PretrainedConfig, target: PreTrainedModel | None) -> PretrainedConfig:
+    """The shape in `draft_config`; what the file leaves open is the target's, with a warning."""
     assert config.draft_config is not None
-    shape = read_shape(config.draft_config)
     values = read_json(Path(config.draft_config), "a Hugging Face config.json")
     if target is not None:
         theirs: PretrainedConfig = target.config
     elif config.target is not None:
         theirs = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
     elif "vocab_size" not in values:
-        raise InputError(
-            f"{config.draft_config}: key 'vocab_size' is missing, and without --target there is none to take; "
-            f"add either"
-        )
+        raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
     else:
         return shape
     values, taken = filled(values, theirs)
     if not taken:
         return shape
     shown = ", ".join(f"{key} {value}" for key, value in taken.items())
-    log.warning("%s: leaves open what is taken from the target: %s", config.draft_config, shown)
-    kind = values.pop("model_type")
-    return AutoConfig.for_model(kind, **values)
+    log.warning("%s: takes from the target: %s", config.draft_config, shown)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def read_shape(path: str) -> PretrainedConfig:
-    """A model shape from a Hugging Face config.json; InputError names the file and key at fault."""
-    if Path(path).is_dir():
-        raise InputError(f"draft_config: {path} is a directory; name the config.json in it")
-    values = read_json(Path(path), "a Hugging Face config.json")
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise InputError(f"{path}: key 'model_type' is missing; a Hugging Face config.json has it")
-    values = dict(values)
-    kind = values.pop("model_type")
+    """Read a model shape from a Hugging Face config.json; InputError names the file."""
+    values = dict(read_json(Path(path), "a Hugging Face config.json"))
     try:
-        return AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:
         # Configuration classes validate themselves with errors of several types, some of many lines.
         raise InputError(f"{path}: not a model that transformers can build ({first_line(error)})") from None
@@ -159,16 +145,18 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
     return count_vocabulary(_responses(training), size)
 
 
-def announce_draft_vocabulary(draft: Draft, training: Examples, whole: int) -> None:
-    """Say how much of the responses a draft of a part of the vocabulary can draft."""
-    ids_D = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None
-    ids_D = draft_vocabulary(draft) if isinstance(draft, PreTrainedModel) else ids_D
-    if ids_D is None or not is_main():
-        return
-    say(
-        f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {coverage(ids_D, _responses(training))}; "
-        f"what the target gives to others is heldout_missing_mass"
-    )
+def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
+    """Print how much of the responses a draft of a part of the vocabulary can draft."""
+    if isinstance(draft, PreTrainedModel):
+        ids_D, whole = draft_vocabulary(draft), vocabulary_size(draft)
+    else:
+        ids_D = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None
+        whole = draft.vocab_size
+    if ids_D is not None:
+        say(
+            f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses "
+            f"{coverage(ids_D, _responses(training))}; what the target gives to others is heldout_missing_mass"
+        )
 
 
 def _responses(training: Examples) -> Iterator[list[int]]:
@@ -178,18 +166,53 @@ def _responses(training: Examples) -> Iterator[list[int]]:
 
 def _loaded_head(config: TrainConfig, target: PreTrainedModel) -> Head:
     assert config.draft is not None
-    kind = draft_kind(config.draft)
+    kind = "lm" if (kind := draft_kind(config.draft)) == "draft" else kind
     if kind != config.kind:
-        there = "a language model" if kind == "draft" else f"a head of kind {kind}"
-        raise InputError(
-            f"{config.draft}: is {there} and kind is {config.kind}; set kind to {'lm' if kind == 'draft' else kind}"
-        )
+        raise InputError(f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}")
     for key in _SHAPE_OPTIONS:
         if getattr(config.head, key) is not None:
-            raise InputError(f"head.{key}: the head in {config.draft} has its own; leave it out")
+            raise InputError(f"head.{key}: is for a fresh head; the one in {config.draft} has its own")
     head = load_head(config.draft, target)
     check_finite(config.draft, head)
     return head
+
+
+def attach_lora(draft: Draft, options: Lora) -> Any:
+    """Put LoRA adapters (Hu et al. 2021, arXiv 2106.09685) into the linear layers of a language model, in place, and
+    freeze all else; return peft's handle. The adapters change nothing until they are trained.
+    """
+    require_package("peft", "lora.rank")
+    import peft
+
+    assert isinstance(draft, PreTrainedModel)
+    # peft skips a name that fits nothing as long as another one fits.
+    names = [name for name, _ in draft.named_modules()]
+    for target in options.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            linear = (name for name, module in draft.named_modules() if isinstance(module, nn.Linear | Conv1D))
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            raise InputError(f"lora.targets: no layer of {draft.name_or_path} is named {target!r}; it has {known}")
+    alpha: Any = 2 * options.rank if options.alpha is None else options.alpha
+    adapters = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=alpha,
+        lora_dropout=options.dropout,
+        target_modules=options.targets or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    adapted = peft.get_peft_model(draft, adapters)
+    if any(parameter.requires_grad for parameter in draft.get_output_embeddings().parameters()):
+        raise InputError("lora.targets: names the output projection, which is not trained with LoRA; leave it out")
+    return adapted
+
+
+def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:
+    """Write the adapters in peft's format as `directory`, fold them into the weights, and return the plain draft."""
+    with atomic_dir(directory) as temporary:
+        adapted.save_pretrained(temporary)
+        (temporary / "README.md").unlink(missing_ok=True)  # peft's card has gaps; the draft's own has everything
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
 
 
 def make_trainee(
@@ -217,8 +240,6 @@ def make_trainee(
         draft, objective, target, frozen.get("reference"), config.packing, anchor=near, cache=cache, memory=memory
     )
     if config.gradient_checkpointing:
-        if not draft.supports_gradient_checkpointing:
-            raise InputError(f"gradient_checkpointing: {type(draft).__name__} cannot do it; leave it out")
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         parallel.compile_layers(draft)
@@ -226,15 +247,12 @@ def make_trainee(
 
 
 def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
-    """Generates with the draft where training is on-policy, else None. InputError for a draft that cannot generate."""
+    """What generates with the draft if training is on-policy, else None."""
     if config.on_policy.fraction == 0:
         return None
     assert isinstance(draft, PreTrainedModel) and target is not None
     if world.sharing in ("zero3", "fsdp"):
-        raise InputError(
-            f"on_policy: the draft generates with whole weights, and {world.sharing} shards them; "
-            f"launch with configs/accelerate/ddp.yaml or zero2.yaml"
-        )
+        raise InputError(f"on_policy: needs whole weights, and {world.sharing} shards them; use ddp.yaml or zero2.yaml")
     return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
 
 
@@ -247,32 +265,18 @@ def state_memory(
     heldout: Examples,
     steps: int,
 ) -> StateMemory | None:
-    """Where the states of a language model's frozen models are held between epochs and evaluations, which is said;
-    None where they are not.
+    """Return the memory that holds the states of frozen models between epochs and evaluations; None if there is none.
 
-    On a CPU only: documents run one at a time, which would leave another device idle. Answers that the draft generates
-    do not come back, nor does training data in a single epoch or where training reads no such model; then held-out
-    data alone is held.
+    On a CPU only: documents run one at a time, which would leave another device idle. Training data is held if it comes
+    back and is read: not in a single epoch, nor answers that the draft generates; held-out data always comes back.
     """
-    held = {name: model for name, model in frozen.items() if name != "target" or config.head.features is None}
+    held = [name for name in frozen if name != "target" or config.head.features is None]
     if config.kind != "lm" or not held or world.device.type != "cpu":
         return None
     drawn = steps * config.batch_size * config.accumulation * world.size * (1 - config.replay_fraction)
     epochs = drawn / (training.replay_from or len(training))
     read = objective.needs_target or list(frozen) != ["target"]
-    again = epochs > 1 and read and config.on_policy.fraction == 0
-    tokens = int(heldout.valid_tokens.sum()) + (int(training.valid_tokens.sum()) if again else 0)
-    widths = [model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize for model in held.values()]
-    needed = tokens * sum(widths)
-    line = f"train: hidden states of {', '.join(held)} for {tokens:,} tokens are held in memory"
-    if needed <= _MEMORY_BYTES:
-        say(f"{line}: {needed / 2**20:,.1f} MiB")
-    else:
-        say(
-            f"{line} up to {_MEMORY_BYTES / 2**30:g} of {needed / 2**30:,.1f} GiB; the rest is computed every time "
-            f"(--head.features DIR keeps the target's on disk)"
-        )
-    return StateMemory(_MEMORY_BYTES, again)
+    return StateMemory(_MEMORY_BYTES, epochs > 1 and read and config.on_policy.fraction == 0)
 
 
 def _feature_cache(
@@ -280,10 +284,7 @@ def _feature_cache(
 ) -> FeatureCache | None:
     if config.head.features is None:
         return None
-    place = Path(config.head.features)
-    make_dir(place, "head.features")
-    if not os.access(place, os.W_OK):
-        raise InputError(f"head.features: {place} cannot be written to; name another directory")
+    make_dir(Path(config.head.features), "head.features")
     return FeatureCache(
         config.head.features,
         fingerprint(target),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,36 +22,50 @@ from decode.stats import independent_tau
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.memory import peak_memory
+from draftsmith_core.models import memory_bytes
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
+from draftsmith_core.tokenization import Tokenizer
 from train import checkpoint, parallel
-from train.batch import Batch
+from train.batch import Batch, LossSums
 from train.checkpoint import BatchLayout, Position
 from train.config import Optim, TrainConfig
-from train.data import Examples, collate, units
-from train.loss_sums import LossSums
-from train.memory_errors import memory_errors
+from train.data import Examples, collate
+from train.mixture import units
+from train.objective import Objective
 from train.onpolicy import Answerer
-from train.parallel import WrappedTrainee
-from train.world import World
+from train.parallel import World, WrappedTrainee
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What the loop needs. objective: its name. trainee: not wrapped yet. answerer: generates with the draft where
-    training is on-policy. frozen: target, reference draft and the draft before training, as far as there are any.
+    """All that a run needs. trainee: not wrapped yet. answerer: generates with the draft if training is on-policy.
+
+    frozen: by role (target, reference, anchor), the models that are read. identity: what another run must share with
+    this one to continue it. tokenizer: saved with the draft.
     """
 
     config: TrainConfig
-    objective: str
     world: World
+    objective: Objective
     trainee: nn.Module
     training: Examples
     heldout: Examples
     steps: int
-    run_dir: Path
+    identity: dict[str, Any]
+    tokenizer: Tokenizer | None = None
     answerer: Answerer | None = None
     frozen: dict[str, PreTrainedModel] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        """What only training itself needs: checkpoints, the best weights, metrics."""
+        return Path(self.config.out) / "run"
+
+    @property
+    def layout(self) -> BatchLayout:
+        """How this run divides the rows of a step."""
+        return BatchLayout(self.config.batch_size, self.config.accumulation, self.world.size, self.world.sharing)
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -75,11 +90,6 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
 
 
-def batch_layout(job: TrainingJob) -> BatchLayout:
-    """How this run divides the rows of a step."""
-    return BatchLayout(job.config.batch_size, job.config.accumulation, job.world.size, job.world.sharing)
-
-
 def global_batch(job: TrainingJob, step: int) -> list[tuple[list[int], list[int]]]:
     """This process's units of optimizer step `step` and their places in the shuffled stream: two lists per forward.
 
@@ -96,23 +106,14 @@ def global_batch(job: TrainingJob, step: int) -> list[tuple[list[int], list[int]
     return list(zip(*mine, strict=True))
 
 
-@dataclass(frozen=True)
-class StepBatches:
-    """This process's batches of a step; how many of their sequences the draft generated, and of how many tokens."""
-
-    batches: list[Batch]
-    drawn: int
-    drawn_tokens: int
-
-
-def make_batches(job: TrainingJob, step: int) -> StepBatches:
-    """The batches of a step, with answers that the draft generates where `on_policy` asks for them."""
-    batches, drawn = [], []
+def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
+    """Make this process's batches of a step; the lengths of the answers that the draft generated for them."""
+    batches, lengths = [], []
     for rows, places in global_batch(job, step):
         answers = {} if job.answerer is None else job.answerer.draw(job.training, rows, places)
-        drawn += [len(answer) for _, answer in answers.values()]
+        lengths += [len(answer) for _, answer in answers.values()]
         batches.append(collate(job.training, rows, answers).to(job.world.device))
-    return StepBatches(batches, len(drawn), sum(drawn))
+    return batches, lengths
 
 
 def _vector(sums: LossSums) -> Tensor:
@@ -145,43 +146,38 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
 
 
 def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal) -> dict[str, float]:
-    """One optimizer step; its loss per valid token, gradient norm, rate, tokens, and alpha where a teacher is read.
+    """Do one optimizer step; return its loss per valid token, gradient norm, rate, tokens, and alpha if there is one.
 
     Afterwards `stop.agreed` is set in every process if `stop.asked` was set in any.
     """
     config, accelerator = job.config, job.world.accelerator
-    made = make_batches(job, step)
+    batches, drawn = make_batches(job, step)
     rate = learning_rate(config.optim, step, job.steps)
-    parallel.set_rate(wrapped, rate)
-    counts = torch.stack([job.trainee.count(batch) for batch in made.batches]).sum()  # type: ignore[operator]
-    local = torch.stack([counts, *(torch.tensor(n, device=counts.device) for n in (made.drawn, made.drawn_tokens))])
-    valid, drawn, drawn_tokens = accelerator.reduce(local, reduction="sum").tolist()
+    for group in wrapped.optimizer.param_groups:
+        group["lr"] = rate
+    counts = torch.stack([job.trainee.count(batch) for batch in batches]).sum()  # type: ignore[operator]
+    local = torch.stack([counts, *(torch.tensor(n, device=counts.device) for n in (len(drawn), sum(drawn)))])
+    valid, answers, answer_tokens = accelerator.reduce(local, reduction="sum").tolist()
     total: Tensor | None = None
-    for index, batch in enumerate(made.batches):
-        with parallel.accumulating(wrapped, last=index == len(made.batches) - 1):
-            with memory_errors(job, wrapped, f"in the forward of step {step + 1}"):
-                sums = parallel.forward(wrapped, batch)
+    for index, batch in enumerate(batches):
+        with parallel.accumulating(wrapped, last=index == len(batches) - 1):
+            sums = wrapped.module(batch)
             # The wrappers average gradients over processes. Multiply by their number to get the sum, and divide by the
             # number of valid tokens of all processes: the loss is per token, not per process or batch (law 6).
-            with memory_errors(job, wrapped, f"in the backward of step {step + 1}"):
-                parallel.backward(wrapped, sums.loss * (job.world.size / max(valid, 1)))
+            parallel.backward(wrapped, sums.loss * (job.world.size / max(valid, 1)))
         total = _vector(sums) if total is None else total + _vector(sums)
     assert total is not None
     asked = torch.tensor([float(stop.asked > 0)], dtype=torch.float64, device=total.device)
     *vector, stops = accelerator.reduce(torch.cat([total, asked]), reduction="sum").tolist()
     stop.agreed = stops > 0
     loss = vector[0] / max(valid, 1)
-    _check_finite(step, "loss", loss, config)
-    with memory_errors(job, wrapped, f"in the optimizer's update of step {step + 1}"):
-        norm = parallel.step(wrapped, config.optim.clip_norm)
-    _check_finite(step, "gradient norm", norm, config)
+    norm = parallel.step(wrapped, config.optim.clip_norm) if math.isfinite(loss) else math.nan
+    if not math.isfinite(norm):
+        raise RunError(
+            f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now {config.optim.lr})"
+        )
     figures = {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
-    return figures | ({"drawn_tokens": drawn_tokens / drawn} if drawn else {})
-
-
-def _check_finite(step: int, name: str, value: float, config: TrainConfig) -> None:
-    if not math.isfinite(value):
-        raise RunError(f"step {step + 1}: the {name} is {value}; lower optim.lr (now {config.optim.lr})")
+    return figures | ({"drawn_tokens": answer_tokens / answers} if answers else {})
 
 
 @torch.no_grad()
@@ -190,7 +186,7 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     job.trainee.eval()
     total: Tensor | None = None
     for rows, counts in _heldout_batches(job):
-        vector = _vector(parallel.forward(wrapped, collate(job.heldout, rows).to(job.world.device)))
+        vector = _vector(wrapped.module(collate(job.heldout, rows).to(job.world.device)))
         vector = vector if counts else torch.zeros_like(vector)
         total = vector if total is None else total + vector
     job.trainee.train()
@@ -219,52 +215,78 @@ def _heldout_batches(job: TrainingJob) -> Iterator[tuple[list[int], bool]]:
 def fit(job: TrainingJob, stop: StopSignal) -> Position:
     """Train to the end, from the newest checkpoint if there is one; the best weights are then `run/best`.
 
-    After SIGTERM raises Terminated, after Ctrl-C KeyboardInterrupt, with a checkpoint saved; RunError when a number is
-    not finite or memory runs out.
+    SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
+    finite or memory runs out.
     """
-    config = job.config
-    with memory_errors(job, None, "while the draft was put on the device"):
+    config, position = job.config, Position()
+    try:
         wrapped, position = _start(job)
-    metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
-    job.trainee.train()
-    stop.held = True
-    if position.step == 0:
-        position = _evaluate_and_keep(job, wrapped, position, metrics)
-    note = _note(config, position)
-    with progress(f"train {job.objective}", job.steps, position.step) as advance:
-        while position.step < job.steps and not position.stopped:
-            started = time.perf_counter()
-            figures = training_step(job, wrapped, position.step, stop)
-            position = replace(position, step=position.step + 1)
-            seconds = time.perf_counter() - started
-            memory_gib = peak_memory(job.world.device)[0] / 2**30
-            measured = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory_gib}
-            metrics.write(position.step, figures, measured)
-            if position.step % config.eval_every == 0 or position.step == job.steps:
-                position = _evaluate_and_keep(job, wrapped, position, metrics)
-                note = _note(config, position)
-                _share_stop(job, stop)
-            if position.step % config.save_every == 0 or position.stopped or stop.agreed:
-                with memory_errors(job, wrapped, f"while step {position.step} was saved"):
-                    checkpoint.save(job.run_dir, wrapped, position, batch_layout(job), config)
-            if stop.agreed:
-                raise stop.leaving()
-            advance(1, f"loss {figures['loss']:.3f} {note}")
+        metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
+        job.trainee.train()
+        stop.held = True
+        if position.step == 0:
+            position = _evaluate_and_keep(job, wrapped, position, metrics)
+        with progress(f"train {job.objective.spec}", job.steps, position.step) as advance:
+            while position.step < job.steps and not position.stopped:
+                started = time.perf_counter()
+                figures = training_step(job, wrapped, position.step, stop)
+                position = replace(position, step=position.step + 1)
+                seconds = time.perf_counter() - started
+                memory_gib = peak_memory(job.world.device)[0] / 2**30
+                clock = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory_gib}
+                metrics.write(position.step, figures, clock)
+                if position.step % config.eval_every == 0 or position.step == job.steps:
+                    position = _evaluate_and_keep(job, wrapped, position, metrics)
+                    _share_stop(job, stop)
+                if position.step % config.save_every == 0 or position.stopped or stop.agreed:
+                    checkpoint.save(job.run_dir, wrapped, position, job.layout, config)
+                if stop.agreed:
+                    raise stop.leaving()
+                best = f"best held-out {judged_by(config, position.best_figures)} {position.best:.3f}"
+                advance(1, f"loss {figures['loss']:.3f} {best} at step {position.best_step}")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(_out_of_memory(job, position.step)) from None
     stop.held = False
     return position
 
 
+# What torch says in a plain RuntimeError: its CPU allocator, a CUDA call outside its allocator, cuBLAS, NCCL.
+_MEMORY_MESSAGES = ("can't allocate memory", "out of memory", "alloc_failed", "failed to allocate")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    plain = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+    return plain and any(text in str(error).lower() for text in _MEMORY_MESSAGES)
+
+
+def _out_of_memory(job: TrainingJob, step: int) -> str:
+    models = {"draft": job.trainee, **job.frozen}
+    sizes = [f"{role} {memory_bytes(model) / 2**30:.2f}" for role, model in models.items()]
+    peak, kind = peak_memory(job.world.device)
+    sizes.append(f"peak of the {'device' if kind == 'cuda' else 'process'} {peak / 2**30:.2f}")
+    return (
+        f"out of memory on {job.world.device.type} after step {step}, with batch_size {job.config.batch_size} and "
+        f"max_length {job.config.max_length} (GiB: {', '.join(sizes)}); lower batch_size and raise accumulation as "
+        f"much, or lower max_length; the run continues from its newest checkpoint"
+    )
+
+
 def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position]:
-    """The wrapped trainee with the state of the newest checkpoint, and that checkpoint's position."""
+    """Wrap the trainee and load the newest checkpoint, if there is one."""
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
-    found = checkpoint.newest(job.run_dir, job.world)
-    if found is not None:
-        checkpoint.restore_weights(found, draft)
+    newest = checkpoint.newest(job.run_dir, job.world)
+    if newest is not None:
+        checkpoint.restore_weights(newest, draft)
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
-    if found is None:
+    if newest is None:
         return wrapped, Position()
-    position = checkpoint.restore_rest(found, wrapped, batch_layout(job), config.seed)
+    position = checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
     checkpoint.restore_best(job.run_dir, position)
     return wrapped, position
 
@@ -277,18 +299,15 @@ def _share_stop(job: TrainingJob, stop: StopSignal) -> None:
 
 def _evaluate_and_keep(job: TrainingJob, wrapped: WrappedTrainee, position: Position, metrics: "Metrics") -> Position:
     """Evaluate; save the weights if they are the best so far; `stopped` after `patience` evaluations without a best."""
-    with memory_errors(job, wrapped, f"in the held-out evaluation after step {position.step}"):
-        figures = evaluate(job, wrapped)
+    figures = evaluate(job, wrapped)
     metrics.write(position.step, figures)
     by_alpha = judged_by(job.config, figures) == "alpha"
     value = figures["heldout_alpha"] if by_alpha else figures["heldout_loss"]
     if position.best is None or (value > position.best if by_alpha else value < position.best):
-        with memory_errors(job, wrapped, "while the best weights were saved"):
-            checkpoint.save_best(job.run_dir, wrapped, position.step)
+        checkpoint.save_best(job.run_dir, wrapped, position.step)
         return replace(position, best=value, best_step=position.step, best_figures=figures, evaluations_since_best=0)
     since = position.evaluations_since_best + 1
-    stopped = 0 < job.config.patience <= since
-    return replace(position, evaluations_since_best=since, stopped=stopped)
+    return replace(position, evaluations_since_best=since, stopped=0 < job.config.patience <= since)
 
 
 def judged_by(config: TrainConfig, figures: dict[str, float]) -> str:
@@ -296,11 +315,6 @@ def judged_by(config: TrainConfig, figures: dict[str, float]) -> str:
     if config.best_by == "auto":
         return "alpha" if "heldout_alpha" in figures else "loss"
     return config.best_by
-
-
-def _note(config: TrainConfig, position: Position) -> str:
-    by = judged_by(config, position.best_figures)
-    return f"best held-out {by} {position.best:.3f} at step {position.best_step}"
 
 
 class Metrics:

@@ -1,8 +1,9 @@
 """The losses per token that a draft can be trained on.
 
-Legend: N tokens, V vocabulary; p the target's distribution, q the draft's. A loss takes the draft's logits, the
-target's logits (None only for `ce`) and the tokens of the data, and returns one fp32 value per token (float64 when it
-is given float64); the caller sums them and divides by the number of valid tokens.
+A loss takes the draft's logits, the target's logits (None only for `ce`) and the tokens of the data, and returns one
+fp32 value per token (float64 for float64); the caller sums them and divides by the number of valid tokens.
+
+Legend: N tokens, V vocabulary, S sequences, L tokens of the longest; p the target's distribution, q the draft's.
 
 A logit of minus infinity means that the model cannot give a token (a reduced draft vocabulary, a stored top-k row
 without a tail). No loss turns that into NaN; where a divergence would be infinite, its docstring says what is taken
@@ -209,3 +210,30 @@ def adaspec_weights(gain_N: Tensor, sequence_N: Tensor, keep: float) -> Tensor:
         weights_N[start + chosen] = length / kept
         start += length
     return weights_N
+
+
+def draft_losses(alpha_N: Tensor, sequence_N: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The rejected share of a whole draft, in place of that of one token (arXiv 2606.12370).
+
+    A draft of `depth` tokens has on average sum_j prod_(i<=j) alpha_i of them accepted. The loss of a position is 1
+    minus that sum over `depth`, for the draft that begins there; near the end of a sequence, of the shorter draft that
+    still fits. Returns (loss `[N]`, weight `[N]`): the loss at each token, and minus the slope of the losses' sum in
+    the acceptance of each token, so that the sum of weight x (1 - alpha) has the gradient of the sum of losses.
+    sequence_N: the sequence of each token, ascending.
+    """
+    with torch.enable_grad():
+        alpha_N = alpha_N.detach().clone().requires_grad_()
+        _, length_S = torch.unique_consecutive(sequence_N, return_counts=True)
+        column_L = torch.arange(int(length_S.max()) if len(length_S) else 0, device=alpha_N.device)
+        inside_SL = column_L < length_S[:, None]
+        alpha_SL = torch.zeros(inside_SL.shape, dtype=alpha_N.dtype, device=alpha_N.device).masked_scatter(
+            inside_SL, alpha_N
+        )
+        if not alpha_SL.numel():
+            return alpha_N.detach(), alpha_N.detach()
+        # Behind the end of a sequence alpha is 0, and so is every product that reaches there.
+        accepted_SL = F.pad(alpha_SL, (0, depth - 1)).unfold(1, depth, 1).cumprod(-1).sum(-1)
+        fits_SL = (length_S[:, None] - column_L).clamp(1, depth)
+        loss_N = (1 - accepted_SL / fits_SL)[inside_SL]
+        (slope_N,) = torch.autograd.grad(loss_N.sum(), alpha_N)
+    return loss_N.detach(), -slope_N

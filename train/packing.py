@@ -90,13 +90,6 @@ def forward_options(batch: "Batch", method: PackingMethod | None, dtype: torch.d
     return _options(method, batch.positions_BT, batch.documents_BT, dtype)
 
 
-def last_states(model: PreTrainedModel, batch: "Batch", method: PackingMethod | None) -> Tensor:
-    """Last hidden states `[B, T, H]`, after the final norm."""
-    options = forward_options(batch, method, model.dtype)
-    states_BTH: Tensor = model.base_model(input_ids=batch.ids_BT, use_cache=False, **options).last_hidden_state
-    return states_BTH
-
-
 @torch.no_grad()
 def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     """How the model keeps documents apart: by positions that restart alone, or with a mask too.

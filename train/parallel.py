@@ -1,28 +1,142 @@
-"""A trainee on one or several processes: whole (one process), a copy per process (DDP), or sharded (ZeRO, FSDP2).
+"""The processes of a run, and a draft trained on them: copies of the weights (DDP), or shards (ZeRO, FSDP2).
 
-accelerate wraps DDP and DeepSpeed. FSDP2 is torch's own `fully_shard`, applied here: accelerate applies it on GPUs only
-and elsewhere silently trains unsynchronised copies; applied here, the same code runs on CPUs (gloo), where it is
-tested, and on GPUs. Weights and optimizer states are gathered whole and by name, so that a checkpoint does not depend
-on how many processes wrote it, nor on how they shared the weights.
+accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's own `fully_shard`, applied here:
+accelerate applies it on GPUs only and elsewhere silently trains unsynchronised copies; applied here, the same code runs
+on CPUs (gloo), where it is tested, and on GPUs. Weights and optimizer states are gathered whole and by name, so that a
+checkpoint does not depend on how many processes wrote it, nor on how they shared the weights.
 """
 
+import logging
 import math
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from draftsmith_core.errors import RunError
-from train.batch import Batch
+from draftsmith_core.errors import RunError, one_line
+from draftsmith_core.models import resolve_device
+from draftsmith_core.packages import require_package
+from draftsmith_core.processes import (
+    check_process_count,
+    launcher_request,
+    process_group_options,
+    telling_who_is_waited_for,
+)
 from train.config import TrainConfig
-from train.loss_sums import LossSums
-from train.world import World, silent
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to set instead.
+_LAUNCHER = (
+    (
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        ("1", "auto"),
+        "gradient_accumulation_steps: set `accumulation` instead",
+    ),
+    ("ACCELERATE_DEEPSPEED_ZERO3_INIT", ("false",), "zero3_init_flag: weights are sharded after they are loaded"),
+)
+_FSDP = (
+    ("FSDP_VERSION", ("2",), "fsdp_version: only 2 is supported"),
+    (
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        ("false",),
+        "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
+    ),
+    ("FSDP_OFFLOAD_PARAMS", ("false",), "fsdp_offload_params: is not supported"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes: accelerate's handle, how they share the weights, and the precision of the forward.
+
+    sharing: single, ddp, zero1, zero2, zero3 or fsdp. reshard: whether FSDP2 frees gathered weights after each layer's
+    forward.
+    """
+
+    accelerator: Accelerator
+    sharing: str
+    bf16: bool
+    reshard: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return int(self.accelerator.num_processes)
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed shares the weights."""
+        return self.sharing.startswith("zero")
+
+
+def make_world(config: TrainConfig) -> World:
+    """Connect the launched processes. Raise RunError if the launcher asks for something that would be ignored."""
+    device = resolve_device(config.device)
+    on_cpu = device.type == "cpu"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported())
+    wanted = launcher_request()
+    zero = wanted.kind == "zero"
+    if zero:
+        require_package(
+            "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
+        )
+    precision = ("ACCELERATE_MIXED_PRECISION", ("no", "bf16") if bf16 else ("no",), "mixed_precision: set `precision`")
+    for variable, agreeing, advice in (precision, *_LAUNCHER, *(_FSDP if wanted.kind == "fsdp" else ())):
+        value = os.environ.get(variable, agreeing[0]).lower()
+        if value not in agreeing:
+            raise RunError(f"the launcher sets {value} for {advice}")
+    group = process_group_options(on_cpu)
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        with _silent(zero), telling_who_is_waited_for():
+            accelerator = Accelerator(
+                # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
+                cpu=on_cpu and not zero,
+                mixed_precision="no",
+                kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else [],
+                log_with=None if config.tracker == "none" else config.tracker,
+                project_dir=config.out + "/run" if config.tracker == "tensorboard" else None,
+            )
+    except ValueError as error:
+        raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
+    check_process_count(accelerator.num_processes)
+    if accelerator.device.type != device.type:
+        raise RunError(f"accelerate runs on {accelerator.device.type}, not on {device.type}; set CUDA_VISIBLE_DEVICES=")
+    sharing: str = wanted.kind
+    if zero:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        # Else transformers would shard every model while it is created, also one that only the main process creates.
+        unset_hf_deepspeed_config()
+        sharing = f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
+    return World(accelerator, sharing, bf16, reshard)
+
+
+@contextmanager
+def _silent(deepspeed: bool) -> Iterator[None]:
+    """Send what DeepSpeed prints to standard error: standard output is for the command's own result."""
+    with redirect_stdout(sys.stderr) if deepspeed else nullcontext():
+        yield
+    if deepspeed:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -35,65 +149,41 @@ class WrappedTrainee:
     optimizer: Any
 
 
-class _Forward(nn.Module):
-    """The trainee's forward under autocast. Returns a tuple of tensors, because wrappers look for tensors in those."""
-
-    def __init__(self, trainee: nn.Module, device: str, bf16: bool) -> None:
-        super().__init__()
-        self.trainee = trainee
-        self.device = device
-        self.bf16 = bf16
-
-    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            # `forward` and not a call, so that the trainee's own hooks do not run. ZeRO-3 attaches parameters that are
-            # read outside their module (the output projection) to the innermost module whose hooks ran, and needs to
-            # find the result's tensors in what that module returns.
-            sums: LossSums = self.trainee.forward(batch)
-        tensors = (sums.loss, sums.tokens, sums.alpha, sums.depth_alpha_D, sums.depth_tokens_D)
-        return (*tensors, sums.tokens.new_empty(0) if sums.missing is None else sums.missing)
-
-
 def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> WrappedTrainee:
     """Wrap the trainee as `world.sharing` says. `optim`: trainee -> optimizer, called when the parameters are final."""
     trainee.to(world.device)
-    forward = _Forward(trainee, world.device.type, world.bf16)
+    if world.bf16:
+        # The method itself, because DeepSpeed switches off an autocast around its engine.
+        trainee.forward = torch.autocast(world.device.type, torch.bfloat16)(trainee.forward)
     accelerator = world.accelerator
     if world.sharing == "fsdp":
-        return _sharded(world, trainee, forward, optim)
-    if world.sharing in ("single", "ddp"):
-        module, optimizer = accelerator.prepare(forward, optim(trainee))
-        _check_wrapper(world, module, "DistributedDataParallel" if world.sharing == "ddp" else "_Forward")
-        return WrappedTrainee(world, trainee, module, optimizer.optimizer)
-    options = accelerator.state.deepspeed_plugin.deepspeed_config
-    for name in ("fp16", "bf16"):
-        if options.get(name, {}).get("enabled") is True:
-            raise RunError(f"the DeepSpeed config enables {name}; leave it out and set `precision` instead")
-    options["train_micro_batch_size_per_gpu"] = config.batch_size
-    options["gradient_clipping"] = config.optim.clip_norm
-    with silent(deepspeed=True):
-        module, optimizer = accelerator.prepare(forward, optim(trainee))
-    _check_wrapper(world, module, "DeepSpeedEngine")
+        return _sharded(world, trainee, optim)
+    if world.zero:
+        options = accelerator.state.deepspeed_plugin.deepspeed_config
+        for name in ("fp16", "bf16"):
+            if options.get(name, {}).get("enabled") is True:
+                raise RunError(f"the DeepSpeed config enables {name}; leave it out and set `precision` instead")
+        options["train_micro_batch_size_per_gpu"] = config.batch_size
+        options["gradient_clipping"] = config.optim.clip_norm
+    with _silent(world.zero):
+        module, optimizer = accelerator.prepare(trainee, optim(trainee))
+    expected = {"ddp": "DistributedDataParallel", "single": type(trainee).__name__}.get(
+        world.sharing, "DeepSpeedEngine"
+    )
+    if type(module).__name__ != expected:
+        raise RunError(f"accelerate gave {type(module).__name__} instead of {expected}; weights would not be shared")
     return WrappedTrainee(world, trainee, module, optimizer.optimizer)
 
 
-def _check_wrapper(world: World, module: nn.Module, expected: str) -> None:
-    if type(module).__name__ != expected:
-        raise RunError(f"{world.sharing} was asked for and accelerate gave {type(module).__name__}, not {expected}")
-
-
-def _sharded(world: World, trainee: nn.Module, forward: nn.Module, optim: Any) -> WrappedTrainee:
+def _sharded(world: World, trainee: nn.Module, optim: Any) -> WrappedTrainee:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     for layer in repeated_layers(trainee.draft):
         fully_shard(layer, mesh=mesh, reshard_after_forward=world.reshard)
-    fully_shard(forward, mesh=mesh)
-    if not all(isinstance(parameter, DTensor) for parameter in trainee.parameters()):
-        raise RunError("FSDP was asked for and not all weights were divided")
-    return WrappedTrainee(world, trainee, forward, optim(trainee))
+    fully_shard(trainee, mesh=mesh)
+    return WrappedTrainee(world, trainee, trainee, optim(trainee))
 
 
 def repeated_layers(draft: Any) -> list[nn.Module]:
@@ -109,19 +199,13 @@ def compile_layers(draft: nn.Module) -> None:
         module.compile(dynamic=True)
 
 
-def forward(wrapped: WrappedTrainee, batch: Batch) -> LossSums:
-    """The trainee's sums over a batch, through the wrapper."""
-    loss, tokens, alpha, depth_alpha_D, depth_tokens_D, missing = wrapped.module(batch)
-    return LossSums(loss, tokens, alpha, depth_alpha_D, depth_tokens_D, missing if missing.numel() else None)
-
-
 @contextmanager
 def accumulating(wrapped: WrappedTrainee, last: bool) -> Iterator[None]:
     """Around a forward and its backward: gradients are averaged over processes only after the `last` one of a step."""
     sharing = wrapped.world.sharing
     if sharing == "fsdp":
         wrapped.module.set_requires_gradient_sync(last)
-    elif sharing.startswith("zero"):
+    elif wrapped.world.zero:
         wrapped.module.set_gradient_accumulation_boundary(is_boundary=last)
     with wrapped.module.no_sync() if sharing == "ddp" and not last else nullcontext():
         yield
@@ -129,7 +213,7 @@ def accumulating(wrapped: WrappedTrainee, last: bool) -> Iterator[None]:
 
 def backward(wrapped: WrappedTrainee, loss: Tensor) -> None:
     """Add the gradient of `loss`, averaged over the processes."""
-    if wrapped.world.sharing.startswith("zero"):
+    if wrapped.world.zero:
         wrapped.module.backward(loss)
     else:
         loss.backward()
@@ -140,7 +224,7 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
 
     With a norm that is not finite the weights are not updated (DeepSpeed updates them; the run must end either way).
     """
-    if wrapped.world.sharing.startswith("zero"):
+    if wrapped.world.zero:
         wrapped.module.step()
         return float(wrapped.module.get_global_grad_norm())
     parameters = [parameter for _, parameter in _trained(wrapped)]
@@ -150,12 +234,6 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
         wrapped.optimizer.step()
     wrapped.optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def set_rate(wrapped: WrappedTrainee, rate: float) -> None:
-    """The learning rate of the next step."""
-    for group in wrapped.optimizer.param_groups:
-        group["lr"] = rate
 
 
 @torch.no_grad()
@@ -223,7 +301,7 @@ def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
     """The optimizer's state by `key/parameter`, whole, on the CPU of the main process. Every process calls it."""
     main = wrapped.world.accelerator.is_main_process
     found: dict[str, Tensor] = {}
-    if wrapped.world.sharing.startswith("zero"):
+    if wrapped.world.zero:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         partitions = _partitions(wrapped)
@@ -254,7 +332,7 @@ def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
     """Restore the result of `gather_optimizer`, from however many processes it came. Every process calls it."""
     if not values:
         return
-    if wrapped.world.sharing.startswith("zero"):
+    if wrapped.world.zero:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for partition in _partitions(wrapped):

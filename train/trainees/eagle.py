@@ -4,7 +4,6 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.heads.eagle import EagleHead
-from train.batch import Batch
-from train.loss_sums import LossSums
+from train.batch import Batch, LossSums
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths, unroll
 
 FEATURE_WEIGHT = 1.0
@@ -51,8 +49,7 @@ class EagleTrainee(HeadTrainee):
                 regression = apart_NH.mean(-1).sum()
         sums = sum_depths(parts, [TOKEN_WEIGHT] + [0.0] * (len(parts) - 1))
         unmeasured = self.depths - len(parts)
-        return replace(
-            sums,
+        return sums._replace(
             loss=FEATURE_WEIGHT * regression + sums.loss,
             depth_alpha_D=F.pad(sums.depth_alpha_D, (0, unmeasured)),
             depth_tokens_D=F.pad(sums.depth_tokens_D, (0, unmeasured)),

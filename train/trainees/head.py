@@ -18,11 +18,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from drafts.heads import Head
 from drafts.output_projection import OutputProjection
-from draftsmith_core.errors import InputError
-from train.batch import IGNORE, Batch
+from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, freeze
-from train.loss_sums import LossSums
 from train.objective import Objective
 from train.teacher import LiveTeacher, Teacher
 
@@ -117,8 +115,7 @@ class HeadTrainee(nn.Module):
     target stays outside the trained parameters, and so does the output projection where the head uses the target's.
 
     packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once,
-    by default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1). Raises InputError, one
-    line, for a target or an objective that a head cannot be trained with.
+    by default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
     """
 
     def __init__(
@@ -132,10 +129,6 @@ class HeadTrainee(nn.Module):
         step_decay: float = STEP_DECAY,
     ) -> None:
         super().__init__()
-        if objective.needs_reference:
-            raise InputError(f"objective: @adaspec compares language models; leave it out to train {draft.kind}")
-        if objective.depth is not None:
-            raise InputError(f"objective: @e2e is for draft language models; leave it out to train {draft.kind}")
         self.draft = draft
         self.objective = objective
         self.chunk, self.step_decay = chunk, step_decay

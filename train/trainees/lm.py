@@ -14,14 +14,12 @@ from drafts.draft_vocabulary import draft_rows, draft_vocabulary
 from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
-from train.batch import IGNORE, Batch
+from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected, token_measures
-from train.end_to_end import draft_losses
 from train.features import FeatureCache, FrozenTarget, StateMemory, freeze
-from train.loss_sums import LossSums
-from train.losses import adaspec_weights
+from train.losses import adaspec_weights, draft_losses
 from train.objective import Objective, Term
-from train.packing import last_states, packing_method
+from train.packing import forward_options, packing_method
 from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, teacher_for_draft
 
 
@@ -84,7 +82,10 @@ class LMTrainee(nn.Module):
         tokens_N = labels[rows_N]
         teacher = self._teacher(batch, rows_N)
         assert teacher is not None or not self.objective.needs_target, "this objective needs a target or stored rows"
-        hidden_NH = _at(last_states(self.draft, batch, self.packing), rows_N)
+        options = forward_options(batch, self.packing, self.draft.dtype)
+        # Here and not in a helper: what runs the draft is reached in few calls from the command.
+        out = self.draft.base_model(input_ids=batch.ids_BT, use_cache=False, **options)
+        hidden_NH = _at(out.last_hidden_state, rows_N)
         weights_N = None
         if self.ids_D is not None:
             tokens_N = draft_rows(self.ids_D, tokens_N)
@@ -103,7 +104,7 @@ class LMTrainee(nn.Module):
         before = replace(self.anchor.projection, rows_D=self.ids_D)
         base = LiveTeacher(self._states(self.anchor, batch, rows_N), before)
         kept = self._projected(replace(valid, teacher=base, weights_N=None), self.anchor_objective, alpha=False)
-        return replace(sums, loss=sums.loss + kept.loss)
+        return sums._replace(loss=sums.loss + kept.loss)
 
     def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
         return _at(frozen.read(batch, self.training)[1], rows_N)
@@ -132,7 +133,7 @@ class LMTrainee(nn.Module):
         tvd_N, *measured = self._measures(valid, self.projection)
         loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
         sums = self._weighted(valid, weights_N, *measured)
-        return replace(sums, loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
+        return sums._replace(loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
 
     def _selected(self, valid: "_ValidTokens", batch: Batch, reference: FrozenTarget) -> LossSums:
         """The loss of the tokens that AdaSPEC selects; alpha is over all valid tokens."""
