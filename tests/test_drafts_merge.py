@@ -62,7 +62,7 @@ def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir: str, moved_dir: s
     assert merge_states([(one, 0.5), (two, 2.0)], base)["map"].tolist() == [3]
     with pytest.raises(InputError, match="differ in 'map', which cannot be averaged"):
         merge_states([(one, 0.5), (two | {"map": torch.tensor([4])}, 0.5)])
-    with pytest.raises(InputError, match="lacks the tensor 'map'"):
+    with pytest.raises(InputError, match="differ in the shape of the tensor 'map'"):
         merge_states([(one, 0.5), ({"w": two["w"]}, 0.5)])
 
 
