@@ -13,6 +13,7 @@ from typing import Any
 from drafts.layouts import gguf_vocabulary
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES
 from drafts.layouts.source import Source
+from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
 from draftsmith_core.tokenization import Tokenizer
@@ -71,6 +72,12 @@ class Pair:
         return f"the draft's vocabulary has {self.models[1].size} tokens and the target's {self.models[0].size}"
 
     @property
+    def projection(self) -> OutputProjection:
+        """The output projection of the head's target."""
+        projection: OutputProjection = self.head.borrowed.projection
+        return projection
+
+    @property
     def states(self) -> list[int]:
         """Which of the target's hidden states the head reads."""
         return list(self.head.hidden_layers)
@@ -92,10 +99,11 @@ class Rule:
 
     where: Set[str]
     """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF)."""
+    kinds: Set[str]
+    """Kinds of drafts, "draft" for a language model."""
     broken: Callable[[Pair], Any]
     message: str
     fix: str = ""
-    kinds: Set[str] = frozenset({"draft"})
 
     def verdict(self, pair: Pair) -> str | None:
         """What is wrong with the pair and what to do, or None."""
@@ -147,6 +155,10 @@ def _sliding(model: Model) -> bool:
     return kinds != {"full_attention"} or bool(window)
 
 
+def _biased(model: Model) -> bool:
+    return model.config.model_type != "qwen2" and bool(getattr(model.config, "attention_bias", False))
+
+
 def _variant(*keys: str) -> Callable[[Pair], str | None]:
     return lambda pair: next((key for key in keys if getattr(pair.head.config, key)), None)
 
@@ -163,170 +175,80 @@ def _fixed_states(pair: Pair) -> list[int] | None:
     return None if pair.states == fixed else fixed
 
 
-_HEADS, _EAGLES, _EAGLE3 = (
-    frozenset({"eagle", "eagle3", "medusa"}),
-    frozenset({"eagle", "eagle3"}),
-    frozenset({"eagle3"}),
-)
+def _path_trap(pair: Pair) -> str | None:
+    path = str(Path(pair.models[1].name).resolve()).lower()
+    return next((word for word in PATH_TRAPS if word in path), None)
+
+
+def _sizes_differ(pair: Pair) -> bool:
+    return pair.models[0].size != pair.models[1].size
+
+
+def _not_three_states(pair: Pair) -> bool:
+    return len(set(pair.states)) < 3 or max(pair.states) >= pair.target_layers
+
+
+def _head_size(pair: Pair) -> tuple[int, int, int] | None:
+    layer = pair.head.config.layer
+    sizes = (layer.head_dim, layer.hidden_size, layer.num_attention_heads)
+    return None if sizes[0] * sizes[2] == sizes[1] else sizes
+
+
+_LM, _EAGLE3, _EAGLES, _HEADS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"eagle", "eagle3", "medusa"}
 _FORMATS = {"eagle", "sglang", "speculators", "medusa", "gguf"}
-_LLAMA_CPP = {"llama.cpp", "gguf-lm"}
+_LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
 _NO_WORD = "this layout cannot say so, and its engine would compute other logits; use the head here"
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-_OTHER_FORMAT = "use --format sglang or speculators"
+_OTHER = "use --format sglang or speculators"
 
+# fmt: off
 RULES: tuple[Rule, ...] = (
-    # Language models.
-    Rule(
-        {"transformers"},
-        lambda p: p.models[0].size != p.models[1].size,
-        "{p.sizes}",
-        "it then wants both tokenizers (universal assisted decoding, another method)",
-    ),
-    Rule(
-        {"vllm"},
-        lambda p: next((word for word in PATH_TRAPS if word in str(Path(p.models[1].name).resolve()).lower()), None),
-        "the draft's path has '{x}' in it, by which it takes it for such a head",
-        "rename the directory",
-    ),
-    Rule(
-        {"vllm"},
-        lambda p: p.models[0].size != p.models[1].size,
-        "{p.sizes}",
-        'it wants equal sizes, or "use_heterogeneous_vocab": true',
-    ),
-    Rule(
-        _LLAMA_CPP,
-        lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
-        "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF",
-        _CONVERT,
-        {"draft", "eagle3"},
-    ),
-    Rule(_LLAMA_CPP, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
-    Rule(
-        _LLAMA_CPP,
-        lambda p: p.first(lambda m: m.config.model_type != "qwen2" and getattr(m.config, "attention_bias", False)),
-        "{x[0].name} has biases in its attention",
-        _CONVERT,
-    ),
-    Rule(
-        _LLAMA_CPP,
-        lambda p: p.first(lambda m: _rope(m.config, ROPES)),
-        "{x[0].name}: rope of type '{x[1]}' is not written here",
-        _CONVERT,
-    ),
-    Rule(
-        _LLAMA_CPP,
-        lambda p: p.first(lambda m: _vocabulary_error(m, m.size)),
-        "{x[1]}",
-        kinds={"draft", "eagle3"},
-    ),
-    Rule({"llama.cpp"}, _other_tokens, "{x}"),
-    Rule(
-        {"onnxruntime-genai"},
-        lambda p: p.first(lambda m: m.head_size is None),
-        "{x[0].name} has no attention heads, and its builder makes such models only",
-    ),
-    Rule(
-        {"onnxruntime-genai"},
-        lambda p: p.first(lambda m: (m.head_size or 0) % 16),
-        "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16",
-    ),
-    Rule(
-        {"sglang", "onnxruntime-genai"},
-        lambda p: p.models[0].size != p.models[1].size,
-        "{p.sizes}",
-        "it wants equal sizes",
-    ),
-    # Heads: what their target does to logits and embeddings.
-    Rule(
-        _FORMATS,
-        lambda p: p.head.borrowed.projection.softcap,
-        "the target caps its logits at {x}",
-        _NO_WORD,
-        _HEADS,
-    ),
-    Rule(
-        _FORMATS,
-        lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
-        "the target scales its logits by {x:g}",
-        _NO_WORD,
-        _HEADS,
-    ),
-    Rule(
-        _FORMATS,
-        lambda p: p.head.borrowed.projection.bias_V is not None,
-        "the target has a bias in its output projection",
-        _NO_WORD,
-        {"eagle", "medusa"},
-    ),
-    Rule(
-        {"sglang"},
-        lambda p: p.head.borrowed.scales_embedding,
-        "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
-        "use --format speculators for an EAGLE-3 head, which has a table of its own",
-        _EAGLES,
-    ),
-    # Heads: variants.
-    Rule(
-        {"eagle", "sglang"},
-        _variant("norm_before_residual"),
-        "the head has '{x}', a norm in another place",
-        _NO_WORD,
-        _EAGLE3,
-    ),
-    Rule(
-        _FORMATS,
-        _variant("norm_output", "norm_before_fc", "fc_norm"),
-        "the head has '{x}', a norm in another place",
-        _NO_WORD,
-        _EAGLE3,
-    ),
-    Rule(
-        _FORMATS,
-        lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
-        "the head reads states {p.states} of a target of {p.target_layers} layers",
-        "engines give three different ones, each entering a layer, which needs a target of at least five layers",
-        _EAGLE3,
-    ),
-    Rule(
-        {"sglang"},
-        lambda p: min(p.states) < 1,
-        "the head reads states {p.states}, and SGLang cannot give the embedding",
-        "use --format speculators",
-        _EAGLE3,
-    ),
-    # The authors' code.
-    Rule(
-        {"eagle"},
-        lambda p: (
-            p.head.config.layer.head_dim * p.head.config.layer.num_attention_heads != p.head.config.layer.hidden_size
-        ),
-        "head size {p.head.config.layer.head_dim} is not {p.head.config.layer.hidden_size} / "
-        "{p.head.config.layer.num_attention_heads}, which SafeAILab's code assumes",
-        _OTHER_FORMAT,
-        _EAGLES,
-    ),
-    Rule(
-        {"eagle"},
-        lambda p: _rope(p.head.config.layer, _AUTHORS_ROPES),
-        "rope of type '{x}' is unknown to SafeAILab's code (" + ", ".join(_AUTHORS_ROPES) + ")",
-        _OTHER_FORMAT,
-        _EAGLES,
-    ),
-    Rule(
-        {"eagle"},
-        _fixed_states,
-        "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers",
-        _OTHER_FORMAT,
-        _EAGLE3,
-    ),
-    # Heads as GGUF.
-    Rule(
-        {"gguf"},
-        lambda p: _rope(p.head.config.layer, ROPES),
-        "rope of type '{x}' is not written here",
-        _OTHER_FORMAT,
-        _EAGLE3,
-    ),
-    Rule({"gguf"}, lambda p: _vocabulary_error(p.head_source, p.head.vocab_size), "{x}", kinds=_EAGLE3),
+    # Language models, by engine.
+    Rule({"transformers"}, _LM, _sizes_differ,
+         "{p.sizes}", "it then wants both tokenizers (universal assisted decoding, another method)"),
+    Rule({"vllm"}, _LM, _path_trap,
+         "the draft's path has '{x}' in it, by which it takes it for such a head", "rename the directory"),
+    Rule({"vllm"}, _LM, _sizes_differ, "{p.sizes}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
+         "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_biased), "{x[0].name} has biases in its attention", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _rope(m.config, ROPES)),
+         "{x[0].name}: rope of type '{x[1]}' is not written here", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _vocabulary_error(m, m.size)), "{x[1]}"),
+    Rule({"llama.cpp"}, _LM, _other_tokens, "{x}"),
+    Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: m.head_size is None),
+         "{x[0].name} has no attention heads, and its builder makes such models only"),
+    Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: (m.head_size or 0) % 16),
+         "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16"),
+    Rule({"sglang", "onnxruntime-genai"}, _LM, _sizes_differ, "{p.sizes}", "it wants equal sizes"),
+    # Heads, by format: what the target does to logits and embeddings.
+    Rule(_FORMATS, _HEADS, lambda p: p.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
+    Rule(_FORMATS, _HEADS, lambda p: p.projection.scale != 1 and p.projection.scale,
+         "the target scales its logits by {x:g}", _NO_WORD),
+    Rule(_FORMATS, {"eagle", "medusa"}, lambda p: p.projection.bias_V is not None,
+         "the target has a bias in its output projection", _NO_WORD),
+    Rule({"sglang"}, _EAGLES, lambda p: p.head.borrowed.scales_embedding,
+         "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
+         "use --format speculators for an EAGLE-3 head, which has a table of its own"),
+    # Heads, by format: variants of the head.
+    Rule({"eagle", "sglang"}, _EAGLE3, _variant("norm_before_residual"),
+         "the head has '{x}', a norm in another place", _NO_WORD),
+    Rule(_FORMATS, _EAGLE3, _variant("norm_output", "norm_before_fc", "fc_norm"),
+         "the head has '{x}', a norm in another place", _NO_WORD),
+    Rule(_FORMATS, _EAGLE3, _not_three_states,
+         "the head reads states {p.states} of a target of {p.target_layers} layers",
+         "engines give three different ones, each entering a layer, which needs a target of at least five layers"),
+    Rule({"sglang"}, _EAGLE3, lambda p: min(p.states) < 1,
+         "the head reads states {p.states}, and SGLang cannot give the embedding", "use --format speculators"),
+    Rule({"eagle"}, _EAGLES, _head_size,
+         "head size {x[0]} is not {x[1]} / {x[2]}, which SafeAILab's code assumes", _OTHER),
+    Rule({"eagle"}, _EAGLES, lambda p: _rope(p.head.config.layer, _AUTHORS_ROPES),
+         f"rope of type '{{x}}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})", _OTHER),
+    Rule({"eagle"}, _EAGLE3, _fixed_states,
+         "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers", _OTHER),
+    Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config.layer, ROPES),
+         "rope of type '{x}' is not written here", _OTHER),
+    Rule({"gguf"}, _EAGLE3, lambda p: _vocabulary_error(p.head_source, p.head.vocab_size), "{x}"),
 )
+# fmt: on
