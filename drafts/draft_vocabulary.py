@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,9 +30,7 @@ _BUFFER = "target_ids_D"
 
 
 def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | None = None) -> None:
-    """InputError, which names `option`, where `size` is more than the vocabulary of `whole` tokens, or where the draft
-    that is named by `has_one` has a draft vocabulary already.
-    """
+    """Raise InputError if `size` exceeds the vocabulary, or if the draft `has_one` has a draft vocabulary already."""
     if has_one is not None:
         raise InputError(f"{option}: {has_one} has its own, in {FILE}; leave it out")
     if size > whole:
@@ -41,16 +38,12 @@ def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | No
 
 
 def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
-    """The `size` commonest tokens of these sequences, as sorted ids; of equally common ones the smaller id.
-
-    Give it the responses, which are what must be drafted. Where fewer tokens than `size` occur, the smallest other ids
-    are added.
-    """
+    """The `size` commonest tokens of the responses `rows`, as sorted ids; ties, and tokens that do not occur, by id."""
     counts = np.zeros(size, dtype=np.int64)
     for tokens in _joined(rows):
-        found = np.bincount(tokens, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        more = np.bincount(tokens, minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
     commonest = np.argsort(-counts, kind="stable")[:size]
     return sorted(map(int, commonest))
 
@@ -102,26 +95,17 @@ def write_draft_vocabulary(directory: Path, ids_D: Tensor) -> None:
 
 
 def read_draft_vocabulary(name: str, size: int) -> Tensor | None:
-    """The draft vocabulary beside a language model in a directory or on the hub; None where it drafts all tokens.
-
-    InputError, one line, for a file that cannot be read or does not fit a vocabulary of `size` tokens.
-    """
+    """The draft vocabulary beside a language model in a directory or on the hub; None if it drafts all tokens."""
     if (file := cached(name, FILE)) is None:
         return None
-    try:
-        d2t = load_file(file)["d2t"]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise InputError(f"{file}: has no tensor 'd2t' that can be read ({error}); delete or copy it again") from None
-    if (ids_D := from_offsets(d2t, size)) is None:
-        raise InputError(
-            f"{file}: 'd2t' does not name tokens of a vocabulary of {size}, in order and each once; it belongs to "
-            f"another model, copy the whole directory again"
-        )
+    ids_D = from_offsets(load_file(file)["d2t"], size)
+    if ids_D is None:
+        raise InputError(f"{file}: does not name tokens of a vocabulary of {size}; copy the whole directory again")
     return ids_D
 
 
 def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:
-    """Note on a whole model which tokens it is to draft. Its forward stays as it is; `trim` changes it."""
+    """Note on a whole model which tokens it drafts. Its forward stays as it is; `trim` changes it."""
     model.register_buffer(_BUFFER, ids_D.to(model.device), persistent=False)
 
 
@@ -134,17 +118,13 @@ def draft_vocabulary(model: nn.Module) -> Tensor | None:
 
 @torch.no_grad()
 def trim(model: PreTrainedModel, ids_D: Tensor) -> None:
-    """Keep only these rows of the output projection. The model's forward still gives logits over its whole vocabulary,
-    -inf for all other tokens. Such a model cannot be saved: its weights are not those of its config.
+    """Keep only these rows of the output projection, a plain linear layer.
 
-    Raises InputError for a model whose output projection is no plain linear layer.
+    The model's forward still gives logits over its whole vocabulary, -inf for all other tokens. Such a model cannot be
+    saved: its weights are not those of its config.
     """
     output = model.get_output_embeddings()
-    if type(output) is not nn.Linear:
-        raise InputError(
-            f"{model.name_or_path or type(model).__name__}: its output projection is a {type(output).__name__}, of "
-            f"which no rows can be left out; delete {FILE} to use it whole"
-        )
+    assert type(output) is nn.Linear, f"the output projection is a {type(output).__name__}"
     ids_D = ids_D.to(output.weight.device)
     # On the meta device, so that no weights are drawn: that would move the global random state.
     rows = nn.Linear(output.in_features, len(ids_D), bias=output.bias is not None, device="meta")

@@ -63,13 +63,11 @@ def load_pair(
 ) -> LoadedPair:
     """Load a target and any number of drafts, and check that they belong together.
 
-    target, drafts: local directories or hub names; drafts as `{name: source}`, or sources alone, which are then their
-    names (a second one of the same source is `SOURCE#2`). quantize_draft: as `quantize` unless given; heads are never
-    quantised. dtype "auto": `load_model` says what the target then has; drafts follow the target. tokenizer: the
-    target's, where it is loaded already. heterogeneous_vocab: accept draft language models of another tokenizer, which
-    then draft the tokens that both have.
-    Raises InputError, one line, for what cannot be loaded or does not fit: a model smaller than the tokenizer, a
-    draft of another vocabulary, a head made for another target.
+    target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which are then their
+    names (a second one of the same source is `SOURCE#2`). quantize_draft: default `quantize`; heads are never
+    quantised. dtype: "auto" is as `load_model` says; drafts follow the target. tokenizer: the target's, if loaded.
+    heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens that both have.
+    Raises InputError for what does not fit: a draft of another vocabulary, a head made for another target.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(target, trust_remote_code)
@@ -119,10 +117,10 @@ def load_draft(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
 ) -> Draft:
-    """The draft `name` for this target; InputError, in one line, when it cannot be loaded or does not fit.
+    """The draft `name` for this target.
 
     A head takes the target's device and dtype and is never quantised: it is small. A language model with a draft
-    vocabulary keeps only those rows of its output projection, which is said.
+    vocabulary keeps only those rows of its output projection, with a warning.
     """
     if head_kind(name) is not None:
         head = load_head(name, target)
@@ -137,7 +135,7 @@ def load_draft(
 
 
 def depth_limit(draft: Draft) -> int | None:
-    """How many tokens ahead a set of heads drafts; None for drafts that go on as long as they are asked to."""
+    """Number of tokens that a set of heads drafts ahead; None for drafts without a limit."""
     return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
 
 
@@ -162,43 +160,42 @@ def check_draft_vocabulary(
     trust_remote_code: bool = False,
     heterogeneous: bool = False,
 ) -> VocabularyMap | None:
-    """InputError, in one line, unless token ids mean the same to a draft language model as to the target, or with
-    `heterogeneous` are made to by the map that is returned; None where none is needed.
+    """Raise InputError unless token ids mean the same to a draft language model as to the target.
 
-    Vocabularies may be padded to different sizes where both tokenizers agree on every id that both models have;
-    a draft without a tokenizer of its own must have the target's size. A head has been checked by `load_draft`.
+    If `heterogeneous`, return the map between the two instead; None if none is needed. Vocabularies may be padded to
+    different sizes if both tokenizers agree on every id that both models have; a draft without a tokenizer must have
+    the target's size. A head has been checked by `load_draft`.
     """
     if not isinstance(draft, PreTrainedModel):
         return None
-    sizes = f"its vocabulary has {vocabulary_size(draft)} tokens and the target's has {vocabulary_size(target)}"
-    padded = vocabulary_size(draft) != vocabulary_size(target)
+    sizes = vocabulary_size(target), vocabulary_size(draft)
     own = find_tokenizer(source, trust_remote_code)
     if own is None:
-        if padded:
+        if sizes[0] != sizes[1]:
             raise InputError(
-                f"{source}: {sizes}, and it has no tokenizer to tell whether only padding differs; "
-                f"use a draft that was trained with the target's tokenizer, or make one (docs/choosing-a-draft.md)"
+                f"{source}: its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it has no "
+                f"tokenizer to tell whether only padding differs; use a draft that was trained with the target's "
+                f"tokenizer, or make one (docs/choosing-a-draft.md)"
             )
         return None
-    differing = first_difference(tokenizer, own, min(vocabulary_size(draft), vocabulary_size(target)))
-    if differing is not None and heterogeneous:
-        return map_vocabulary(tokenizer, own, vocabulary_size(target), vocabulary_size(draft), source=source)
-    if differing is not None:
-        raise InputError(
-            f"{source}: token {differing} is {_token(own, differing)} to it and {_token(tokenizer, differing)} to the "
-            f"target; use a draft that was trained with the target's tokenizer, move this one to it with "
-            f"draftsmith init --method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
-        )
-    return None
+    token = first_difference(tokenizer, own, min(sizes))
+    if token is None:
+        return None
+    if heterogeneous:
+        return map_vocabulary(tokenizer, own, *sizes, source=source)
+    raise InputError(
+        f"{source}: token {token} is {_token(own, token)} to it and {_token(tokenizer, token)} to the target; use a "
+        f"draft that was trained with the target's tokenizer, move this one to it with draftsmith init "
+        f"--method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
+    )
 
 
 def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
-    """The first id below `size` that two tokenizers read as different tokens, None when there is none.
+    """The first id below `size` that two tokenizers read as different tokens; None if there is none.
 
-    A token that either of them has added to its vocabulary (padding, chat markers) may differ: fine-tuned models of
-    one family rename those.
+    Added tokens (padding, chat markers) may differ: fine-tuned models of one family rename those.
     """
-    tokens_a, tokens_b = ({i: token for token, i in each.get_vocab().items() if i < size} for each in (a, b))
+    tokens_a, tokens_b = ({i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b))
     added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
     for token_id in sorted(tokens_a.keys() | tokens_b.keys()):
         if tokens_a.get(token_id) != tokens_b.get(token_id) and token_id not in added:

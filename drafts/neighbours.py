@@ -32,8 +32,8 @@ _START_S = 120
 def program(engine: str) -> Path | None:
     """The program of an engine: by its environment variable, in `.engines` (or DRAFTSMITH_ENGINES), on the PATH.
 
-    engine: `openvino` (a Python that has openvino-genai, optimum-intel and onnxruntime-genai), `speculators` (a Python
-    that has it) or `llama-server`.
+    engine: `openvino` (a Python with openvino-genai, optimum-intel and onnxruntime-genai), `speculators` (a Python with
+    it) or `llama-server`.
     """
     variable, place = _PROGRAMS[engine]
     if variable in os.environ:
@@ -41,8 +41,8 @@ def program(engine: str) -> Path | None:
     engines = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines"))
     if (engines / place).is_file():
         return engines / place
-    found = shutil.which("llama-server") if engine == "llama-server" else None
-    return None if found is None else Path(found)
+    path = shutil.which(engine) if engine == "llama-server" else None
+    return None if path is None else Path(path)
 
 
 def how_to_get(engine: str) -> str:
@@ -56,15 +56,15 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
     command = [str(python), "-I", str(script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise RunError(f"{script}: failed in {python}: {said[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise RunError(f"{script}: failed in {python}: {lines[-1]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 @contextmanager
 def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
-    """llama-server with these options on a free port, which it yields; RunError when it does not come up."""
+    """Run llama-server with these options on a free port, and yield the port."""
     port = free_port()
     process = subprocess.Popen(
         [str(server), *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -79,8 +79,8 @@ def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
             time.sleep(0.1)
         if not up:
             reader.join(1)
-            said = next((line for line in reversed(log) if " E " in line or "error" in line.lower()), "no message")
-            raise RunError(f"{server}: did not serve within {_START_S} s: {said.strip()}")
+            error = next((line for line in reversed(log) if " E " in line or "error" in line.lower()), "no message")
+            raise RunError(f"{server}: did not serve within {_START_S} s: {error.strip()}")
         yield port
     finally:
         process.terminate()
@@ -111,8 +111,8 @@ def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(call) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        reply: dict[str, Any] = json.load(answer)
+    return reply
 
 
 def complete(port: int, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:

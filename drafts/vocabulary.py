@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from drafts.draft_vocabulary import to_target
 from draftsmith_core.errors import InputError
@@ -21,21 +21,13 @@ from draftsmith_core.tokenization import Tokenizer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from 256 on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in plain}
-    rest = [byte for byte in range(256) if byte not in plain]
-    return letters | {chr(256 + number): byte for number, byte in enumerate(rest)}
-
-
 def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes that each token stands for; without special tokens, which stand for none.
 
     In the order in which tokens of the same text are preferred: by id, but the bytes of byte fallback (`<0x41>`) last,
     since a model only writes those where no other token has the character.
     """
-    letters = _byte_alphabet() if _decoders(tokenizer) & {"ByteLevel"} else None
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if _is_byte_level(tokenizer) else None
     added = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
     fallback: dict[int, bytes] = {}
@@ -53,21 +45,9 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     return {token_id: text for token_id, text in (texts | fallback).items() if text}
 
 
-def _decoders(tokenizer: Tokenizer) -> set[str]:
-    """Names of the steps that turn tokens into text."""
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return set()
-    found: set[str] = set()
-
-    def walk(value: Any) -> None:
-        for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else []:
-            walk(each)
-        if isinstance(value, dict) and isinstance(value.get("type"), str):
-            found.add(value["type"])
-
-    walk(json.loads(backend.to_str()).get("decoder"))
-    return found
+    return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
 
 def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] | None:
@@ -113,11 +93,7 @@ class VocabularyMap:
         return [each for token in ids for each in self.in_draft[token]]
 
     def coverage(self, texts: Sequence[Sequence[int]]) -> str:
-        """In words: how many tokens of these texts can be drafted, and how many texts the draft reads whole.
-
-        Of texts that the target wrote, the share that cannot be drafted is the mass of its distribution, on average,
-        that no draft token can meet.
-        """
+        """In words: how many tokens of these texts can be drafted, and how many texts the draft reads whole."""
         shared = set(self.target_ids.tolist())
         tokens = [token for text in texts for token in text]
         drafted = sum(token in shared for token in tokens)
@@ -135,9 +111,9 @@ class VocabularyMap:
 def map_vocabulary(
     target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, *, source: str = "draft"
 ) -> VocabularyMap:
-    """Which tokens two tokenizers share, by their text, and special tokens by their role.
+    """Which tokens two tokenizers share: by their text; special tokens by name, then by role.
 
-    Sizes are those of the models, which may be padded. Raises InputError, one line, where nothing is shared.
+    Sizes are those of the models, which may be padded. Raises InputError if nothing is shared.
     """
     theirs = {t: text for t, text in token_texts(target).items() if t < target_size}
     draft_texts = {d: text for d, text in token_texts(draft).items() if d < draft_size}
@@ -153,28 +129,20 @@ def map_vocabulary(
         )
     pairs |= {t: d for t, d in roles.items() if t < target_size and d < draft_size}
     longest = max(map(len, ours))
-    end = tuple(d for d in _ids(draft.eos_token_id) if d < draft_size)
-    in_draft: list[tuple[int, ...]] = []
-    lost: set[int] = set()
-    for token in range(target_size):
-        if token in pairs:
-            in_draft.append((pairs[token],))
-        else:
-            found = pieces(theirs[token], ours, longest) if token in theirs else None
-            if not found:
-                lost.add(token)
-            in_draft.append(tuple(found or end[:1] or (0,)))
+    eos = draft.eos_token_id
+    end = [eos] if eos is not None and eos < draft_size else [0]
+    spelled = {t: [pairs[t]] if t in pairs else pieces(theirs.get(t, b""), ours, longest) for t in range(target_size)}
     # One draft token stands for one target token only: of two target tokens of one text the first is drafted.
     first: dict[int, int] = {}
     for t in [*(t for t in theirs if t in pairs), *sorted(pairs.keys() - theirs.keys())]:
         first.setdefault(pairs[t], t)
-    kept = sorted((t, d) for d, t in first.items())
+    shared = sorted((t, d) for d, t in first.items())
     return VocabularyMap(
-        torch.tensor([d for _, d in kept]),
-        torch.tensor([t for t, _ in kept]),
-        tuple(in_draft),
+        torch.tensor([d for _, d in shared]),
+        torch.tensor([t for t, _ in shared]),
+        tuple(tuple(ids or end) for ids in spelled.values()),
         target_size,
-        frozenset(lost),
+        frozenset(t for t, ids in spelled.items() if not ids),
         theirs,
     )
 
@@ -185,23 +153,19 @@ _ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_t
 def special_pairs(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     """Target id -> draft id of special tokens: those of the same name, then those of the same role."""
     named = draft.get_added_vocab()
-    found = {t: named[token] for token, t in target.get_added_vocab().items() if token in named}
+    pairs = {t: named[token] for token, t in target.get_added_vocab().items() if token in named}
     for role in _ROLES:
-        there, here = _ids(getattr(target, role, None)), _ids(getattr(draft, role, None))
-        if there and here:
-            found.setdefault(there[0], here[0])
-    return found
-
-
-def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+        theirs, ours = getattr(target, role, None), getattr(draft, role, None)
+        if theirs is not None and ours is not None:
+            pairs.setdefault(theirs, ours)
+    return pairs
 
 
 _KEY = "draftsmith_vocabulary_map"
 
 
 def attach(draft: nn.Module, mapping: VocabularyMap) -> None:
-    """Make a draft language model one of another vocabulary: what drafts with it or measures it goes by this map."""
+    """Attach a vocabulary map to the draft, so that drafting and measuring translate its token ids to the target's."""
     draft.__dict__[_KEY] = mapping
 
 

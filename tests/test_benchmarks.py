@@ -103,13 +103,9 @@ def test_width_alone_and_depth_alone() -> None:
             torch.testing.assert_close(widen(model, **shape)(tokens_1T).logits, want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "word"),
-    [({"hidden_size": 16}, "less than"), ({"hidden_size": 40}, "multiple of 16"), ({"num_hidden_layers": 1}, "less")],
-)
-def test_a_shape_that_cannot_be_had_is_refused(shape: dict[str, int], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        widen(llama(key_value_heads=2, tied=True), **shape)
+def test_a_shape_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        widen(llama(key_value_heads=2, tied=True), hidden_size=40)
 
 
 def test_layers_are_interleaved_evenly() -> None:

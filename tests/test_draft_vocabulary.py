@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 import draftsmith as ds
@@ -109,16 +108,6 @@ def test_the_lean_forward_takes_it() -> None:
     assert lean_forward(draft, packs_of(draft)) is not None
     draft.register_forward_hook(lambda *_: None)
     assert lean_forward(draft, packs_of(draft)) is None
-
-
-def test_a_projection_that_cannot_be_cut_is_refused() -> None:
-    class Other(torch.nn.Linear):
-        pass
-
-    draft = random_llama(3, 40)
-    draft.set_output_embeddings(Other(16, 40))
-    with pytest.raises(InputError, match=f"output projection is a Other.*delete {FILE}"):
-        trim(draft, IDS)
 
 
 def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
@@ -255,10 +244,4 @@ def test_a_file_of_another_model_is_refused(draft_dir: str, target_dir: str, tmp
     AutoModelForCausalLM.from_pretrained(draft_dir).save_pretrained(tmp_path)
     write_draft_vocabulary(tmp_path, torch.tensor([3, 290]))
     with pytest.raises(InputError, match="does not name tokens of a vocabulary of 290"):
-        load_draft(str(tmp_path), target, device="cpu", dtype="float32")
-    save_file({"t2d": torch.ones(3)}, tmp_path / FILE)
-    with pytest.raises(InputError, match=r"has no tensor 'd2t' that can be read"):
-        load_draft(str(tmp_path), target, device="cpu", dtype="float32")
-    (tmp_path / FILE).write_bytes(b"no tensors")
-    with pytest.raises(InputError, match=rf"{FILE}: cannot be read .*copy it again"):
         load_draft(str(tmp_path), target, device="cpu", dtype="float32")

@@ -145,17 +145,11 @@ def test_measured_keeps_the_layers_that_matter() -> None:
 
 
 def test_what_cannot_be_pruned_is_refused_in_one_line() -> None:
-    target = build("opt")
-    for options, message in (
-        ({"num_layers": 5}, "num_layers: 5 is not in 1 to 4"),
-        ({"num_layers": 0}, "num_layers: 0 is not in 1 to 4"),
-        ({"intermediate_size": 24}, "add --prompts"),
-        ({"num_heads": 2}, "num_heads: in models of type opt the size of a head follows"),
-        ({"num_layers": 2, "keep": "measured"}, "keep: measured needs texts"),
-    ):
-        with pytest.raises(InputError, match=message):
-            prune(target, **options)
-    with pytest.raises(InputError, match="num_heads: 3 is no multiple of 2"):
+    with pytest.raises(InputError, match="num_layers: 5 is not in 1 to 4"):
+        prune(build("opt"), num_layers=5)
+    with pytest.raises(InputError, match="models of type opt cannot be cut by heads"):
+        prune(build("opt"), num_heads=2, texts=TEXTS)
+    with pytest.raises(InputError, match="num_heads: 3 of 4 heads cannot be kept"):
         prune(build("llama"), num_heads=3, texts=TEXTS)
 
 
@@ -293,9 +287,6 @@ def test_fresh_costs_no_more_than_asked() -> None:
         InputError, match=r"^cost: no shape costs as little as 0\.3 .* found was 0\.400; raise it; --cost_by"
     ):
         fresh(target, 0.3, time_of=clock)
-    for wrong in (0.0, 1.0, -1.0, float("nan")):
-        with pytest.raises(InputError, match="must lie between 0 and 1"):
-            fresh(target, wrong)
 
 
 def test_a_shape_is_filled_from_the_target_and_its_cost_is_told() -> None:

@@ -42,30 +42,9 @@ class LayerConfig:
 def layer_like(target: PreTrainedModel) -> LayerConfig:
     """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
     config = text_config(target)
-    hidden: int = config.hidden_size
-    heads: int = config.num_attention_heads
-    return LayerConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        hidden_act="silu",
-        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        rope_parameters=_rope(getattr(config, "rope_parameters", None)),
-    )
-
-
-def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Rope parameters for full attention over whole head dimensions, from those of any family."""
-    found = dict(parameters or {})
-    if isinstance(found.get("full_attention"), Mapping):
-        # One set per kind of layer (Gemma 3); the head's layer has full attention.
-        found = dict(found["full_attention"])
-    # A head rotates all dimensions, also where its target rotates a part.
-    found.pop("partial_rotary_factor", None)
-    return {"rope_type": "default", "rope_theta": 10000.0} | found
+    keys = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    keys += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
+    return layer_from_json({key: getattr(config, key, None) for key in keys})
 
 
 def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
@@ -85,25 +64,28 @@ def _sizes(layer: LayerConfig) -> dict[str, Any]:
 
 
 def layer_from_json(values: Mapping[str, Any]) -> LayerConfig:
-    """The layer that a config.json describes, of transformers 4 or 5."""
+    """The layer that a config.json of transformers 4 or 5 describes."""
     present = {key: value for key, value in values.items() if value is not None}
     if (layers := present.get("num_hidden_layers", 1)) != 1:
         raise InputError(f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
-    hidden, heads = present["hidden_size"], present["num_attention_heads"]
+    hidden, heads, o_bias = present["hidden_size"], present["num_attention_heads"], present.get("attention_bias", False)
     rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
-    o_bias = present.get("attention_bias", False)
+    # Gemma 3 has one set per kind of layer; the head's layer has full attention.
+    rope = dict(rope.get("full_attention", rope))
+    # A head rotates all dimensions, even if its target rotates a part.
+    rope.pop("partial_rotary_factor", None)
     return LayerConfig(
         hidden_size=hidden,
-        intermediate_size=present["intermediate_size"],
+        intermediate_size=present.get("intermediate_size", 4 * hidden),
         num_attention_heads=heads,
         num_key_value_heads=present.get("num_key_value_heads", heads),
         head_dim=present.get("head_dim", hidden // heads),
         hidden_act=present.get("hidden_act", "silu"),
         max_position_embeddings=present.get("max_position_embeddings", 2048),
         rms_norm_eps=float(present.get("rms_norm_eps", 1e-6)),
-        rope_parameters=_rope({"rope_theta": float(present.get("rope_theta", 10000.0))} | rope),
+        rope_parameters={"rope_type": "default", "rope_theta": float(present.get("rope_theta", 10000.0))} | rope,
         qkv_bias=present.get("qkv_bias", o_bias),
         o_bias=o_bias,
         qk_norm=present.get("qk_norm", False),
@@ -111,10 +93,9 @@ def layer_from_json(values: Mapping[str, Any]) -> LayerConfig:
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
-    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision.
+    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision, as transformers loads them.
 
-    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000. transformers' own loading keeps
-    them in fp32, `Module.to(dtype)` does not.
+    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":

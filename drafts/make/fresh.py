@@ -5,6 +5,7 @@ weights and starting layers. Among those that cost no more than asked for, the o
 layers is taken.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -45,48 +46,41 @@ def fresh(
     """An untrained draft whose forward costs at most `cost` of the target's, and what it costs.
 
     by: "clock", the time of a forward of one token on this machine, or "parameters", those that it reads. time_of:
-    measures a model in seconds instead. Raises InputError, one line, where the smallest shape still costs more.
+    measures a model in seconds instead. Raises InputError if the smallest shape still costs more.
     """
-    if not 0 < cost < 1:
-        raise InputError(f"cost: {cost} must lie between 0 and 1, as a share of the target's")
     target_cost = read_per_token(target)
     shapes = sorted(_shapes(target), key=lambda config: -_layer_parameters(config))
-    by_parameters = [config for config in shapes if _read(config) <= cost * target_cost]
+    candidates = [config for config in shapes if _read(config) <= cost * target_cost]
     if by == "parameters":
-        if not by_parameters:
-            raise InputError(_least(min(map(_read, shapes)) / target_cost, cost, by))
-        chosen = by_parameters[0]
-        return _built(chosen, target, seed), Cost(_read(chosen) / target_cost, None)
-    clock = time_of or seconds_per_token
-    base = clock(target)
-    # A share of the time is rarely less than the share of the parameters, and on small models much more.
-    candidates = by_parameters or shapes[-1:]
-    step = max(1, len(candidates) // _MEASURED)
-    least = None
-    for config in candidates[::step] + candidates[-1:]:
-        model = _built(config, target, seed)
-        share = clock(model) / base
-        least = share if least is None else min(least, share)
-        if share <= cost:
-            return model, Cost(_read(config) / target_cost, share)
-    assert least is not None
-    raise InputError(_least(least, cost, by))
-
-
-def _least(share: float, cost: float, by: str) -> str:
-    other = "; --cost_by parameters counts parameters instead" if by == "clock" else ""
-    return f"cost: no shape costs as little as {cost} of the target, the least found was {share:.3f}; raise it{other}"
+        if candidates:
+            return _built(candidates[0], target, seed), Cost(_read(candidates[0]) / target_cost, None)
+        least = min(map(_read, shapes)) / target_cost
+    else:
+        clock = time_of or seconds_per_token
+        base, least = clock(target), math.inf
+        # A share of the time is rarely less than the share of the parameters, and on small models much more.
+        candidates = candidates or shapes[-1:]
+        for config in candidates[:: max(1, len(candidates) // _MEASURED)] + candidates[-1:]:
+            model = _built(config, target, seed)
+            share = clock(model) / base
+            least = min(least, share)
+            if share <= cost:
+                return model, Cost(_read(config) / target_cost, share)
+    other = "" if by == "parameters" else "; --cost_by parameters counts parameters instead"
+    raise InputError(
+        f"cost: no shape costs as little as {cost} of the target, the least found was {least:.3f}; raise it{other}"
+    )
 
 
 def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
-    """Widths from an eighth of the target's up to its own, in steps of a head, by depths below the target's."""
+    # Widths from an eighth of the target's up to its own, in steps of a head, by depths below the target's.
     text = target.config.get_text_config(decoder=True)
     hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
     # Even, because rotary embeddings turn pairs.
     head = min(_HEAD, max(8, hidden // 8 * 2))
-    found = []
+    shapes = []
     for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}):
-        for layers in (each for each in _DEPTHS if each <= max(1, depth // 2)):
+        for layers in (layers for layers in _DEPTHS if layers <= max(1, depth // 2)):
             values: dict[str, Any] = {
                 "hidden_size": width,
                 "intermediate_size": round(width * 8 / 3 / 16) * 16,
@@ -96,8 +90,8 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
                 "tie_word_embeddings": True,
             }
             values, _ = filled(values, target.config)
-            found.append(LlamaConfig(**values | {"vocab_size": vocabulary_size(target)}))
-    return found
+            shapes.append(LlamaConfig(**values | {"vocab_size": vocabulary_size(target)}))
+    return shapes
 
 
 def _layer_parameters(config: LlamaConfig) -> int:

@@ -65,17 +65,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model; InputError, one line, for one whose layers are not known here."""
-    kind = model.config.model_type
-    if kind not in FAMILIES:
-        raise InputError(
-            f"{model.name_or_path or type(model).__name__}: models of type {kind} cannot be pruned (only "
-            f"{', '.join(FAMILIES)}); use --method transplant or fresh"
-        )
-    return FAMILIES[kind]
-
-
 @torch.no_grad()
 def prune(
     target: PreTrainedModel,
@@ -90,10 +79,15 @@ def prune(
     """A model of the target's family with fewer or thinner layers, and which of its layers were kept.
 
     texts: token ids, read for the importance of neurons and heads. score: for keep="measured", of the target with one
-    layer left out; the layers without which it falls most are kept. What is None is as in the target.
-    Raises InputError, one line, for sizes that are not smaller, and for a family that cannot be cut in this way.
+    layer left out; the layers without which it falls most are kept. None: as in the target.
     """
-    family, config = family_of(target), copy.deepcopy(target.config)
+    kind = target.config.model_type
+    if kind not in FAMILIES:
+        raise InputError(
+            f"{target.name_or_path or type(target).__name__}: models of type {kind} cannot be pruned (only "
+            f"{', '.join(FAMILIES)}); use --method transplant or fresh"
+        )
+    family, config = FAMILIES[kind], copy.deepcopy(target.config)
     layers = target.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     depth = len(layers)
@@ -103,10 +97,11 @@ def prune(
     wanted_layers = _within("num_layers", num_layers, depth)
     wanted_width = _within("intermediate_size", intermediate_size, width)
     wanted_heads = _within("num_heads", num_heads, heads)
-    if wanted_heads != heads:
-        _check_heads(target, family, wanted_heads, heads, groups)
-    if (wanted_width, wanted_heads) != (width, heads) and not texts:
-        raise InputError("prune: neurons and heads are chosen by what they do on texts; add --prompts")
+    if wanted_heads != heads and (not family.o or (groups > 1 and wanted_heads % (heads // groups))):
+        raise InputError(
+            f"num_heads: {wanted_heads} of {heads} heads cannot be kept: models of type {kind} "
+            f"{'can' if family.o else 'cannot'} be cut by heads, and {heads // groups} heads share keys"
+        )
     kept = _layers(target, layers, wanted_layers, keep, score)
     read = _inputs(target, layers, kept, family, texts) if texts else {}
     setattr(config, family.depth_key, wanted_layers)
@@ -116,9 +111,8 @@ def prune(
         config.num_attention_heads = wanted_heads
         if groups > 1:
             config.num_key_value_heads = wanted_heads * groups // heads
-    for key, value in vars(config).items():
-        if key == "layer_types" and isinstance(value, list) and len(value) == depth:
-            config.layer_types = [value[index] for index in kept]
+    if len(getattr(config, "layer_types", None) or ()) == depth:
+        config.layer_types = [config.layer_types[index] for index in kept]
     small = type(target)(config)
     nn.Module.to(small, dtype=target.dtype, device=target.device)
     inside = f"{family.layers}."
@@ -141,21 +135,10 @@ def prune(
     return small, kept
 
 
-def _within(key: str, wanted: int | None, there: int) -> int:
-    if wanted is not None and not 0 < wanted <= there:
-        raise InputError(f"{key}: {wanted} is not in 1 to {there}, what the target has")
-    return there if wanted is None else wanted
-
-
-def _check_heads(target: PreTrainedModel, family: Family, wanted: int, heads: int, groups: int) -> None:
-    if not family.o:
-        raise InputError(
-            f"num_heads: in models of type {target.config.model_type} the size of a head follows from their number, so "
-            f"none can be left out; leave this option out"
-        )
-    shared = heads // groups
-    if groups > 1 and wanted % shared:
-        raise InputError(f"num_heads: {wanted} is no multiple of {shared}, the heads that share keys; use one that is")
+def _within(key: str, wanted: int | None, present: int) -> int:
+    if wanted is not None and not 0 < wanted <= present:
+        raise InputError(f"{key}: {wanted} is not in 1 to {present}, what the target has")
+    return present if wanted is None else wanted
 
 
 def _head_size(model: PreTrainedModel) -> int:
@@ -164,7 +147,6 @@ def _head_size(model: PreTrainedModel) -> int:
 
 
 def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: Keep, score: Score | None) -> list[int]:
-    """Indices of the `wanted` layers that stay, in ascending order."""
     depth = len(layers)
     if wanted == depth or keep == "first":
         return list(range(wanted))
@@ -172,18 +154,17 @@ def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: K
         return list(range(depth - wanted, depth))
     if keep == "even":
         return [round(place * (depth - 1) / max(wanted - 1, 1)) for place in range(wanted)]
-    if score is None:
-        raise InputError("keep: measured needs texts to measure on; add --prompts")
-    left = []
+    assert score is not None
+    without = []
     for layer in layers:
         handle = layer.register_forward_hook(_skip, with_kwargs=True)
-        left.append(score(target))
+        without.append(score(target))
         handle.remove()
-    return sorted(sorted(range(depth), key=lambda index: left[index])[:wanted])
+    return sorted(sorted(range(depth), key=lambda index: without[index])[:wanted])
 
 
 def _skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook that skips a layer: gives the layer's input in place of its output."""
+    # A forward hook that gives a layer's input in place of its output.
     states = args[0] if args else kwargs["hidden_states"]
     return states if isinstance(output, Tensor) else (states, *output[1:])
 

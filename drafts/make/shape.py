@@ -14,14 +14,15 @@ COSTLY = 0.5
 
 
 def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A draft's config values with what they leave open taken from the target's config, and what was taken.
+    """A draft's config values completed from the target's config, and what was taken from there.
 
-    Vocabulary, special tokens, context and rotary base: transformers' defaults for these (a vocabulary of 32,000) fit
-    no target in particular.
+    Taken are vocabulary, special tokens, context and rotary base: transformers' defaults for these (a vocabulary of
+    32,000) fit no target in particular.
     """
     text = target_config.get_text_config(decoder=True)
-    found = {key: getattr(text, key, None) for key in _FROM_TARGET if key not in values}
-    taken = {key: value for key, value in found.items() if value is not None}
+    taken = {
+        key: value for key in _FROM_TARGET if key not in values and (value := getattr(text, key, None)) is not None
+    }
     if "rope_parameters" not in values and "rope_theta" not in values and "rope_scaling" not in values:
         rope = getattr(text, "rope_parameters", None)
         if isinstance(rope, Mapping) and isinstance(rope.get("rope_type"), str) and "rope_theta" in rope:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from drafts.make.shape import filled
 from drafts.vocabulary import map_vocabulary, token_texts
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.tokenization import Tokenizer
 
@@ -35,10 +34,7 @@ class Moved:
 def transplant(
     donor: PreTrainedModel, donor_tokenizer: Tokenizer, target: PreTrainedModel, tokenizer: Tokenizer
 ) -> tuple[PreTrainedModel, Moved]:
-    """The donor with the target's vocabulary, and how its rows were found.
-
-    Raises InputError, one line, where the tokenizers share no token, or a donor has no plain output projection.
-    """
+    """The donor with the target's vocabulary, and how its rows were found."""
     size = vocabulary_size(target)
     mapping = map_vocabulary(
         tokenizer, donor_tokenizer, size, vocabulary_size(donor), source=donor.name_or_path or type(donor).__name__
@@ -46,29 +42,26 @@ def transplant(
     pairs = dict(zip(mapping.target_ids.tolist(), mapping.draft_ids.tolist(), strict=True))
     texts, names = token_texts(tokenizer), {i: token for token, i in tokenizer.get_vocab().items()}
     # An end of turn of a chat target is the end of text to a donor without turns.
-    ends = eos_ids(donor)[:1] or ((donor_tokenizer.eos_token_id,) if donor_tokenizer.eos_token_id is not None else ())
+    eos = donor_tokenizer.eos_token_id
+    ends = eos_ids(donor)[:1] or (() if eos is None else (eos,))
+    ends_of_target = set(eos_ids(target)) if ends else set()
     rows: list[tuple[int, ...]] = []
-    moved = {"shared": 0, "pieces": 0, "padding": 0}
-    unmapped: list[str] = []
+    shared = from_pieces = 0
     for token in range(size):
         if token in pairs or len(mapping.in_draft[token]) == 1 and token in texts:
             rows.append(mapping.in_draft[token])
-            moved["shared"] += 1
-        elif token in eos_ids(target) and ends:
-            rows.append((ends[0],))
-            moved["shared"] += 1
-        elif token in texts and mapping.in_draft[token]:
+            shared += 1
+        elif token in ends_of_target:
+            rows.append(ends)
+            shared += 1
+        elif token in texts:
             rows.append(mapping.in_draft[token])
-            moved["pieces"] += 1
+            from_pieces += 1
         else:
             rows.append(())
-            if token in names:
-                unmapped.append(names[token])
-            else:
-                moved["padding"] += 1
+    unmapped = tuple(names[token] for token, row in enumerate(rows) if not row and token in names)
     embedding, output = donor.get_input_embeddings(), donor.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(output, nn.Linear):
-        raise InputError(f"{donor.name_or_path}: has no plain embedding and output projection; use another donor")
+    assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
     # Also where the target has none: the donor's own are ids of its vocabulary.
@@ -93,11 +86,11 @@ def transplant(
         _fill(new.bias, output.bias, [row[:1] for row in rows])
     moved_to.generation_config = copy.deepcopy(target.generation_config)
     moved_to.eval()
-    return moved_to, Moved(moved["shared"], moved["pieces"], tuple(unmapped), moved["padding"])
+    return moved_to, Moved(shared, from_pieces, unmapped, size - shared - from_pieces - len(unmapped))
 
 
 def _fill(new: Tensor, old: Tensor, rows: list[tuple[int, ...]]) -> None:
-    """Each new row the mean of the old ones named for it; of all where there are none."""
+    # Each new row is the mean of its old rows, or of all old rows if it has none.
     mean = old.float().mean(0)
     for token, ids in enumerate(rows):
         new[token] = old[list(ids)].float().mean(0) if ids else mean

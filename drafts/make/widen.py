@@ -33,10 +33,7 @@ class Sizes(TypedDict, total=False):
 
 @torch.no_grad()
 def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
-    """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device.
-
-    Raises ValueError, one line, for a shape that is smaller or that heads of the same size do not fill.
-    """
+    """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device."""
     old = model.config
     new = wide_config(old, **sizes)
     # Built whole: the buffers of RoPE depend on the head size alone and come out as the old model's.
@@ -63,17 +60,10 @@ def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
 
 
 def wide_config(old: LlamaConfig, **sizes: Unpack[Sizes]) -> LlamaConfig:
-    """The configuration of the widened model; ValueError for a shape that cannot be had."""
+    """The configuration of the widened model. Raises ValueError for a shape that heads of the same size do not fill."""
     new = copy.deepcopy(old)
-    for key, there in [(key, getattr(old, key)) for key in Sizes.__annotations__]:
-        value = sizes.get(key, there)
-        assert isinstance(value, int)
-        if value < there:
-            raise ValueError(f"{key}: {value} is less than the model's {there}; widening only adds")
+    for key, value in sizes.items():
         setattr(new, key, value)
-    rope = (old.rope_parameters or {}).get("rope_type", "default")
-    if new.max_position_embeddings != old.max_position_embeddings and rope != "default":
-        raise ValueError(f"max_position_embeddings: rope of type '{rope}' depends on it; leave it as it is")
     head = old.head_dim
     group = old.num_attention_heads // (old.num_key_value_heads or old.num_attention_heads)
     # The query heads of the old model need not fill its width, and the ratio to the width is kept.
