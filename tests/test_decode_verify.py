@@ -540,7 +540,7 @@ def test_check_refuses_in_one_line_with_the_fix(name: str) -> None:
     # At temperature 0 there is nothing to draw.
     verifier.check(CHAIN, None)
     if not verifier.several_drafts:
-        with pytest.raises(ValueError, match=r"there are 2; use verifier specinfer or exact"):
+        with pytest.raises(ValueError, match=r"there are 2; use specinfer or exact"):
             verifier.check(CHAIN, verifier.drawings[0], drafts=2)
     else:
         verifier.check(CHAIN, verifier.drawings[0], drafts=2)

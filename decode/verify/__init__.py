@@ -1,9 +1,8 @@
 """Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
 
-This module needs no torch, so that help texts and option checks can read the table at once; the code of a rule is
-imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of
-this package and enter it in the table. A rule of your own need not be in the table: pass a `Verifier` to
-`SpeculativeDecoder`.
+Needs no torch; the code of a rule is imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)`
+for temperatures above 0 in a file of this package and enter it in the table. A rule of your own need not be in the
+table: pass a `Verifier` to `SpeculativeDecoder`.
 
 Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -42,11 +41,11 @@ class Verifier:
 
     name, title (at most 60 characters) and paper are shown to users. lossless: the output follows the target's
     distribution. chains_only: not valid on trees that branch. several_drafts: siblings may come from different
-    distributions. drawings: the methods of drawing siblings that it is valid for, the one it prefers first.
+    distributions. drawings: the valid methods of drawing siblings, the preferred one first.
 
     `run(proposal, p_BMV, u_BU)` takes the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
-    `[B, U]` with U = `uniforms(tree)`, and returns a `Verdict`. `u_BU` is None at temperature 0: p is then one-hot, so
-    that every lossless rule comes to `exact` and it does not matter how siblings were chosen.
+    `[B, U]` with U = `uniforms(tree)`, and returns a `Verdict`. At temperature 0 `u_BU` is None and p is one-hot, so
+    that every lossless rule comes to `exact`.
     """
 
     name: str
@@ -60,9 +59,7 @@ class Verifier:
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
-        """Raise ValueError, in one line with the fix, when the rule is not valid for this tree, this drawing or this
-        number of drafts. A `drawing` of None stands for temperature 0, at which any will do.
-        """
+        """Raise ValueError if the rule is not valid for this tree, drawing (None: temperature 0) or count of drafts."""
         if self.chains_only and not tree.is_chain:
             raise ValueError(
                 f"verifier '{self.name}' is valid on chains only, and this tree branches; "
@@ -70,36 +67,31 @@ class Verifier:
             )
         if drawing is None:
             return
-        if tree.grows:
-            drawing = "deterministic"
+        drawing = "deterministic" if tree.grows else drawing
         if drawing not in self.drawings:
             raise ValueError(
                 f"verifier '{self.name}' is not valid for drafts drawn '{drawing}' "
                 f"(only {', '.join(self.drawings)}); use verifier exact"
             )
         if drafts > 1 and not self.several_drafts:
-            raise ValueError(
-                f"verifier '{self.name}' takes all siblings from one draft, and there are {drafts}; "
-                f"use verifier specinfer or exact, or a single draft"
-            )
+            raise ValueError(f"verifier '{self.name}' takes one draft, and there are {drafts}; use specinfer or exact")
 
 
-def _in(module: str) -> Rule:
-    """The function `verify` of a module of this package, imported when it is first called; that of `exact` in its place
-    at temperature 0, where every rule comes to it.
-    """
-    found: dict[str, Rule] = {}
+def _in(module: str, function: str = "verify") -> Rule:
+    """A function of a module of this package, imported when first called; `exact` in its place at temperature 0."""
+    rules: dict[bool, Rule] = {}
 
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
-        name = "exact" if u_BU is None else module
-        if name not in found:
-            found[name] = import_module(f"decode.verify.{name}").verify
-        return found[name](proposal, p_BMV, u_BU)
+        greedy = u_BU is None
+        if greedy not in rules:
+            names = ("exact", "verify") if greedy else (module, function)
+            rules[greedy] = getattr(import_module(f"decode.verify.{names[0]}"), names[1])
+        return rules[greedy](proposal, p_BMV, u_BU)
 
     return run
 
 
-_TABLE = (
+_RULES = (
     Verifier(
         name="exact",
         title="draw from the target, accept the child that it hits",
@@ -110,9 +102,8 @@ _TABLE = (
         run=_in("exact"),
     ),
     Verifier(
-        # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That comes to one draw
-        # from p and a look whether a child carries it, so it runs as `exact`; it only prefers other trees. With the
-        # most probable tokens as children, which the context determines, no rule accepts more at a node.
+        # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That equals one draw from
+        # p that hits a child or not, so it runs as `exact`; it only prefers other drawings.
         name="naive",
         title="EAGLE-2's rule: exact, on the most probable children",
         paper="Li et al. 2024, arXiv 2406.16858",
@@ -143,7 +134,7 @@ _TABLE = (
         paper="Yang et al. 2024, arXiv 2401.06706",
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
-        run=_in("specinfer"),
+        run=_in("mcsd", "verify_independent"),
     ),
     Verifier(
         name="specinfer",
@@ -152,7 +143,7 @@ _TABLE = (
         several_drafts=True,
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
-        run=_in("specinfer"),
+        run=_in("mcsd", "verify_independent"),
     ),
     Verifier(
         name="kseq",
@@ -197,4 +188,4 @@ _TABLE = (
         run=_in("typical"),
     ),
 )
-VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _TABLE}
+VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _RULES}

@@ -1,5 +1,7 @@
-"""Multi-candidate speculative sampling without replacement (Yang et al. 2024, arXiv 2401.06706, algorithm 2), also
-known as recursive rejection sampling without replacement.
+"""Multi-candidate speculative sampling (Yang et al. 2024, arXiv 2401.06706, algorithm 2): siblings are tried in turn.
+
+`verify` is for siblings drawn without replacement; `verify_independent`, for siblings drawn with replacement, is also
+SpecInfer's rule (Miao et al. 2023, arXiv 2305.09781), where siblings may come from several drafts.
 
 Legend: B rows, K siblings, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -21,6 +23,11 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
     return walk(proposal, p_BMV, u_BU, lambda node: try_in_turn(node, replacement=False), per_node=None)
+
+
+def verify_independent(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
+    """`verify` for independent siblings: q stays as it is, and a repeated token is refused again."""
+    return walk(proposal, p_BMV, u_BU, lambda node: try_in_turn(node, replacement=True), per_node=None)
 
 
 def try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:

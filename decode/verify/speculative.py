@@ -32,7 +32,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     p_x_BD = p_BMV[rows_B1, above_BD, x_BD]
     groups_BD = tree.groups_RM.expand(rows, -1).gather(1, above_BD)
     q_x_BD = torch.ones_like(p_x_BD) if proposal.q_BEV is None else proposal.q_BEV[rows_B1, groups_BD, x_BD]
-    # u q < p rather than u < p / q: it needs no division, and refuses a token with p(x) = 0 even at u = 0.
+    # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
     taken_BD = (u_BU[:, :depth] * q_x_BD < p_x_BD) & offered_BD
     accepted_B = taken_BD.long().cumprod(1).sum(1)
     nodes_BD = torch.where(taken_BD.cumprod(1) > 0, nodes_BD, 0)
