@@ -1,8 +1,8 @@
 """Speculative decoding inside transformers: `model.generate(..., custom_generate=speculative(proposer))`.
 
 Everything else of `generate` stays as it is: generation configs, `max_new_tokens`, EOS, padded batches,
-`num_return_sequences`, `return_dict_in_generate`. What would change the distribution of single tokens beyond
-temperature, top-k, top-p and min-p is refused: acceptance is only correct for the distribution that is sampled from.
+`num_return_sequences`, `return_dict_in_generate`. What changes the distribution of a token beyond temperature, top-k,
+top-p and min-p is refused: acceptance is only correct for the distribution that is sampled from.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,12 @@ from decode.verify import Verifier
 from draftsmith_core.sampling import Sampling, generator
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# What `generate` itself adds to a model's arguments. Any other would be left out without a word: the decoder calls the
-# model with tokens, positions and a mask of its own.
+# What `generate` itself adds to a model's arguments. The decoder would ignore any other.
 _MODEL_ARGUMENTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
-_UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_UNSUPPORTED = (
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("penalty_alpha", "prompt_lookup_num_tokens", "dola_layers"),
+)
 
 
 def speculative(
@@ -42,12 +44,12 @@ def speculative(
     *,
     stop: StopCondition | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
-    """A function for the `custom_generate` argument of `model.generate`; the arguments are `SpeculativeDecoder`'s.
+    """Return a function for the `custom_generate` argument of `model.generate`, from `SpeculativeDecoder`'s arguments.
 
-    The model on which `generate` is called is the target. Randomness comes from torch's global generator, as in
-    `generate` itself. A `streamer` and the `tokenizer` that `stop_strings` need never reach a `custom_generate`
-    function: pass `stop=StopStrings(tokenizer, strings)` here, and use `SpeculativeDecoder.generate` with
-    `on_tokens` to stream. Raises ValueError, in one line, for settings that it cannot honour exactly.
+    The target is the model on which `generate` is called. Randomness comes from torch's global generator, as in
+    `generate` itself. A `streamer` and the `tokenizer` for `stop_strings` never reach a `custom_generate` function:
+    pass `stop=StopStrings(tokenizer, strings)` here, and stream with `on_tokens` of `SpeculativeDecoder.generate`.
+    The function raises ValueError for settings that it cannot honour exactly.
     """
     decoders: list[SpeculativeDecoder] = []
 
@@ -86,43 +88,29 @@ def _check(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    for processor in processors:
-        if not isinstance(processor, _WARPERS):
-            raise ValueError(
-                f"speculative decoding cannot honour {type(processor).__name__}: only temperature, top_k, top_p and "
-                f"min_p may change the distribution of a token; remove the option that adds it"
-            )
-    for criterion in criteria:
-        if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
-            raise ValueError(f"speculative decoding cannot honour the stopping criterion {type(criterion).__name__}")
-    if (config.num_beams or 1) > 1:
-        raise ValueError(f"speculative decoding draws single sequences; num_beams {config.num_beams} must be 1")
-    for name in ("penalty_alpha", "prompt_lookup_num_tokens", "dola_layers"):
-        if getattr(config, name, None):
-            raise ValueError(f"speculative decoding does not do what {name} asks for; leave it out")
-    if asked := [name for name in _UNSUPPORTED_OUTPUTS if getattr(config, name, None)]:
-        raise ValueError(f"speculative decoding does not return what {asked[0]} asks for; set it to False")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("speculative decoding needs token ids; pass input_ids instead of inputs_embeds")
-    if ignored := [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_ARGUMENTS]:
+    ignored = [type(each).__name__ for each in processors if not isinstance(each, _WARPERS)]
+    ignored += [type(each).__name__ for each in criteria if not isinstance(each, MaxLengthCriteria | EosTokenCriteria)]
+    ignored += [name for name in _UNSUPPORTED if getattr(config, name, None)]
+    ignored += ["num_beams"] if (config.num_beams or 1) > 1 else []
+    ignored += [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_ARGUMENTS]
+    cache = model_kwargs.get("past_key_values")
+    ignored += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
+    if ignored:
         raise ValueError(
-            f"speculative decoding does not pass {ignored[0]} on to the model; leave it out, or call generate without "
+            f"speculative decoding cannot honour {', '.join(ignored)}; leave it out, or call generate without "
             f"custom_generate"
         )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
-        raise ValueError("speculative decoding keeps its own cache; call generate without past_key_values")
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
     """The rows without their padding. ValueError for a mask or positions that say more than where the padding is."""
     seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
-    if seen.shape != input_ids.shape:
-        raise ValueError("speculative decoding takes an attention_mask that marks padding, of the shape of input_ids")
-    if positions is not None:
-        counted = (seen.long().cumsum(1) - 1).to(positions.device)
-        if positions.dim() != 2 or not bool(((positions == counted) | ~seen.to(positions.device)).all()):
-            raise ValueError("speculative decoding counts positions itself; leave out position_ids")
+    counted = seen.long().cumsum(1) - 1
+    shown = counted if positions is None else positions.to(counted.device)
+    if seen.shape != input_ids.shape or shown.dim() != 2 or not bool(((shown == counted) | ~seen).all()):
+        raise ValueError(
+            "speculative decoding counts positions itself: attention_mask may only mark padding; leave out position_ids"
+        )
     return [row[real].tolist() for row, real in zip(input_ids, seen, strict=True)]
 
 
@@ -138,7 +126,8 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _eos(criteria: StoppingCriteriaList) -> list[int]:
-    return [int(token) for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id]
+    ends = [criterion for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    return [int(token) for criterion in ends for token in criterion.eos_token_id]
 
 
 def _padded(outputs: Sequence[Sequence[int]], config: GenerationConfig, device: torch.device) -> Tensor:
