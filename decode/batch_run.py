@@ -1,10 +1,10 @@
-"""Prompts that are decoded together, step by step: draft, score, verify, and record what every row got.
+"""Prompts that are decoded together, step by step: draft, score, verify, record.
 
 Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary, U uniforms per row.
 
-At each step a row takes N uniforms for the proposer and then those of the verifier from its own generator, in that
-order, always the same number: a row's output depends on its prompt and its generator, not on its batch mates (law 4).
-At temperature 0 none are taken. A row that has ended leaves the batch at once; the last rows move up into its place.
+At each step a row draws N uniforms for the proposer and then those of the verifier from its own generator, always the
+same number: its output depends on its prompt and generator, not on its batch mates (law 4). At temperature 0 it draws
+none. A row that has ended leaves the batch at once; the last rows move up into its place.
 """
 
 import math
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from decode.engine import SpeculativeDecoder
 
 _TREE_ARRAYS = 5  # how many tensors a `TreeBatch` has
-_ALL_FINITE = 3  # what `_finite` gives where the logits of target and draft are finite
+_ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
 OnTokens = Callable[[int, list[int], list[bool]], None]
-# `stop(ids, new)`: how many of the last `new` tokens of a row's output `ids` to keep, None to go on.
+# `stop(ids, new)` returns how many of the last `new` tokens of a row's output `ids` to keep, None to go on.
 StopCondition = Callable[[Sequence[int], int], int | None]
 
 # A token may be a fragment of a character, and some tokenizers decode a token differently at the beginning of a text,
@@ -44,10 +44,9 @@ _MARGIN_TOKENS = 8
 
 
 class StopStrings:
-    """Ends a row after the first token that completes any of `strings` in the decoded output (not in the prompt).
+    """End a row after the first token that completes any of `strings` in its decoded output.
 
-    The token that completes a string is kept whole, as transformers' `stop_strings` does. Raises ValueError for an
-    empty string.
+    That token is kept whole, as with transformers' `stop_strings`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -57,9 +56,9 @@ class StopStrings:
         self._reach = max(len(text.encode()) for text in strings) + _MARGIN_TOKENS
 
     def __call__(self, ids: Sequence[int], new: int) -> int | None:
-        """How many of the last `new` tokens of `ids` to keep; None when no string is complete."""
+        """Return how many of the last `new` tokens of `ids` to keep; None if no string is complete."""
         known = len(ids) - new
-        # One look at the whole block first, because most steps complete nothing.
+        # Decode the whole block first, because most steps complete nothing.
         if not self._complete(ids[max(known - self._reach, 0) :]):
             return None
         ends = range(known + 1, len(ids) + 1)
@@ -72,8 +71,8 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's output: new tokens only. `finish_reason` is "stop" when it ended at an EOS token, which is included,
-    or where a stop condition said; "length" when it was cut at `max_new_tokens`. `from_draft` marks drafted tokens.
+    """One prompt's output: new tokens only. `finish_reason` is "stop" after an EOS token, which is included, or a stop
+    condition, and "length" at `max_new_tokens`. `from_draft` marks drafted tokens.
     """
 
     output_ids: list[int]
@@ -83,8 +82,6 @@ class Generation:
 
 
 class _Row:
-    """What one prompt has produced so far."""
-
     def __init__(self, index: int, prompt: Sequence[int], generator: torch.Generator, depth: int) -> None:
         self.index = index
         self.last = prompt[-1]
@@ -132,18 +129,16 @@ class BatchRun:
         max_new_tokens: int,
         generators: Sequence[torch.Generator],
         eos_ids: frozenset[int],
-        on_tokens: OnTokens | None,
-        stop: StopCondition | None,
+        on_tokens: OnTokens | None = None,
+        stop: StopCondition | None = None,
         first: int = 0,
         runner: Runner | None = None,
     ) -> None:
-        """first: the index given to the first prompt; the next ones count up. runner: one of the same target to use, in
-        place of a new one.
-        """
+        """first: the index of the first prompt. runner: an empty one of the same target, to share its weights."""
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
         self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
         tree, proposer = decoder.tree, decoder.proposer
-        # From a one-hot distribution there is nothing to draw: every proposer then takes the most probable tokens.
+        # At temperature 0 every proposer takes the most probable tokens.
         drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
         pairs = enumerate(zip(prompts, generators, strict=True), first)
         self.rows = [_Row(index, prompt, generator, tree.depth) for index, (prompt, generator) in pairs]
@@ -173,17 +168,17 @@ class BatchRun:
 
     @property
     def live(self) -> int:
-        """How many rows have not ended."""
+        """Number of rows that have not ended."""
         return len(self.batch)
 
     def join(self, other: "BatchRun") -> None:
-        """Take the rows of another run of the same options, which has made no step, behind this one's."""
+        """Append the rows of another run of the same options, which has made no step."""
         self.runner.join(other.runner)
         self.session.join(other.session)
         self.batch += other.batch
 
     def step(self) -> list[_Row]:
-        """Draft, score, verify, and record; one forward of the target. Returns the rows that it ended."""
+        """Draft, score, verify and record, with one forward of the target. Return the rows that ended."""
         u_BU = self._uniforms()
         split = self.num_draft_uniforms
         proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
@@ -197,9 +192,8 @@ class BatchRun:
         tokens_BM[:, 0] = torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
         block = self.decoder.block(proposal.tree)
         logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-        # A proposer may draft nothing in a step (a tree without nodes), which not every rule can verify: `exact` then
-        # draws the token. A row must get the same rule whether or not others of its batch drafted, because each rule
-        # uses its uniforms in its own way.
+        # A proposer may draft nothing in a step, which not every rule can verify: `exact` then draws the token. A row
+        # must get the same rule whether or not its batch mates drafted, because rules use uniforms differently.
         takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
         verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
         if self.sampling.greedy and logits_BMV.device.type == "cpu" and VERIFIERS.get(verifier.name) is verifier:
@@ -211,7 +205,7 @@ class BatchRun:
         return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
 
     def _draw(self, logits_B1V: Tensor, u_BU: Tensor, finite: Tensor | None) -> list[_Row]:
-        """Verify and record where nothing was drafted: a token from the target at every root."""
+        """Record a token from the target at every root, where nothing was drafted."""
         p_B1V = probs(logits_B1V, self.sampling)
         tokens_B = draw(p_B1V[:, 0], u_BU[:, 0].to(p_B1V.device))
         facts_B2 = torch.stack([_finite(logits_B1V, finite), tokens_B], dim=1).tolist()
@@ -279,19 +273,18 @@ class BatchRun:
         return ended_rows
 
     def _refuse(self, finite: int, row: _Row) -> None:
-        """Raise InputError that names the model whose logits are NaN or infinite."""
+        """Raise InputError naming the model whose logits are NaN or infinite."""
         target, proposer = self.decoder.target, self.decoder.proposer
         name = f"target {target.name_or_path or type(target).__name__}"
         if finite & 1 and proposer is not None:
             name = proposer.name
         raise InputError(
-            f"the {name} gave logits that are not finite (NaN or infinite) after {len(row.ids)} new "
-            f"tokens of prompt {row.index}; its weights are damaged, or its dtype is too narrow for them: "
-            f"check the checkpoint, or use another dtype such as float32"
+            f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index}; its "
+            f"weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"
         )
 
     def _emit(self, row: _Row, walk: Walk) -> list[int]:
-        """Cut a block at EOS and at `max_new_tokens`, count what is left, and hand it out."""
+        """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         room = self.max_new_tokens - len(row.ids)
         accepted, tokens = len(walk.path), walk.emitted[:room]
         for place, token in enumerate(tokens):
@@ -315,7 +308,7 @@ class BatchRun:
         )
         row.last = tokens[-1]
         if self.on_tokens is not None:
-            # Lists of the caller's own: the one returned goes on into the cache, whatever becomes of them.
+            # A copy, because the returned list goes on into the cache.
             self.on_tokens(row.index, list(tokens), from_draft)
         return tokens
 
@@ -323,7 +316,7 @@ class BatchRun:
         if self.sampling.greedy:
             return None
         fresh = uniforms([row.generator for row in self.batch], self.num_uniforms)
-        # All uniforms of a step go over in one copy, so that no rule waits for the host.
+        # One transfer for all uniforms of a step, so that no rule waits for the host.
         return fresh.to(self.runner.device)
 
 
@@ -335,8 +328,8 @@ def _judge(
     hidden: Sequence[Tensor],
     u_BU: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Verify a scored proposal. Returns what the host has to know, as integers `[B, ...]`; the target's
-    distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
+    """Verify a scored proposal. Return the facts that the host needs, integers `[B, ...]`; the target's distributions
+    `[B, M, V]`; and its states at the root and on the accepted path, `[B, D + 1, H]` per layer.
     """
     p_BMV = probs(logits_BMV, sampling)
     verdict = verifier.run(proposal, p_BMV, u_BU)
@@ -359,8 +352,8 @@ def _judge(
 def _judge_greedily(
     proposal: Proposal, logits_BMV: Tensor, hidden: Sequence[Tensor]
 ) -> tuple[list[int], list[Walk], list[Tensor]]:
-    """`_judge` at temperature 0 on a CPU, for a rule of `VERIFIERS`: all of these then follow the target's own tokens.
-    Lists take less time than so many small tensors.
+    """`_judge` at temperature 0 on a CPU, where all of `VERIFIERS` follow the target's own tokens. Lists are faster
+    than many small tensors.
     """
     best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
     walks = follow(proposal, best.indices.tolist())
@@ -376,9 +369,7 @@ def _judge_greedily(
 
 
 def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
-    """By row, whether logits were finite (`_finite`) and the walk, from the `facts` of `_judge`. They are copied to the
-    host in one transfer, so that a step waits for the device once.
-    """
+    """Return each row's `_finite` and walk from the `facts` of `_judge`: one transfer, so a step waits only once."""
     finite_B: list[int] = []
     walks: list[Walk] = []
     for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
@@ -389,15 +380,15 @@ def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
-    """`[B]`: 1 where the target's logits are finite, plus 2 if the draft's are. The largest logit is NaN or infinite
-    when any logit is NaN or plus infinity; minus infinity is a token that is impossible.
+    """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit shows any NaN or plus
+    infinity; minus infinity marks an impossible token.
     """
     target_B = logits_BMV.amax((1, 2)).isfinite().long()
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 
 def _widest(tree: TreeShape) -> TreeBatch:
-    """A tree that takes at least as many uniforms as any that may be drafted on this shape."""
+    """Return a tree that takes at least as many uniforms as any drafted on this shape."""
     if isinstance(tree, Tree) and not tree.size:
         return TreeBatch.build(tree, torch.device("cpu"))
     return replace(TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu")), widths=(tree.size,) * tree.depth)

@@ -1,11 +1,11 @@
-"""A preallocated key/value cache that takes a block of tree tokens, keeps the accepted path and drops the rest.
+"""A preallocated key/value cache: append a block of tree tokens, keep the accepted path, drop the rest.
 
 Legend: L layers, B rows, H key/value heads, C capacity in slots, E head size. A slot holds one token.
 
-Row b is stored from slot 0, so that the slot of a kept token is its position. All rows write a new block at one common
-column, behind the longest row: an append is one slice assignment per layer, and shorter rows have a gap that the
-attention mask hides. Keeping a path copies only its few slots to the end of the row's prefix, for all layers in one
-indexing call; the next step overwrites the rest of the block. A chain in a batch of one moves nothing at all.
+Each row begins at slot 0, so that the slot of a kept token is its position. All rows write a new block at one column,
+behind the longest row: an append is one slice assignment per layer, and the attention mask hides the gap of shorter
+rows. Keeping a path copies its few slots to the end of the row's prefix, for all layers in one call. The next step
+overwrites the rest of the block. A chain in a batch of one moves nothing.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _FEW_MOVES = 8
 
 
 def _in_order(moves: Sequence[tuple[int, int, int]], column: int) -> bool:
-    """Whether moves made one after another never write over what a later one reads."""
+    """Whether moves made one after another never overwrite what a later one reads."""
     return all(
         row < row_after or (row == row_after and target <= column + source < column + source_after)
         for (row, source, target), (row_after, source_after, _) in zip(moves, moves[1:], strict=False)
@@ -46,15 +46,15 @@ class _Store:
         self.narrow(keys.shape[0])
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Use `rows` rows of at least `capacity` slots. What is cached stays; it is copied where there was no room."""
-        there = self.keys.shape[1]
+        """Use `rows` rows of at least `capacity` slots, in a larger copy if necessary."""
+        used = self.keys.shape[1]
         most, slots = self.all_keys.shape[1], self.all_keys.shape[3]
         if rows > most or capacity > slots:
             sizes = max(rows, most), max(capacity, slots)
             for name in ("all_keys", "all_values"):
                 old = getattr(self, name)
                 new = _zeros(old, (old.shape[0], sizes[0], old.shape[2], sizes[1], old.shape[4]))
-                new[:, :there, :, :slots] = old[:, :there]
+                new[:, :used, :, :slots] = old[:, :used]
                 setattr(self, name, new)
         self.narrow(rows)
 
@@ -63,7 +63,7 @@ class _Store:
         self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether a layer with these states can live here (some models vary heads by layer or span devices)."""
+        """Whether a layer with these states fits (some models vary heads by layer or span devices)."""
         return (
             self.keys.device == keys.device
             and (self.keys.shape[2], self.keys.shape[4]) == (keys.shape[1], keys.shape[3])
@@ -72,8 +72,6 @@ class _Store:
 
 
 class _TreeLayer(CacheLayerMixin):
-    """One layer's view of the store; transformers calls `update` with the states of the new slots."""
-
     is_sliding = False  # The full history is kept; windows are expressed by the mask.
 
     def __init__(self, owner: "TreeCache", index: int) -> None:
@@ -107,11 +105,11 @@ class _TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """Key/value cache of one model for one batch; see the module docstring for its layout.
+    """Key/value cache of one model for one batch.
 
-    `column` is where the next forward writes; the caller sets it. `capacity` is in slots per row. `bytes_moved` counts
-    what `keep`, `move_rows` and `select_rows` copied, so that tests can check it. With `buffer_rows` the memory is for
-    so many rows, stays where it is, and serves one batch after another (`reuse`).
+    The caller sets `column`, where the next forward writes. `capacity` is in slots per row. `bytes_moved` counts what
+    `keep`, `move_rows` and `select_rows` copied. With `buffer_rows`, memory for that many rows stays at one address and
+    serves one batch after another (`reuse`).
     """
 
     def __init__(self, layers: int, capacity: int, buffer_rows: int | None = None) -> None:
@@ -122,7 +120,7 @@ class TreeCache(Cache):
         super().__init__(layers=[_TreeLayer(self, index) for index in range(layers)])
 
     def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
-        """Give a layer its memory, on the device and in the dtype of the states it was called with."""
+        """Allocate a layer's memory, on the device and in the dtype of these states."""
         if self._stores and self._stores[0][0].fits(keys, values):
             store, members = self._stores[0]
             place = layer.index
@@ -137,7 +135,7 @@ class TreeCache(Cache):
         layer.keys, layer.values = store.keys[place], store.values[place]
 
     def reuse(self, rows: int) -> None:
-        """Begin another batch of `rows` rows in the same memory. What it holds is finite, and is hidden by masks."""
+        """Begin another batch of `rows` rows in the same memory. Masks hide the old states, which are finite."""
         self.column = 0
         for store, members in self._stores:
             store.narrow(rows)
@@ -148,7 +146,7 @@ class TreeCache(Cache):
             layer.keys, layer.values = store.keys[place], store.values[place]
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[L, rows, H, slots, E]`, always at one address. InputError where layers differ."""
+        """Return keys and values `[L, rows, H, slots, E]` at a fixed address. InputError if layers differ."""
         if len(self._stores) != 1:
             raise InputError("compile: layers of this model have caches of different shapes; leave compile out")
         ((store, _),) = self._stores
@@ -157,9 +155,7 @@ class TreeCache(Cache):
     def views(
         self, rows: int, heads: int, size: int, queries: int, like: Tensor
     ) -> tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """For a forward that writes its states itself: the keys and values of the new slots by layer,
-        `[B, H, queries, E]` each, to be filled in, and then those of all slots from 0 to the last new one.
-        """
+        """Return, by layer, keys and values of the new slots to fill in, `[B, H, queries, E]`, and of all slots."""
         keys, values = self.whole(rows, heads, size, like)
         new = (keys.narrow(3, self.column, queries), values.narrow(3, self.column, queries))
         end = self.column + queries
@@ -167,7 +163,7 @@ class TreeCache(Cache):
         return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
 
     def whole(self, rows: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all layers, `[L, B, H, C, E]` each, for a model whose layers are all alike."""
+        """Return keys and values of all layers, `[L, B, H, C, E]`, of a model whose layers are alike."""
         if not self._stores:
             states = like.new_empty(rows, heads, 0, size)
             for layer in self.layers:
@@ -179,13 +175,13 @@ class TreeCache(Cache):
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to` from slot 0.
 
-        All reads happen before all writes, so overlapping moves are safe. Moves onto themselves cost nothing.
+        Moves may overlap. Moves onto themselves cost nothing.
         """
         moves = [move for move in moves if column + move[1] != move[2]]
         if not moves:
             return
         if len(moves) <= _FEW_MOVES and self._stores[0][0].keys.device.type == "cpu" and _in_order(moves, column):
-            # A slice costs less than gathering and scattering by index.
+            # Slices are faster than gathering and scattering by index.
             for store, _ in self._stores:
                 for block in (store.keys, store.values):
                     for row, source, target in moves:
@@ -202,9 +198,7 @@ class TreeCache(Cache):
                 self.bytes_moved += moved.numel() * moved.element_size()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order. Copies all that stays and frees the rest; `move_rows` is
-        cheaper where it will do.
-        """
+        """Keep only these rows, in this order. Copies all of them and frees the rest; `move_rows` is cheaper."""
         for store, members in self._stores:
             index = torch.tensor(list(rows), device=store.keys.device)
             keys, values = store.keys.index_select(1, index), store.values.index_select(1, index)
@@ -219,7 +213,7 @@ class TreeCache(Cache):
             self._show(store, members)
 
     def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:
-        """Take the rows of another cache of the same model, with `lengths[b]` slots in row b, behind this one's."""
+        """Append the rows of another cache of the same model, with `lengths[b]` slots in row b."""
         self.capacity = max(self.capacity, other.capacity)
         for index, (store, members) in enumerate(self._stores):
             first = store.keys.shape[1]
@@ -232,10 +226,9 @@ class TreeCache(Cache):
             self._show(store, members)
 
     def move_rows(self, moves: Sequence[tuple[int, int, int]], rows: int) -> None:
-        """Narrow the batch to its first `rows` rows after moves of (row, to which row, how many slots).
+        """Narrow the batch to its first `rows` rows after moves of (row, to row, slots).
 
-        Only these slots are copied; the rows that are cut off keep their memory until the cache is freed. No row may be
-        both moved and written over.
+        Only these slots are copied. No row may be both moved and overwritten.
         """
         for store, members in self._stores:
             for block in (store.keys, store.values):

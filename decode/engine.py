@@ -1,12 +1,12 @@
 """The speculative decoder: draft a tree, score it with one target forward, keep what the verifier accepts.
 
-Here is what stays from one `generate` call to the next; the steps of one are `decode.batch_run.BatchRun`.
+`SpeculativeDecoder` holds what stays between `generate` calls; `decode.batch_run.BatchRun` holds the steps of one call.
 """
 
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,17 +30,15 @@ from draftsmith_core.sampling import Sampling, generator, row_seed
 
 _KEPT_BLOCKS = 64
 Key = TypeVar("Key")
-# Called with a number of free places; returns at most so many prompts for them: (key, token ids, generator) of each.
+# Takes the number of free places; returns at most that many prompts, each as (key, token ids, generator).
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
-# Free places are filled when they are this share of all: a prefill by itself for every single one would cost more.
+# Fill free places once they are this share of the batch: one prefill for several rows costs less than one for each.
 _FREE = 1 / 20
 
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """All outputs in prompt order, and the wall clock in seconds: of prefill, of decoding, and (with `compile`) of
-    recording steps.
-    """
+    """All outputs in prompt order, and wall-clock seconds of prefill, decoding and recording steps (`compile`)."""
 
     generations: list[Generation]
     prefill_s: float
@@ -49,21 +47,18 @@ class BatchOutput:
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a proposer; `proposer=None` is autoregressive decoding through the same code.
+    """Decode with a target and a proposer. `proposer=None` is autoregressive decoding through the same code.
 
         decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:4,2,2")
         batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64, seed=0)
         batch.generations[0].output_ids
 
-    `tree` is a spec (`parse_tree`) or a shape; None for the one that suits the proposer. `verifier` is a key of
-    `VERIFIERS` or a `Verifier` of your own; None for the one that suits proposer and tree (`default_verifier`).
-    Without a proposer there is nothing to verify, and both must be None. A proposer of your own is any object that
-    follows `decode.propose.protocol.Proposer`, where there is an example. `fast=False` runs the target through its own
-    forward only, without packed weights or the lean LLaMA forward. The target is not changed; `take_over(target)`
-    saves memory (`decode.packed_weights`).
-    `compile=True` records every step as a CUDA graph of fixed shapes, when it first occurs, and replays it from then
-    on; the name of a torch.compile backend compiles it too, and works on a CPU (`decode.static_steps`). Outputs differ
-    by rounding at most. Raises ValueError, one line with the fix, when the parts do not go together.
+    proposer: an object of `decode`, or your own (`decode.propose.protocol.Proposer` has an example). tree: a spec
+    (`parse_tree`) or a shape; by default one that suits the proposer. verifier: a key of `VERIFIERS` or your own
+    `Verifier`; by default one that suits proposer and tree. fast: use packed weights and the lean LLaMA forward. The
+    target is not changed; `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step
+    as a CUDA graph when it first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
+    `compile` change outputs by rounding only. Raises ValueError if the parts do not fit.
     """
 
     def __init__(
@@ -112,13 +107,12 @@ class SpeculativeDecoder:
         *,
         seed: int = 0,
     ) -> BatchOutput:
-        """Continue all prompts (token ids) as one batch, greedily unless `sampling` says otherwise.
+        """Continue all prompts (token ids) as one batch, greedily by default.
 
-        Prompt b draws from a generator of its own, seeded with a hash of `seed` and b, and so does not depend on what
-        shares its batch; pass `generators`, one per prompt, to seed them otherwise. A row ends at any of `eos_ids`
-        (None: the target's own; () goes on to `max_new_tokens`) and where `stop` says (`decode.batch_run`).
-        `on_tokens(row, ids, from_draft)` is called after each step with the tokens just emitted. Raises ValueError for
-        an empty prompt, a prompt that does not fit the context, or a number of generators that differs.
+        generators: one per prompt; by default seeded with a hash of `seed` and the prompt's index, so that a row does
+        not depend on its batch. eos_ids: tokens that end a row; None for the target's own, () to go on to
+        `max_new_tokens`. on_tokens(row, ids, from_draft): called after each step with the new tokens. stop: see
+        `StopCondition`. Raises ValueError for a prompt that is empty or does not fit the context.
         """
         if generators is None:
             generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
@@ -128,7 +122,8 @@ class SpeculativeDecoder:
             return BatchOutput([], 0.0, 0.0)
         self._check(prompts, max_new_tokens)
         began = self._clock()
-        with self._turn, self._own_dtype():
+        # The caller's autocast would run some parts of a step in another dtype.
+        with self._turn, torch.autocast(self.target.device.type, enabled=False):
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.live:
@@ -148,14 +143,11 @@ class SpeculativeDecoder:
         max_new_tokens: int = 128,
         eos_ids: Collection[int] | None = None,
     ) -> Iterator[tuple[Key, Generation]]:
-        """Continue prompts in a batch of at most `rows` in which the next prompt takes the place of one that has ended;
-        yields what ended, with its key.
+        """Continue prompts in a batch of at most `rows`, in which the next prompt replaces one that has ended.
 
-        `source(free)` gives the next prompts, at most `free`, and is asked once all that ended before has been handed
-        out, so that an answer may lead to another prompt; when it gives none the batch goes on without, and ends when
-        it is empty. Who shares a batch with whom follows from the prompts and their generators alone. Memory is that of
-        `rows` rows as long as the longest prompt and its answer. Raises ValueError as `generate` does, and where steps
-        are compiled.
+        Yield each output with its key. `source(free)` returns at most `free` next prompts. It is called after all
+        earlier outputs were yielded, so that an answer may lead to another prompt; decoding ends when it returns none
+        and the batch is empty. The composition of batches depends only on the prompts and their generators.
         """
         if self.steps is not None:
             raise ValueError("compile: recorded steps keep the rows that they began with; leave compile out")
@@ -168,7 +160,7 @@ class SpeculativeDecoder:
             joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
             if not joining and (run is None or not run.live):
                 return
-            with self._own_dtype():
+            with torch.autocast(self.target.device.type, enabled=False):
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]
@@ -178,7 +170,7 @@ class SpeculativeDecoder:
                     if run is not None and not run.live:
                         run = None  # frees its cache before another is made
                     joins = BatchRun(
-                        self, prompts, sampling, max_new_tokens, generators, eos, None, None, count, runner
+                        self, prompts, sampling, max_new_tokens, generators, eos, first=count, runner=runner
                     )
                     count += len(joining)
                     if run is None:
@@ -193,23 +185,21 @@ class SpeculativeDecoder:
 
     @property
     def every_steps(self) -> list[StaticSteps]:
-        """What is recorded or compiled of the target and of the proposer's models; empty without `compile`."""
-        if self.steps is None:
-            return []
-        return [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+        """Recorded or compiled steps of the target and of the proposer's models; empty without `compile`."""
+        return [] if self.steps is None else [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
 
     def new_runner(self) -> Runner:
-        """The target with an empty cache."""
+        """Return the target with an empty cache."""
         return Runner(self.target, self._windows, self._limit, self._packs, self.steps)
 
     def block(self, tree: TreeBatch) -> Block:
-        """The target's block of [root] + tree; kept for trees that all rows share."""
+        """Return the target's block of [root] + tree; cached for trees that all rows share."""
         block = self._blocks.get(tree)
         if block is None:
             offsets_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
             block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1)
             if tree.rows == 1:
-                # A static proposer gives the same few objects again: its tree, and that tree cut to a depth.
+                # A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
                 if len(self._blocks) >= _KEPT_BLOCKS:
                     self._blocks.clear()
                 self._blocks[tree] = block
@@ -227,10 +217,6 @@ class SpeculativeDecoder:
         check_context("target", self._limit, prompts, max_new_tokens)
         if self.proposer is not None:
             self.proposer.check_lengths(prompts, max_new_tokens)
-
-    def _own_dtype(self) -> AbstractContextManager[object]:
-        """Switch off the caller's autocast, which would run some parts of a step in another dtype."""
-        return torch.autocast(self.target.device.type, enabled=False)
 
     def _clock(self) -> float:
         if self.target.device.type == "cuda":

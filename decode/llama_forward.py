@@ -37,15 +37,15 @@ _FAMILY: dict[type, Any] = {
     modeling_qwen2.Qwen2ForCausalLM: modeling_qwen2,
     modeling_qwen3.Qwen3ForCausalLM: modeling_qwen3,
 }
-# The other kinds choose their frequencies by the length of the input, so that no table holds.
+# Other kinds choose their frequencies by the length of the input, so that no table holds.
 _ROPES = ("default", "linear", "llama3", "yarn")
-# Matrices of any size are packed in models of at least this many parameters: a forward is then one call of the kernel.
+# From this many parameters on, matrices of any size are packed: a forward is then one call of the kernel.
 _SMALLEST_MODEL = 1 << 18
 # Tokens of one forward that the kernel takes in one call.
 _MOST_TOKENS = 256
-# Modules whose hooks are known: transformers' own, left behind when hidden states were once asked for and silent
-# otherwise, and what makes logits over the whole vocabulary of a trimmed draft's, which is done here too.
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
+# Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a trimmed draft's logits,
+# which is done here too.
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
 
 
@@ -90,7 +90,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One decoder layer: its norms (the model's own tensors, not copies) and its products."""
+    """One decoder layer: its norms (the model's own tensors) and its products."""
 
     kind: str
     norm_D: Tensor
@@ -110,10 +110,7 @@ def _end(x_XD: Tensor, rows: int, keep: int) -> Tensor:
 
 
 class LeanForward:
-    """Runs one model; made for one `generate` call, because it remembers which tensors the model consists of.
-
-    `run` returns logits `[B, kept, V]` and the hidden states asked for `[B, q, D]`.
-    """
+    """Run one model. Made for one `generate` call, because it holds the model's tensors."""
 
     def __init__(self, model: PreTrainedModel, packs: Packs | None) -> None:
         body: Any = model.model
@@ -130,7 +127,7 @@ class LeanForward:
         self.norm_D: Tensor = body.norm.weight
         head: Any = model.lm_head
         self._any_size = self.silu and sum(weight.numel() for weight in model.parameters()) >= _SMALLEST_MODEL
-        # Codes of four bits are no matrix that anything else could multiply with.
+        # Only the kernel multiplies with four-bit codes.
         self._any_size = self._any_size or any(four_bit_state(weight) is not None for weight in model.parameters())
         self.head = self._fused("head", head)
         # Of a trimmed draft: the tokens of the head's rows.
@@ -170,7 +167,7 @@ class LeanForward:
         return FusedLinear.of(linears, matrix)
 
     def _whole(self) -> "_WholeModel | None":
-        """This model as one call of the kernel; None if it does not know a part of it."""
+        """Return this model as one call of the kernel; None if the kernel does not know a part of it."""
         functions = kernel() if self.packs is not None and self.packs.native and self.silu else None
         embedding = embedding_of(self.embedding)
         products = [product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -195,10 +192,10 @@ class LeanForward:
         *,
         prefill: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One forward behind `cache.column`. `positions_Bq` may have one row for all, none above `top_position`.
+        """Return logits `[B, kept, V]` and hidden states `[B, q, D]` of one forward behind `cache.column`.
 
-        `masks` are additive, `[1 or B, 1, q, P]`, by kind of layer or one for all; None sees everything, but in
-        the first chunk of a prefill means causal. `prefill` computes no logits.
+        positions_Bq: one row for all, or one each; none above `top_position`. masks: additive, `[1 or B, 1, q, P]`, by
+        kind of layer or one for all; None sees everything, but is causal in a prefill. prefill: compute no logits.
         """
         rows, queries = tokens_Bq.shape
         heads, groups, size = self.heads, self.groups, self.size
@@ -232,7 +229,7 @@ class LeanForward:
             new_keys.copy_(qk_BqHE[:, :, heads:].transpose(1, 2))
             new_values.copy_(qkv_BqHE[:, :, heads + groups :].transpose(1, 2))
             if prefill and index == last and last + 1 not in wanted:
-                break  # The last layer's keys and values are in the cache; its output is not wanted.
+                break  # Only the last layer's keys and values are needed.
             mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), alls[0][index], alls[1][index], layer.kind)
             x_XD = layer.out.plus(mixed_XD, x_XD)
             h_XD = self._norm(x_XD, layer.ffn_norm_D)
@@ -261,7 +258,7 @@ class LeanForward:
         keep_logits: int,
         hidden_layers: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`run` as one call of the kernel; IndexError for a token outside the vocabulary."""
+        """Do what `run` does in one call of the kernel. IndexError for a token outside the vocabulary."""
         assert self._kernel is not None
         whole, (batch, queries) = self._kernel, tokens_Bq.shape
         numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
@@ -311,7 +308,7 @@ class LeanForward:
         return gate.mul_(up)
 
     def rotary_table(self, top: int) -> Tensor:
-        """Cosines and signed sines of the positions up to `top`, `[N, 2E]`; made once, and anew for a higher `top`."""
+        """Return cosines and signed sines of the positions up to `top`, `[N, 2E]`; cached until `top` grows."""
         if self._table_N2E.shape[0] <= top:
             positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
             cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
@@ -326,8 +323,8 @@ class LeanForward:
 
     def _attention(self, masks: Mapping[str, Tensor | None] | Tensor | None, queries: int) -> Any:
         grouped = self.heads // self.groups
-        # The query heads of one key/value head side by side, as more queries of that head: nothing is repeated. For
-        # several queries a CPU does as well by itself; masked CUDA kernels do not know grouped heads.
+        # Query heads of one key/value head become more queries of that head, so that nothing is repeated. A CPU does as
+        # well with several queries; masked CUDA kernels do not know grouped heads.
         folded: dict[str, Tensor] = {}
 
         def fold_mask(mask: Tensor, kind: str) -> Tensor:
@@ -427,7 +424,7 @@ class _WholeModel:
         self.step, self.outputs, self.nothing = _Step(), self.model.head.outputs, bytes(len(lean.layers) + 1)
 
     def run(self) -> int:
-        """Call the kernel on `step`; not 0 for a token outside the vocabulary."""
+        """Call the kernel on `step`. Return 0 unless a token is outside the vocabulary."""
         needed = self._functions.scratch(ctypes.byref(self.model), ctypes.byref(self.step))
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(2 * needed)

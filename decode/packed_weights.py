@@ -1,12 +1,11 @@
-"""Linear layers for a handful of rows on a CPU, with weights that are packed once.
+"""fp32 weights on a CPU, packed once for the kernel (`decode.native`): in 16 bits if they fit, else in 32.
 
-Decoding multiplies every weight matrix with 1 to 60 rows, and its time is the time of reading the weights. In fp32
-they are packed for a kernel of our own (`decode.native`), in 16 bits where the checkpoint has no more. Elsewhere (other
-dtypes, other devices, no compiler) torch multiplies.
+Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of reading the weights. For other dtypes
+and devices, or without a compiler, torch multiplies.
 
-A model that is handed in is not changed: the packed weights stand beside its own, and the lean forward of the LLaMA
-family multiplies with them; other architectures run their own forward. `take_over(model)` hands a model over to its
-decoders. Packed weights then replace its own, which halves its memory, and every architecture multiplies with them.
+A model that is handed in is not changed: packed weights stand beside its own, for the lean forward of the LLaMA family;
+other architectures run their own forward. `take_over(model)` gives a model to its decoders: packed weights replace its
+own, which halves its memory, and every architecture multiplies with them.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -32,7 +31,7 @@ _KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
 
 @contextmanager
 def kernel_products() -> Iterator[None]:
-    """Multiply with the kernel in all packed modules; outside, they give the bits of their fp32 weights."""
+    """Let packed modules multiply with the kernel. Outside, they compute what their fp32 weights would, to the bit."""
     before = _KERNEL_PRODUCTS.set(True)
     try:
         yield
@@ -42,7 +41,7 @@ def kernel_products() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Place:
-    """Where a weight is kept: rows `first` to `first + count` of `matrix`, or their transpose, `[I, O]`."""
+    """Where a weight is: rows `first` to `first + count` of `matrix`, or their transpose `[I, O]`."""
 
     matrix: PackedMatrix
     first: int
@@ -56,7 +55,7 @@ class Place:
         return self.count == self.matrix.outputs
 
     def values(self) -> Tensor:
-        """The fp32 weight: the same tensor for all who hold one now, so that a tied weight is saved once."""
+        """Return the fp32 weight: one tensor as long as anybody holds it, so that a tied weight is saved once."""
         values = self._last() if self._last is not None else None
         if values is None:
             rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count))
@@ -78,7 +77,7 @@ class _KernelForward(nn.Module):
 
 
 class _Packed(nn.Module):
-    """A module whose parameter `weight` only has the shape: the values are at `place`."""
+    """A module whose parameter `weight` has only the shape; the values are at `place`."""
 
     place: Place
 
@@ -98,7 +97,7 @@ class PackedConv1D(_KernelForward, _Packed, Conv1D):
 
 
 class PackedEmbedding(_Packed, nn.Embedding):
-    """`nn.Embedding` with a packed weight, which it shares with the output projection."""
+    """`nn.Embedding` with a packed weight, shared with the output projection."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows of the table."""
@@ -109,20 +108,20 @@ _PACKED: dict[type, type] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D, nn.E
 
 
 def is_four_bits(module: nn.Module) -> bool:
-    """Whether this is a 4-bit layer of bitsandbytes that the kernel can multiply with."""
+    """Whether this is a 4-bit layer of bitsandbytes that the kernel reads."""
     known = type(module).__name__ == "Linear4bit" and four_bit_state(module.weight) is not None
     return known and getattr(module, "compute_dtype", None) in (None, torch.float32)
 
 
 class Packs:
-    """The packed weights of one model. `packs_of` makes them, one for all decoders of a model."""
+    """The packed weights of one model, shared by its decoders (`packs_of`)."""
 
     def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
         parameters = list(model.parameters())
         kinds = {(each.device.type, each.dtype) for each in parameters if four_bit_state(each) is None}
         self.native = kinds <= {("cpu", torch.float32)} and bool(parameters) and kernel() is not None
         self.owned = owned and self.native
-        # Of weights that were not replaced, with what they were packed from.
+        # Matrices that replaced nothing, with the stamp of their weights.
         self._beside: dict[str, tuple[object, PackedMatrix]] = {}
         self._sharing: dict[int, list[nn.Module]] = {}
         for module in model.modules() if self.owned else ():
@@ -132,9 +131,9 @@ class Packs:
         self._freed = False
 
     def matrix(self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False) -> PackedMatrix | None:
-        """The weights of linear layers with the same input as one matrix; None where packing does not help.
+        """Return the weights of linear layers with the same input as one matrix; None if packing does not help.
 
-        `name` tells it from other matrices of the model. any_size: pack small ones too.
+        name: key of the matrix in its model. any_size: pack small ones too.
         """
         functions = kernel() if self.native else None
         if functions is None:
@@ -169,13 +168,13 @@ class Packs:
         return matrix
 
     def prepare(self, model: nn.Module) -> None:
-        """Pack the linear layers of a model that is going to be run through its own forward."""
+        """Pack the linear layers of a model for its own forward."""
         for name, module in model.named_modules() if self.owned else ():
             # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
             if "forward" in module.__dict__:
                 continue
             if is_four_bits(module):
-                # bitsandbytes unpacks the matrix at every call, so that no size is too small.
+                # bitsandbytes unpacks the matrix at every call, so no size is too small.
                 matrix = self.matrix(name, [module], any_size=True)
                 if matrix is not None and not isinstance(module, _KernelForward):
                     module.place = Place(matrix, 0, matrix.outputs)
@@ -184,13 +183,13 @@ class Packs:
                 self.matrix(name, [module])
 
     def settle(self) -> None:
-        """Give the memory of replaced weights back to the system; to be called once a model is packed."""
+        """Give the memory of replaced weights back to the system."""
         if self._freed:
             release_freed_memory()
         self._freed = False
 
     def nbytes(self) -> int:
-        """Bytes of the packed weights that stand beside the model's own."""
+        """Bytes of the packed weights beside the model's own."""
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
 
     def _replaceable(self, linears: Sequence[nn.Module]) -> bool:
@@ -199,7 +198,7 @@ class Packs:
         return self.owned and all(type(each) in known and getattr(each, "max_norm", None) is None for each in holders)
 
     def _replace(self, linear: nn.Module, shape: torch.Size, place: Place) -> None:
-        # Readers of the parameter itself see its shape and NaN; `module.weight` and `state_dict()` give the values.
+        # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give the values.
         stand_in = nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
         for holder in self._sharing[id(linear)]:
             holder._parameters["weight"] = stand_in
@@ -211,7 +210,7 @@ _SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.We
 
 
 def packs_of(model: nn.Module) -> Packs:
-    """The packed weights of a model, shared by all who hold them."""
+    """Return the packed weights of a model: the same object while a decoder holds it."""
     # A head is wrapped for its runner.
     for module in (model, *model.children()):
         if isinstance(owned := module.__dict__.get("_packs"), Packs):
@@ -225,9 +224,9 @@ def packs_of(model: nn.Module) -> Packs:
 
 
 def take_over(*models: nn.Module) -> None:
-    """Let decoders keep only packed weights of these models; from now on, models are to be read and not written to.
+    """Let decoders replace the weights of these models by packed ones. Do not write to the models afterwards.
 
-    Their forwards, `state_dict()` and `module.weight` give the same values as before, their parameters do not.
+    Forwards, `state_dict()` and `module.weight` give the same values as before; parameters do not.
     """
     for model in models:
         if "_packs" not in model.__dict__:
@@ -235,7 +234,7 @@ def take_over(*models: nn.Module) -> None:
 
 
 def embedding_of(module: nn.Module) -> PackedMatrix | Tensor | None:
-    """What the kernel looks tokens up in: a packed matrix or `[V, D]`; None where it cannot."""
+    """Return the table in which the kernel looks tokens up: a packed matrix or `[V, D]`; None if it cannot."""
     if isinstance(module, PackedEmbedding):
         return module.place.matrix if module.place.whole else None
     weight = module.weight
@@ -246,8 +245,7 @@ def embedding_of(module: nn.Module) -> PackedMatrix | Tensor | None:
 class FusedLinear:
     """Linear layers with the same input, multiplied by the kernel (`matrix`) or by torch.
 
-    `weights_IO` are views of the weights, so that no product has to make one; empty beside a `matrix`. Valid until a
-    weight changes: made for one `generate` call.
+    Valid until a weight changes: made for one `generate` call.
     """
 
     outputs: tuple[int, ...]
@@ -258,7 +256,7 @@ class FusedLinear:
 
     @staticmethod
     def of(linears: Sequence[nn.Module], matrix: PackedMatrix | None) -> "FusedLinear":
-        """matrix: all weights below each other, packed; None for torch."""
+        """matrix: all weights, one below the other; None for torch."""
         outputs: tuple[Any, ...] = tuple(linear.out_features for linear in linears)
         biases: tuple[Any, ...] = tuple(linear.bias for linear in linears)
         if matrix is None:
@@ -286,7 +284,7 @@ class FusedLinear:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
     def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
-        """`self(x_XI) + other_XO`, added while the product is written; for one layer."""
+        """`self(x_XI) + other_XO` of a single layer, added while the product is written."""
         if self.matrix is not None:
             return self.matrix.linear(x_XI.contiguous(), self.bias_O, other_XO.contiguous())
         sum_XO = torch.addmm(other_XO, x_XI, self.weights_IO[0])
@@ -294,7 +292,7 @@ class FusedLinear:
 
 
 def _one_matrix(linears: Sequence[nn.Module]) -> PackedMatrix | None:
-    """The matrix that holds the weights of packed modules and nothing else."""
+    """Return the matrix that holds the weights of packed modules and nothing else."""
     places = [linear.place for linear in linears if isinstance(linear, _Packed)]
     if len(places) < len(linears) or len({id(place.matrix) for place in places}) > 1:
         return None
@@ -308,7 +306,7 @@ def _can_be_packed(weight: Tensor) -> bool:
 
 
 def _stamp(weights: Sequence[Tensor]) -> object:
-    """Changes when a weight is exchanged or written to; what is written through `.data` only if the sample shows it."""
+    """Changes when a weight is replaced or written to; a write through `.data` must change the sampled values."""
     states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
     tensors = [*weights, *(state.absmax for state in states)]
     samples = [tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1] for tensor in tensors]

@@ -1,13 +1,12 @@
-"""Runs one model over blocks of tokens behind cached prefixes: it makes masks and positions, and keeps the cache.
+"""Run one model over blocks of tokens behind cached prefixes: make masks and positions, keep the cache.
 
 Legend: B rows, P slots of the prefix, T slots of a block, q slots that are queries in this forward (the last q of the
 T), V vocabulary, H hidden size, R = 1 when all rows share a block, else B. A slot is the place of one token in the
 cache.
 
 A block is stored behind each row's prefix. The *offset* of a slot is its position minus the row's base; siblings of a
-tree share one. While all rows are equally long (always, in a batch of one) the distance between a query and a prefix
-slot depends only on how far the slot is from the end of the prefix. The mask of a static tree is then built once, and
-a step takes a view of it.
+tree share one. While all rows are equally long, the distance between a query and a prefix slot depends only on how far
+the slot is from the end of the prefix: the mask of a static tree is built once, and a step takes a view of it.
 """
 
 import copy
@@ -27,15 +26,14 @@ from decode.packed_weights import Packs, kernel_products
 from decode.static_steps import StaticForward, StaticSteps
 from draftsmith_core.models import text_config
 
-# Prompts are forwarded in chunks of this many tokens, which bounds the memory of masks and activations.
+# Tokens of a prompt per forward, which bounds the memory of masks and activations.
 _CHUNK = 256
 
 
 class Block:
-    """What one forward runs over: the offsets of all slots so far, and `sees_RqT`, what each query may attend to.
+    """Input of one forward: the offsets of all slots so far, and `sees_RqT`, what each query may attend to.
 
-    Every query must see itself, else attention has nothing to weigh and gives NaN. A static block (one tree for all
-    steps) caches its masks.
+    Every query must see itself, else attention gives NaN. A static block (one tree for all steps) caches its masks.
     """
 
     def __init__(self, offsets_RT: Tensor, sees_RqT: Tensor, *, static: bool) -> None:
@@ -52,14 +50,14 @@ class Block:
         return int(self.offsets_Rq.max())
 
     def within(self, window: int | None) -> Tensor:
-        """`sees_RqT` restricted to a sliding window."""
+        """Return `sees_RqT` restricted to a sliding window."""
         if window is None:
             return self.sees_RqT
         distance_RqT = self.offsets_Rq.unsqueeze(2) - self.offsets_RT.unsqueeze(1)
         return self.sees_RqT & (distance_RqT < window)
 
     def aligned_mask(self, prefix: int, capacity: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[1, 1, q, prefix + T]` for rows that all have `prefix` slots: built once per capacity."""
+        """Return the mask `[1, 1, q, prefix + T]` of rows that all have `prefix` slots; cached per capacity."""
         room, mask = self._views.get((window, dtype), (-1, None))
         if mask is None or room < capacity:
             room = capacity
@@ -88,9 +86,8 @@ class Runner:
         packs: Packs | None = None,
         steps: StaticSteps | None = None,
     ) -> None:
-        """`packs` are the model's (`packs_of`), for the lean forward where the model has one, and for packed weights;
-        None is the model's own forward and nothing else. With `steps`, forwards have fixed shapes and are recorded or
-        compiled, and nothing is packed.
+        """packs: `packs_of(model)`, for the lean forward and packed weights; None for the model's own forward only.
+        steps: record or compile forwards of fixed shapes, without packed weights.
         """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
@@ -109,11 +106,10 @@ class Runner:
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, ...]:
-        """Cache all prompts, with `room` slots reserved behind the longest. Returns hidden states `[B, T, H]` of
-        `hidden_layers`.
+        """Cache all prompts and reserve `room` slots behind the longest. Return states `[B, T, H]` of `hidden_layers`.
 
-        Rows are left-aligned: padding comes after a row's tokens, where causal attention does not look, so the model's
-        own causal and sliding masks are right and no padding mask is built.
+        Rows are left-aligned: padding comes after a row's tokens, where causal attention does not look, so that the
+        model's own masks are right.
         """
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
@@ -136,7 +132,7 @@ class Runner:
             end = min(begin + step, longest)
             self.cache.column = begin
             positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
-            # These logits are not used: the last prompt token is forwarded in the first step.
+            # The logits are not used: the last prompt token is forwarded in the first step.
             parts.append(self._prefill(tokens_BT[:, begin:end], positions_1T, begin, end, hidden_layers))
         return parts[0] if len(parts) == 1 else tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
 
@@ -154,7 +150,7 @@ class Runner:
         return self._lean.run(tokens, positions, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)[1]
 
     def open(self, lead: Sequence[int] | None = None) -> None:
-        """Begin a step. `lead[b]` slots at the front of its blocks are padding in row b (see `draft_model`)."""
+        """Begin a step in which the first `lead[b]` slots of row b's blocks are padding (see `draft_model`)."""
         self.column = max(self.lengths)
         self._advanced = False
         self._lead = lead if lead is not None and any(lead) else None
@@ -172,8 +168,8 @@ class Runner:
                 self._base_B1 = self._base_B1 - self._lead_B11.view(-1, 1)
 
     def open_pending(self, pending: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Begin a step with tokens of each row that are not cached yet. Returns them right-aligned, `[B, W]`, and the
-        number of padding slots before each row's.
+        """Begin a step with uncached tokens of each row. Return them right-aligned, `[B, W]`, and the number of padding
+        slots of each row.
         """
         width = max(map(len, pending))
         lead = [width - len(tokens) for tokens in pending]
@@ -189,9 +185,9 @@ class Runner:
         hidden_layers: Sequence[int] = (),
         features_BqH: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits `[B, keep_logits or q, V]` (0: of all) and hidden states of the queries of `block`; caches them.
+        """Forward and cache the queries of `block`. Return logits `[B, keep_logits or q, V]` and hidden states.
 
-        `features_BqH` is for a head in the form of a model, which takes one beside every token.
+        features_BqH: one beside every token, for a head in the form of a model.
         """
         if self.steps is not None:
             run = self.static(block.offsets_RT.shape[1], keep_logits, hidden_layers)
@@ -212,30 +208,30 @@ class Runner:
         else:
             positions = (block.offsets_Rq + self._base_B1).clamp_(min=0)
         if self.limit is not None and self.column + block.max_offset >= self.limit:
-            # Slots beyond the context limit are beyond max_new_tokens too (checked up front), so whatever is predicted
-            # there is cut; but a table of learned positions must not be read past its end.
+            # Slots beyond the context limit are beyond max_new_tokens too, so predictions there are cut. But a table of
+            # learned positions must not be read past its end.
             positions = positions.clamp(max=self.limit - 1)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
         if self._lean is not None:
-            top = self.column + block.max_offset if self.limit is None else self.limit - 1
-            top = min(top, self.column + block.max_offset)
+            top = self.column + block.max_offset
+            top = top if self.limit is None else min(top, self.limit - 1)
             return self._lean.run(tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers)
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
         return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
 
     def static(self, total: int, keep_logits: int = 0, hidden_layers: Sequence[int] = ()) -> StaticForward:
-        """The forward that ends a block at `total` slots as a function of tensors: tokens, `inputs` and features."""
+        """Return the forward of a block of `total` slots as a function of tensors: tokens, `inputs` and features."""
         assert self.steps is not None
         slots = self.steps.slots(self.column, total)
         return StaticForward(self.steps, slots, self.windows, self.limit, keep_logits, tuple(hidden_layers))
 
     def inputs(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """What a static forward reads of a block and of the rows' state, with one row for each row of the batch."""
+        """Return a static forward's inputs from a block and the rows' state, with one row per row of the batch."""
         rows = len(self.lengths)
         return block.offsets_RT.expand(rows, -1), block.sees_RqT.expand(rows, -1, -1), self.state_B3
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
-        """Append these slots of the step's blocks, by row, to the prefixes, in order; all others are dropped."""
+        """Append these slots of the step's blocks, by row, to the prefixes, in order; drop all others."""
         moves = [
             (row, slot, length + index)
             for row, (path, length) in enumerate(zip(slots, self.lengths, strict=True))
@@ -245,12 +241,12 @@ class Runner:
         self.lengths = [length + len(path) for path, length in zip(slots, self.lengths, strict=True)]
 
     def finish(self, row: int) -> None:
-        """Forget a row that has ended: it stays in the batch, with an empty prefix, until `select_rows`."""
+        """Empty the prefix of a row that has ended, until `select_rows`."""
         self.lengths[row] = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order. When rows move only from the end of the batch into gaps (see `remove`),
-        just the slots that they hold are copied; any other order copies the whole cache.
+        """Continue with these rows, in this order. Rows that move from the end of the batch into gaps (`remove`) only
+        copy their slots; any other order copies the whole cache.
         """
         moves = [(row, index, self.lengths[row]) for index, row in enumerate(rows) if row != index]
         if all(row >= len(rows) for row, _, _ in moves):
@@ -261,9 +257,7 @@ class Runner:
         self._live = None
 
     def remove(self, ended: Sequence[int]) -> list[int]:
-        """Take rows out of the batch; the last rows move into the gaps. Returns the old index of every row that is
-        left, in the new order.
-        """
+        """Remove rows from the batch; the last rows move into the gaps. Return the old indices in the new order."""
         gone = set(ended)
         rows = len(self.lengths) - len(gone)
         movers = [row for row in range(rows, len(self.lengths)) if row not in gone]
@@ -272,13 +266,13 @@ class Runner:
         return order
 
     def fresh(self) -> "Runner":
-        """A runner of the same model without rows, for rows that will join; it shares what was made of the weights."""
+        """Return a runner of the same model without rows, for rows that will join."""
         other = copy.copy(self)
         other.lengths, other._live = [], None
         return other
 
     def join(self, other: "Runner") -> None:
-        """Take the rows of another runner of the same model behind this one's. Its cache is copied."""
+        """Append a copy of the rows of another runner of the same model."""
         self.cache.join(other.cache, other.lengths)
         self.lengths += other.lengths
         self._live = None
@@ -286,14 +280,14 @@ class Runner:
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         total = block.offsets_RT.shape[1]
         if self._aligned and total == 1 and (window is None or self.column + 1 <= window):
-            # One query that may see everything needs no mask: the model then takes its fastest kernel.
+            # One query that sees everything needs no mask, which allows the fastest kernel.
             return None
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
         tree_RqT = additive(self._tree_sees(block, window), self.dtype)
         if window is None:
             return self._live_mask(tree_RqT)
-        # Which slots a window leaves out depends on every query's position, so no mask can be reused.
+        # What a window hides depends on every query's position, so no mask can be reused.
         query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
         slot_P = torch.arange(self.column, device=self.device)
         prefix_RqP = query_Rq.unsqueeze(2) - slot_P < window

@@ -1,13 +1,13 @@
 """Steps of fixed shapes: functions of tensors that a GPU replays as CUDA graphs, or that torch.compile compiles.
 
 A forward of a few tokens launches hundreds of kernels, and on a GPU launching them takes longer than running them. A
-function whose shapes, addresses and control flow never change can be recorded once as a CUDA graph and replayed with
-one launch. So sizes are rounded up to a few buckets, the cache keeps its place from one `generate` call to the next,
-and what changes from step to step (tokens, lengths, the column that is written to, the tree) is passed in tensors that
-have one row for each row of the batch.
+function whose shapes, addresses and control flow never change is recorded once as a CUDA graph and replayed with one
+launch. So sizes are rounded up to a few buckets, the cache stays at one address between `generate` calls, and what
+changes from step to step (tokens, lengths, the column to write, the tree) is passed in tensors with one row per row of
+the batch.
 
-Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q
-queries, T slots of a block, E head size. A slot is the place of one token in the cache.
+Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q queries, T slots of a
+block, E head size. A slot is the place of one token in the cache.
 """
 
 import logging
@@ -29,7 +29,7 @@ from draftsmith_core.errors import InputError, RunError, first_line
 log = logging.getLogger(__name__)
 # One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's kernels accept.
 _SLOTS = 256
-# torch.compile keeps one version per key of `StaticSteps.call`, and refuses more than 8 unless told otherwise.
+# torch.compile keeps one version per key of `StaticSteps.call`; its default limit is 8.
 _VERSIONS = 512
 # Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first call.
 _WARM_UP = 2
@@ -37,25 +37,25 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def bucket(size: int) -> int:
-    """The next size that steps are made for: 1 to 8, then four to each doubling (10, 12, 14, 16, 20, 24, ...)."""
+    """Round up to 1 to 8, then to four sizes per doubling (10, 12, 14, 16, 20, 24, ...)."""
     step = 1 << max(size.bit_length() - 3, 0)
     return -(-size // step) * step
 
 
 class StaticSteps:
-    """The steps of one model: its buffers, and what was recorded or compiled for them.
+    """The steps of one model: its buffers, and the recorded or compiled functions.
 
-    `backend` True records CUDA graphs; a name is a torch.compile backend ("inductor", "eager"), by which a step is
-    first compiled as one graph, and on CUDA then recorded. Replaying reads the model's tensors where they were: values
-    may change, tensors must not be replaced while a `generate` call runs; between calls that is noticed. One call at a
-    time. `seconds` counts what recording and compiling took, `count` how many steps there are.
+    `backend` True records CUDA graphs. The name of a torch.compile backend ("inductor") first compiles a step as one
+    graph and, on CUDA, then records it. Replays read the model's tensors at their addresses: values may change, and
+    tensors may be replaced between `generate` calls. One call at a time. `seconds` is the time of recording and
+    compiling, `count` the number of steps.
     """
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
         if backend is True and model.device.type != "cuda":
             raise InputError(
-                f"compile: CUDA graphs need a CUDA device, and the model is on {model.device.type}; "
-                f"leave compile out, or name a torch.compile backend such as 'inductor'"
+                f"compile: CUDA graphs need a CUDA device, and the model is on {model.device.type}; leave compile out, "
+                f"or name a torch.compile backend such as 'inductor'"
             )
         self.model, self.backend, self._lean = model, backend, lean
         self.seconds, self.count = 0.0, 0
@@ -67,7 +67,7 @@ class StaticSteps:
         self._rows = 0
 
     def begin(self, rows: int, layers: int, capacity: int, limit: int | None) -> TreeCache:
-        """A cache of at least this size for one `generate` call, at the same address as long as it is large enough."""
+        """Return a cache of at least this size for one `generate` call, at the same address while it fits."""
         stamp = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if stamp != self._stamp:
             self._forget()
@@ -82,13 +82,13 @@ class StaticSteps:
             self._cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
             self._allocate(self._cache)
             if self.lean is not None:
-                # Made now, so that no step makes it: the table of rotary embeddings.
+                # Make the table of rotary embeddings outside of steps.
                 self.lean.rotary_table(self._cache.capacity if limit is None else min(self._cache.capacity, limit - 1))
         self._cache.reuse(rows)
         return self._cache
 
     def _allocate(self, cache: TreeCache) -> None:
-        """Give the cache its memory by a forward of one token: only a forward knows the shape that a model needs."""
+        """Allocate the cache by a forward of one token: only a forward knows its shape."""
         if isinstance(self.model, PreTrainedModel):
             one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
             self.model(input_ids=one_11, position_ids=one_11, past_key_values=cache, use_cache=True)
@@ -97,19 +97,19 @@ class StaticSteps:
 
     def _forget(self) -> None:
         self._steps.clear()
-        # One pool for the memory of all graphs: their outputs are copied before another is replayed.
+        # All graphs share one pool: outputs are copied before the next replay.
         self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def take_seconds(self) -> float:
-        """Seconds of recording and compiling since the last call of this."""
+        """Return the seconds of recording and compiling since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def call(self, name: object, function: Function, rows: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function(*inputs)` as a recorded step. All inputs have `rows` rows, and so have the outputs.
+        """Return `function(*inputs)` as a recorded step. Inputs and outputs have `rows` rows.
 
-        `name` must differ when `function` differs in anything but the shapes of its inputs. Rows are padded with zeros
-        to the bucket, and the outputs are cut. Outputs are the caller's own: no replay writes over them.
+        `name` must differ if `function` differs in anything but the shapes of its inputs. Rows are padded with zeros to
+        the bucket, and outputs are cut. No replay overwrites the outputs.
         """
         padded_rows = min(bucket(rows), self._rows)
         padded = tuple(_pad_rows(each, padded_rows) for each in inputs)
@@ -130,8 +130,7 @@ class StaticSteps:
 
     def _make(self, function: Function, inputs: tuple[Tensor, ...]) -> Function:
         if isinstance(self.backend, str):
-            # What is imported or made at a first call cannot be traced. Running a step again changes nothing: it writes
-            # the same states into the same slots.
+            # First calls import and allocate, which cannot be traced. Repeating a step writes the same states again.
             function(*inputs)
             compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend)
 
@@ -146,12 +145,12 @@ class StaticSteps:
         return _record(function, inputs, self._pool)
 
     def slots(self, column: int, total: int) -> int:
-        """P of a forward whose block of `total` slots begins at this column."""
+        """Return P of a forward whose block of `total` slots begins at this column."""
         assert self._cache is not None
         return min(_slots(column + total), self._cache.capacity)
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first P slots, `[L, B, H, P, E]`."""
+        """Return keys and values of the first P slots, `[L, B, H, P, E]`."""
         assert self._cache is not None
         return self._cache.buffers(rows, slots)
 
@@ -159,7 +158,7 @@ class StaticSteps:
 def steps_for(
     models: Sequence[Any], backend: bool | str, lean: bool, known: Sequence[StaticSteps]
 ) -> list[StaticSteps]:
-    """Static steps of a proposer's models: those that are known where they were made for the same; none without."""
+    """Return static steps of a proposer's models: the known ones if they fit; none without a backend."""
     if not backend:
         return []
     if [(each.model, each.backend) for each in known] == [(model, backend) for model in models]:
@@ -169,9 +168,9 @@ def steps_for(
 
 @dataclass(frozen=True)
 class StaticForward:
-    """A model's forward as a function of tensors alone, to be called in a function given to `StaticSteps.call`.
+    """A model's forward as a function of tensors alone, for use in a function of `StaticSteps.call`.
 
-    `slots` (P) is how many slots the attention reads, those of the block included. `name` tells such functions apart.
+    `slots` (P): slots that attention reads, including the block.
     """
 
     steps: StaticSteps
@@ -183,7 +182,7 @@ class StaticForward:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """What it depends on beside the model and its inputs."""
+        """Identity of the function beside the model and its inputs."""
         return self.slots, self.keep_logits, self.hidden_layers
 
     def __call__(
@@ -194,20 +193,19 @@ class StaticForward:
         state_B3: Tensor,
         features_BqH: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As `Runner.forward`. `state_B3` holds for each row its length, its padding slots and the common column."""
+        """Like `Runner.forward`. `state_B3` holds each row's length, its padding slots and the common column."""
         rows, queries = tokens_Bq.shape
         total = offsets_BT.shape[1]
         length_B1, lead_B1, column = state_B3[:, :1], state_B3[:, 1:2], state_B3[0, 2]
         base_B1 = length_B1 - lead_B1
         positions_Bq = (offsets_BT[:, total - queries :] + base_B1).clamp(min=0)
         if self.limit is not None:
-            # What is predicted beyond the limit is cut, but no table may be read past its end.
+            # Predictions beyond the limit are cut, but no table may be read past its end.
             positions_Bq = positions_Bq.clamp(max=self.limit - 1)
         masks = self._masks(offsets_BT, sees_BqT, length_B1, lead_B1, column)
         at_q = column + torch.arange(total - queries, total, device=column.device)
         cache = _StepCache(*self.steps.buffers(rows, self.slots), at_q)
         if self.steps.lean is not None:
-            # The table of rotary embeddings is there already, so that any position will do.
             lean_cache = cast(TreeCache, cache)  # `_StepCache` has the methods that the lean forward calls
             return self.steps.lean.run(
                 tokens_Bq, positions_Bq, 0, masks, lean_cache, self.keep_logits, self.hidden_layers
@@ -263,7 +261,7 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 class _StepCache(Cache):
-    """The buffers as one forward sees them: it writes the slots `at_q` and attends to the first P."""
+    """The buffers in one forward, which writes the slots `at_q` and attends to the first P."""
 
     def __init__(self, keys_LBHPE: Tensor, values_LBHPE: Tensor, at_q: Tensor) -> None:
         pairs = zip(keys_LBHPE.unbind(0), values_LBHPE.unbind(0), strict=True)
@@ -302,8 +300,6 @@ class _StepLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[2], 0
 
-    # Masks and positions are given, so that nothing rests on how much is cached.
-
     def get_seq_length(self) -> int:
         return 0
 
@@ -312,7 +308,7 @@ class _StepLayer(CacheLayerMixin):
 
 
 class _Slots:
-    """The slots of a block in one layer; `copy_` fills them, as it does a view of a `TreeCache`."""
+    """The slots of a block in one layer, filled by `copy_` like a view of a `TreeCache`."""
 
     def __init__(self, states_BHPE: Tensor, at_q: Tensor) -> None:
         self.states_BHPE, self.at_q = states_BHPE, at_q
@@ -322,7 +318,7 @@ class _Slots:
 
 
 def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:
-    """`function` as a CUDA graph that reads copies of its inputs; RunError where it cannot be recorded."""
+    """Return `function` as a CUDA graph that reads copies of its inputs; RunError if it cannot be recorded."""
     held = tuple(each.clone() for each in inputs)
     stream = torch.cuda.Stream(held[0].device)
     stream.wait_stream(torch.cuda.current_stream(held[0].device))

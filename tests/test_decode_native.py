@@ -1,6 +1,5 @@
 """The compiled linear layer: right for every shape, kept in the cache, and dispensable."""
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -226,25 +225,6 @@ def test_is_built_once_and_kept(compiler: Path, first_build: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, "run", counting)
     assert kernel.__wrapped__() is not None
     assert [command[1:] for command in calls] == [["--version"]] and kept.exists()
-
-
-@built
-@pytest.mark.parametrize("left", [0, 1000, 8192])
-def test_a_torn_library_is_built_again(
-    compiler: Path, first_build: Path, left: int, tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
-    cache = shutil.copytree(first_build, tmp_path / "cache")
-    (kept,) = (cache / "draftsmith").glob("*.so")
-    whole = kept.read_bytes()
-    kept.write_bytes(whole[:left])
-    builds = compiler.with_name("builds")
-    before = len(builds.read_text().splitlines())
-    code = "from decode.native import kernel; assert kernel() is not None"
-    environment = {"CC": str(compiler), "XDG_CACHE_HOME": str(cache)}
-    # In a process of its own: loading a torn library is a bus error.
-    assert spawn(env=environment, cwd=Path.cwd(), patch=code).wait() == (0, "", "")
-    assert len(builds.read_text().splitlines()) == before + 1
-    assert [each for each in (cache / "draftsmith").glob("*.so") if each.stat().st_size == len(whole)]
 
 
 def test_without_a_compiler_there_is_none_and_nothing_is_said(tmp_path: Path, spawn: Callable[..., Any]) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from decode.native.large_pages import empty_bytes
-from draftsmith_core.io import atomic_file, sha256_file, write_text_atomic
+from draftsmith_core.io import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _BLOCK = 64  # inputs that share a scale, in the kernel
 
 
 class Kernel:
-    """The compiled functions. fp32 arithmetic, contiguous CPU tensors only; the threads are torch's own."""
+    """The compiled functions: fp32 arithmetic on contiguous CPU tensors, with torch's own threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -63,8 +63,7 @@ class Kernel:
 class PackedMatrix:
     """A matrix `[O, I]` in the order in which the kernel reads it, in the narrowest dtype that holds it exactly.
 
-    That is bf16 or fp16 where every value survives the way there and back bit for bit, else fp32. The kernel widens
-    to fp32 in registers, so products do not depend on it. `of_codes` makes one of four-bit codes.
+    The kernel widens values to fp32 in registers, so products do not depend on the dtype.
     """
 
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
@@ -75,9 +74,7 @@ class PackedMatrix:
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
-        """Of codes uint8 `[O, I / 2]`, the first of two in the upper half of a byte, scales `[O, I / 64]` and a table
-        of 16 values.
-        """
+        """codes: uint8 `[O, I / 2]`, the first in a byte's upper half. scales: `[O, I / 64]`. table: 16 values."""
         made = PackedMatrix.__new__(PackedMatrix)
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
         made._hold(functions, outputs, inputs, torch.uint8)
@@ -95,7 +92,7 @@ class PackedMatrix:
         return self  # never written to: copies of a model share it
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None) -> Tensor:
-        """`x W^T + bias + other`, `[X, O]`; contiguous fp32. A row's bits do not depend on other rows or threads."""
+        """`x W^T + bias + other`, `[X, O]`, of contiguous fp32. A row's bits do not depend on other rows or threads."""
         rows = x_XI.shape[0]
         y_XO = x_XI.new_empty(rows, self.outputs)
         for begin in range(0, rows, _MOST_ROWS):
@@ -113,7 +110,7 @@ class PackedMatrix:
         return y_XO
 
     def rows(self, ids_N: Tensor) -> Tensor:
-        """Rows of the matrix as they were, fp32 `[N, I]`. IndexError for one that it does not have."""
+        """Return rows of the matrix, fp32 `[N, I]`. IndexError for a row that does not exist."""
         ids_N = ids_N.contiguous()
         if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self.outputs:
             raise IndexError(f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}")
@@ -124,9 +121,9 @@ class PackedMatrix:
 
 
 def four_bit_state(weight: object) -> Any:
-    """bitsandbytes' scales and shape of a 4-bit weight that the kernel can read; None for any other.
+    """Return bitsandbytes' scales and shape of a 4-bit weight that the kernel reads; None for any other.
 
-    It has to lie on the CPU, to be multiplied in fp32, and to have rows of whole blocks.
+    The weight must be on the CPU, multiplied in fp32, and have rows of whole blocks.
     """
     state = getattr(weight, "quant_state", None)
     if state is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or weight.dtype != torch.uint8:
@@ -137,18 +134,17 @@ def four_bit_state(weight: object) -> Any:
 
 
 def _scales(state: Any) -> Tensor:
-    """The scale of every block of values, fp32, one after another."""
     absmax: Tensor = state.absmax
     if not state.nested:
         return absmax.float()
     again = state.state2
     outer = again.absmax.float().repeat_interleave(again.blocksize)[: absmax.numel()]
-    found: Tensor = again.code.float()[absmax.reshape(-1).long()] * outer + state.offset
-    return found
+    scales: Tensor = again.code.float()[absmax.reshape(-1).long()] * outer + state.offset
+    return scales
 
 
 def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix:
-    """One matrix of all weights, their outputs below each other; `four_bit_state` has accepted each."""
+    """Return one matrix of all weights, one below the other; `four_bit_state` accepted each."""
     states = [four_bit_state(weight) for weight in weights]
     inputs = states[0].shape[1]
     codes = torch.cat([weight.detach().reshape(-1, inputs // 2) for weight in weights])
@@ -160,14 +156,14 @@ def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix
 
 
 def release_freed_memory() -> None:
-    """Hand freed memory back to the system: glibc would keep much of what the fp32 weights leave behind."""
+    """Give freed memory back to the system: glibc would keep much of that of the fp32 weights."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def narrowest(weight_OI: Tensor) -> Tensor:
-    """The same values in bf16 or fp16 where that dtype holds every one of them to the bit, else `weight_OI` itself."""
+    """Return the same values in bf16 or fp16 if that dtype holds each of them to the bit, else `weight_OI` itself."""
     for convert in (_to_bfloat16, _to_float16):
         # Most matrices that do not fit show it in their first rows.
         if convert(weight_OI[:4]) is not None and (narrow_OI := convert(weight_OI)) is not None:
@@ -189,8 +185,8 @@ def _to_float16(weight_OI: Tensor) -> Tensor | None:
 
 @cache
 def kernel() -> Kernel | None:
-    """The kernel, built if it is not in the cache yet; None where it cannot be built or gives wrong products."""
-    # Only where torch itself runs on GNU OpenMP: with another runtime, two pools of threads would fight for the cores.
+    """Return the kernel, built if it is not cached; None if it cannot be built or gives wrong products."""
+    # With another OpenMP runtime than torch's, two pools of threads would compete for the cores.
     if platform.system() != "Linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("cc") or shutil.which("gcc")
@@ -217,9 +213,7 @@ def _load(compiler: str) -> ctypes.CDLL:
         )
     ).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
-    seal = cached.with_suffix(".sha256")
-    # Loading a library that was cut short (a full disk, a killed copy) would kill the process: check it first.
-    if cached.is_file() and seal.is_file() and seal.read_text() == sha256_file(cached):
+    if cached.is_file():
         return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "linear.so"
@@ -229,14 +223,13 @@ def _load(compiler: str) -> ctypes.CDLL:
             cached.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(cached) as beside:
                 shutil.copyfile(library, beside)
-            write_text_atomic(seal, sha256_file(library))
         except OSError as error:
             log.info("the native linear layer is not kept: %s", error)
         return ctypes.CDLL(str(library))
 
 
 def _processor() -> bytes:
-    """Everything about the processor that `-march=native` may build differently for."""
+    """What `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -246,7 +239,7 @@ def _processor() -> bytes:
 
 
 def _right(built: Kernel) -> bool:
-    """Whether it multiplies as torch does: odd sizes, bias, and a sum to add to, from fp32, bf16, fp16 and 4 bits."""
+    """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight_OI, x_XI = torch.randn(83, 301, generator=generator), torch.randn(7, 301, generator=generator)
     bias_O, other_XO = torch.randn(83, generator=generator), torch.randn(7, 83, generator=generator)
