@@ -17,8 +17,8 @@ Products of these along a path are unbiased because the draws of different posit
 Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,33 +51,26 @@ class Continuation:
     output_ids: Sequence[int]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Trace:
-    """What decides acceptance at the positions of one continuation of L tokens; every list is filled chunk by chunk.
+    """What decides acceptance at the positions of one continuation of L tokens.
 
-    Of the first drafted token, `[L]`: alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of
-    the tokens that the draft cannot draft). Of the text's token when it is drafted at depth d, `[D, L]` (D = 1 for a
-    language model, which drafts it alike at any depth):
-    ratio q(x)/p(x), place (how many tokens the draft holds for more probable), belief (what a confidence stop reads).
-    `ranks[rule]` `[D, L, K]`: the chance that it was accepted at each rank, for rules with several candidates.
+    For the first drafted token, `[L]`: alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of
+    the tokens that the draft cannot draft). For the text's token drafted at depth d, `[D, L]` (D = 1 for a language
+    model, which drafts it alike at any depth): ratio q(x)/p(x), place (how many tokens the draft finds more probable),
+    belief (what a confidence stop reads). `ranks[rule]` `[D, L, K]`: the chance that it was accepted at each rank, for
+    rules with several candidates. Where nothing was read, nothing is accepted.
     """
 
     length: int
-    alpha: Floats = field(init=False)
-    greedy: Floats = field(init=False)
-    match: Floats = field(init=False)
-    missing: Floats = field(init=False)
-    ratio: Floats = field(init=False)
-    place: Floats = field(init=False)
-    belief: Floats = field(init=False)
-    ranks: dict[str, Floats] = field(init=False)
-
-    def reserve(self, depths: int, ranks: Mapping[str, int]) -> None:
-        """Room for `depths` and, by rule, so many ranks. Where nothing is written, nothing is accepted."""
-        self.alpha, self.greedy, self.match, self.missing = (np.zeros(self.length) for _ in range(4))
-        self.ratio, self.belief = np.zeros((depths, self.length)), np.zeros((depths, self.length))
-        self.place = np.full((depths, self.length), np.inf)
-        self.ranks = {rule: np.zeros((depths, self.length, count)) for rule, count in ranks.items()}
+    alpha: Floats
+    greedy: Floats
+    match: Floats
+    missing: Floats
+    ratio: Floats
+    place: Floats
+    belief: Floats
+    ranks: dict[str, Floats]
 
 
 @torch.inference_mode()
@@ -176,30 +169,37 @@ def _foreign_logits(
 
 def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
     """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x, given that x was
-    output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn without). u: uniforms, K - 1 are used.
+    output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn without). u: uniforms; K - 1 are used.
     """
     size = max(1, MAX_ELEMENTS // p_NV.shape[1])
     parts = zip(p_NV.split(size), q_NV.split(size), x_N.split(size), u_NK.split(size), strict=True)
-    return torch.cat([_rank_chances(rule, p, q, x.unsqueeze(1), u, ranks) for p, q, x, u in parts])
+    return torch.cat([_rank_chances(rule, p, q, x.unsqueeze(1), u[:, : ranks - 1]) for p, q, x, u in parts])
 
 
-def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
+def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
     own_N1 = p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)
+    if rule == "exact":
+        laws = [q_NV, *(q for _, _, q in refusals(p_NV, q_NV, u_NK))]
+        return torch.cat([q.gather(1, x_N1) for q in laws], dim=1)
     refused_N1 = torch.ones_like(own_N1)
-    chances = []
-    for rank in range(ranks):
-        q_x_N1 = q_NV.gather(1, x_N1)
-        met_N1 = q_x_N1 if rule == "exact" else torch.minimum(p_NV.gather(1, x_N1), q_x_N1) * refused_N1 / own_N1
-        chances.append(met_N1)
-        if rank + 1 == ranks:
-            break
-        y_N1 = draw(q_NV, u_NK[:, rank]).unsqueeze(1)
-        if rule != "exact":
-            p_y_N1, q_y_N1 = p_NV.gather(1, y_N1), q_NV.gather(1, y_N1)
-            drawn_N1 = q_y_N1 > 0  # false once the support of q is used up: nothing was drawn, nothing refused
-            kept_N1 = 1 - (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(max=1)
-            refused_N1 = torch.where(drawn_N1, refused_N1 * kept_N1, refused_N1)
-            p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
-        if rule != "specinfer":
-            q_NV = without(q_NV, y_N1)
+    chances = [torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1)) * refused_N1 / own_N1]
+    for accepted_N1, p, q in refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer"):
+        refused_N1 = refused_N1 * (1 - accepted_N1)
+        chances.append(torch.minimum(p.gather(1, x_N1), q.gather(1, x_N1)) * refused_N1 / own_N1)
     return torch.cat(chances, dim=1)
+
+
+def refusals(
+    p_NV: Tensor, q_NV: Tensor, u_NK: Tensor, replace: bool = False
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1): for each, yield the chance `[N, 1]`
+    that it is accepted, and the p and q that its refusal leaves.
+    """
+    for u_N in u_NK.unbind(1):
+        y_N1 = draw(q_NV, u_N).clamp(min=0).unsqueeze(1)
+        p_y_N1, q_y_N1 = p_NV.gather(1, y_N1), q_NV.gather(1, y_N1)
+        drawn_N1 = q_y_N1 > 0  # false once the support of q is used up: nothing is drawn, nothing refused
+        accepted_N1 = (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(max=1) * drawn_N1
+        p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
+        q_NV = q_NV if replace else without(q_NV, y_N1)
+        yield accepted_N1, p_NV, q_NV

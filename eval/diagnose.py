@@ -6,13 +6,12 @@ Legend: N positions, V vocabulary, K candidates in the draft's order, P prompts,
 from collections.abc import Sequence
 from typing import TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from decode.verify.mcsd import without
-from decode.verify.tree_walk import residual
-from draftsmith_core.sampling import Sampling, acceptance, draw, generator, row_seed, uniforms
-from eval.acceptance import Continuation
+from draftsmith_core.sampling import Sampling, acceptance, generator, row_seed, uniforms
+from eval.acceptance import Continuation, refusals
 from eval.headroom import spread
 
 # Candidates looked at per position; what a draft holds for less probable is left out of its calibration.
@@ -52,29 +51,40 @@ class Diagnosis(TypedDict):
 
 
 class Diagnoser:
-    """Takes a diagnosis while p and q pass by, some positions at a time."""
+    """Takes a diagnosis of some rows while p and q pass by. `first`: the number of the first row in its set."""
 
-    def __init__(self, texts: Sequence[Continuation], sampling: Sampling, seed: int) -> None:
+    def __init__(self, texts: Sequence[Continuation], sampling: Sampling, seed: int, first: int = 0) -> None:
         self.texts, self.sampling = texts, sampling
-        lengths = [len(text.output_ids) for text in texts]
-        self.found = Diagnosis(
-            alpha=[[0.0] * length for length in lengths],
-            entropy=[[0.0] * length for length in lengths],
-            confidence=[[[0.0] * 3 for _ in range(BINS)] for _ in texts],
-            best=[[0.0] * CANDIDATES for _ in texts],
-            drawn=[[0.0] * CANDIDATES for _ in texts] if not sampling.greedy else [],
-            drawn_count=[0] * len(texts),
-            viewed=[[] for _ in texts[:VIEWED_PROMPTS]],
+        rows, longest = len(texts), max(len(text.output_ids) for text in texts)
+        self.alpha_BL, self.entropy_BL = np.zeros((rows, longest)), np.zeros((rows, longest))
+        self.confidence, self.best, self.drawn = (
+            np.zeros((rows, *s)) for s in ((BINS, 3), (CANDIDATES,), (CANDIDATES,))
         )
-        self.uniforms = {}
+        self.viewed: list[list[ViewedToken]] = [[] for _ in texts[: max(0, VIEWED_PROMPTS - first)]]
+        self.uniforms: dict[tuple[int, int], Tensor] = {}
         for row, text in enumerate(texts if not sampling.greedy else ()):
-            places = spread(lengths[row], DRAWN_POSITIONS)
+            places = spread(len(text.output_ids), DRAWN_POSITIONS)
             stream = uniforms([generator(row_seed(seed, f"{text.id}/diagnosis"))], len(places) * CANDIDATES)
-            self.uniforms[row] = dict(zip(places, stream.view(len(places), CANDIDATES), strict=True))
+            for place, u_K in zip(places, stream.view(len(places), CANDIDATES), strict=True):
+                self.uniforms[row, place] = u_K
+
+    @property
+    def found(self) -> Diagnosis:
+        """The diagnosis of what has passed by."""
+        lengths = [len(text.output_ids) for text in self.texts]
+        return Diagnosis(
+            alpha=[row[:length].tolist() for row, length in zip(self.alpha_BL, lengths, strict=True)],
+            entropy=[row[:length].tolist() for row, length in zip(self.entropy_BL, lengths, strict=True)],
+            confidence=self.confidence.tolist(),
+            best=self.best.tolist(),
+            drawn=[] if self.sampling.greedy else self.drawn.tolist(),
+            drawn_count=[sum(row == b for row, _ in self.uniforms) for b in range(len(self.texts))],
+            viewed=self.viewed,
+        )
 
     @torch.inference_mode()
     def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
-        """Positions as (row, place in its continuation), what is sampled from there, and the draft's logits.
+        """Take positions as (row, index in its continuation), what is sampled from there, and the draft's logits.
 
         Positions of a row must come in order.
         """
@@ -83,37 +93,27 @@ class Diagnoser:
         count = min(CANDIDATES, p_NV.shape[1])
         belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
         p_NK, q_NK = p_NV.gather(1, ids_NK), q_NV.gather(1, ids_NK)
-        alpha_N = acceptance(p_NV, q_NV).clamp(max=1.0).tolist()
-        entropy_N = (torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))).tolist()
         best_NK = p_NK.cumsum(1).double()
         # A vocabulary smaller than the candidates is used up, and more of them change nothing.
         best_NK = torch.cat([best_NK, best_NK[:, -1:].expand(-1, CANDIDATES - count)], dim=1).clamp(max=1.0)
-        bins_NB3 = _bins(belief_NK, q_NK, p_NK).tolist()
+        rows, at = (list(part) for part in zip(*places, strict=True))
+        self.alpha_BL[rows, at] = acceptance(p_NV, q_NV).clamp(max=1.0).tolist()
+        entropy_N = torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))
+        self.entropy_BL[rows, at] = entropy_N.abs().tolist()
+        np.add.at(self.best, rows, best_NK.cpu().numpy())
+        np.add.at(self.confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
         for n, (row, place) in enumerate(places):
-            self.found["alpha"][row][place] = alpha_N[n]
-            self.found["entropy"][row][place] = abs(entropy_N[n])
-            best = self.found["best"][row]
-            for k, value in enumerate(best_NK[n].tolist()):
-                best[k] += value
-            for own, more in zip(self.found["confidence"][row], bins_NB3[n], strict=True):
-                for index in range(3):
-                    own[index] += more[index]
-            if row < VIEWED_PROMPTS and place < VIEWED_TOKENS:
+            if row < len(self.viewed) and place < VIEWED_TOKENS:
                 self._view(row, self.texts[row].output_ids[place], p_NV[n], belief_NV[n], ids_NK[n])
-        here = [(n, *at) for n, at in enumerate(places) if at[1] in self.uniforms.get(at[0], ())]
-        if here:
-            rows = torch.tensor([n for n, _, _ in here], device=p_NV.device)
-            u_NK = torch.stack([self.uniforms[row][place] for _, row, place in here]).to(p_NV.device)
-            drawn_NK = drawn_acceptance(p_NV[rows], q_NV[rows], u_NK).tolist()
-            for (_, row, _), values in zip(here, drawn_NK, strict=True):
-                self.found["drawn_count"][row] += 1
-                for k, value in enumerate(values):
-                    self.found["drawn"][row][k] += value
+        if here := [n for n, place in enumerate(places) if place in self.uniforms]:
+            u_NK = torch.stack([self.uniforms[places[n]] for n in here]).to(p_NV.device)
+            drawn_NK = drawn_acceptance(p_NV[here], q_NV[here], u_NK)
+            np.add.at(self.drawn, [rows[n] for n in here], drawn_NK.cpu().numpy())
 
     def _view(self, row: int, token: int, p_V: Tensor, q_V: Tensor, ids_K: Tensor) -> None:
         guesses = [(int(x), round(float(q_V[x]), 4), round(float(p_V[x]), 4)) for x in ids_K[:GUESSES]]
-        seen = ViewedToken(p=round(float(p_V[token]), 4), q=round(float(q_V[token]), 4), guesses=guesses)
-        self.found["viewed"][row].append(seen)
+        p, q = round(float(p_V[token]), 4), round(float(q_V[token]), 4)
+        self.viewed[row].append(ViewedToken(p=p, q=q, guesses=guesses))
 
 
 def _bins(belief_NK: Tensor, q_NK: Tensor, p_NK: Tensor) -> Tensor:
@@ -125,18 +125,12 @@ def _bins(belief_NK: Tensor, q_NK: Tensor, p_NK: Tensor) -> Tensor:
 
 
 def drawn_acceptance(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor) -> Tensor:
-    """`[N, K]`: the chance that one of the first k candidates is accepted, drawn from q without replacement and tried
-    in turn (Yang et al. 2024, algorithm 1), given those that the uniforms `u` draw; its mean over draws is exact.
+    """`[N, K]`: the chance that one of the first k candidates is accepted, drawn from q without replacement and
+    tried in turn, given those that the uniforms `u` draw. Its mean over draws is exact.
     """
     refused_N = torch.ones(len(p_NV), dtype=torch.double, device=p_NV.device)
     chances = []
-    for k in range(u_NK.shape[1]):
-        drawn_N1 = draw(q_NV, u_NK[:, k]).clamp(min=0).unsqueeze(1)
-        p_N1, q_N1 = p_NV.gather(1, drawn_N1), q_NV.gather(1, drawn_N1)
-        left_N1 = q_N1 > 0  # false once the support of q is used up: nothing is drawn, nothing refused
-        accepted_N1 = (p_N1 / q_N1.clamp(min=torch.finfo(q_N1.dtype).tiny)).clamp(max=1) * left_N1
+    for accepted_N1, _, _ in refusals(p_NV, q_NV, u_NK):
         refused_N = refused_N * (1 - accepted_N1[:, 0].double())
         chances.append(1 - refused_N)
-        p_NV = torch.where(left_N1, residual(p_NV, q_NV), p_NV)
-        q_NV = without(q_NV, drawn_N1)
     return torch.stack(chances, dim=1)

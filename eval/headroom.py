@@ -21,6 +21,7 @@ from decode.transport_bound import optimal_acceptance
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import generator, row_seed, uniforms
+from eval.acceptance import Continuation
 from eval.request import Method
 
 # Positions per prompt at most. The bound costs far more than alpha does.
@@ -134,51 +135,27 @@ def _one_step(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NU: Tensor) -> Tenso
 
 
 class RootSums:
-    """Takes root steps at chosen positions of every prompt while p and q pass by in chunks of columns."""
+    """Simulates a root step at chosen positions of some rows while p and q pass by."""
 
-    def __init__(
-        self,
-        steps: Sequence[RootStep],
-        lengths: Sequence[tuple[int, int]],
-        ids: Sequence[str],
-        vocabulary: int,
-        seed: int,
-    ) -> None:
-        """`lengths`: tokens of every prompt and of its continuation; `ids`: of the prompts."""
-        self.steps = {step.name: step for step in steps}
-        self.sums = {
-            name: RootMeasurement(bound=[0.0] * len(ids), reached=[0.0] * len(ids), count=[0] * len(ids))
-            for name in self.steps
-        }
-        # By step and prompt: the columns that predict the chosen tokens, and the uniforms of each.
-        self.columns: dict[str, list[list[int]]] = {}
-        self.uniforms: dict[str, list[Tensor]] = {}
-        for name, step in self.steps.items():
-            counts = positions_per_prompt(step, len(ids), vocabulary)
-            self.columns[name] = [
-                [prompt - 1 + place for place in spread(answer, count)]
-                for (prompt, answer), count in zip(lengths, counts, strict=True)
-            ]
-            self.uniforms[name] = [
-                position_uniforms(step, key, seed, max(1, len(columns)))
-                for key, columns in zip(ids, self.columns[name], strict=True)
-            ]
+    def __init__(self, step: RootStep, rows: Sequence[Continuation], counts: Sequence[int], seed: int) -> None:
+        """`counts`: how many positions of each row are looked at."""
+        self.step, zeros = step, [0.0] * len(rows)
+        self.found = RootMeasurement(bound=[*zeros], reached=[*zeros], count=[0] * len(rows))
+        self.uniforms: dict[tuple[int, int], Tensor] = {}
+        for b, row in enumerate(rows):
+            places = spread(len(row.output_ids), counts[b])
+            for place, u_TU in zip(places, position_uniforms(step, row.id, seed, len(places)), strict=True):
+                self.uniforms[b, place] = u_TU
 
-    def add(self, first_row: int, rows: Sequence[int], columns: Sequence[int], p_NV: Tensor, q_NV: Tensor) -> None:
-        """N positions: row and column of each, in a batch that begins at prompt `first_row`, and p and q there."""
-        at = {place: n for n, place in enumerate(zip(rows, columns, strict=True))}
-        for name, step in self.steps.items():
-            here = [
-                (b, at[b, column], self.uniforms[name][first_row + b][index])
-                for b in sorted(set(rows))
-                for index, column in enumerate(self.columns[name][first_row + b])
-                if (b, column) in at
-            ]
-            if not here:
-                continue
-            numbers, u_NTU = [n for _, n, _ in here], torch.stack([u for _, _, u in here])
-            bound_N, reached_N = root_acceptance(step, p_NV[numbers], q_NV[numbers], u_NTU)
-            for (b, _, _), bound, reached in zip(here, bound_N.tolist(), reached_N.tolist(), strict=True):
-                self.sums[name]["bound"][first_row + b] += bound
-                self.sums[name]["reached"][first_row + b] += reached
-                self.sums[name]["count"][first_row + b] += 1
+    def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
+        """Take positions as (row, index in its continuation), and p and q there."""
+        here = [n for n, place in enumerate(places) if place in self.uniforms]
+        if not here:
+            return
+        u_NTU = torch.stack([self.uniforms[places[n]] for n in here])
+        bound_N, reached_N = root_acceptance(self.step, p_NV[here], q_NV[here], u_NTU)
+        for n, bound, reached in zip(here, bound_N.tolist(), reached_N.tolist(), strict=True):
+            row = places[n][0]
+            self.found["bound"][row] += bound
+            self.found["reached"][row] += reached
+            self.found["count"][row] += 1

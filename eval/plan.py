@@ -168,10 +168,10 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     depth = min(DEPTH, deepest or DEPTH)
     advance(1, "acceptance")
     methods = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
-    traces = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)["d"]
+    read, _ = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)
     advance(1, "costs of a step")
     costs, timed = measure_costs(_stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), deepest)
-    expected = _Expected(sampling, traces, costs)
+    expected = _Expected(sampling, read["d"], costs)
     advance(1, "choosing")
     static = _choose(planner, expected, ranks, depth)
     advance(1, "trees that can only be tried")
