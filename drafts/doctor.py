@@ -88,7 +88,7 @@ def _model(name: str, trust_remote_code: bool) -> Model:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(f"{name}: no model could be read from it: {why_not(name, error, 'model')}") from None
+        raise InputError(f"{name}: no model could be read from it: {why_not(name, error)}") from None
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise InputError(f"{name}: its config.json says no 'vocab_size'; name a language model, or a head with it")

@@ -37,14 +37,9 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     try:
         resolved = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"--device {device}: not a device; use auto, cpu, cuda or cuda:N") from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"--device {device}: this machine has no CUDA device; use auto or cpu")
-    try:
         torch.zeros(1, device=resolved).item()
-    except (RuntimeError, NotImplementedError, AssertionError):
-        raise InputError(f"--device {device}: this machine has no such device; use auto or cpu") from None
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InputError(f"--device {device}: {first_line(error)}; use auto, cpu, cuda or cuda:N") from None
     return resolved
 
 
@@ -56,26 +51,23 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Weights are safetensors where
-    it has them, else pickles read with `weights_only=True`, which builds tensors and runs no code.
+    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Weights are safetensors if
+    there are any, else pickles read with `weights_only=True`, which builds tensors and runs no code.
 
     dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
     accelerator. `quantize="nf4"` keeps the linear layers but the output projection in 4 bits with doubly quantised
     scales (QLoRA, arXiv 2305.14314, section 3) through bitsandbytes; everything else, and all arithmetic, is in
     `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on the device that it was loaded on.
-    Raises InputError, one line, for a name that is not a loadable model, a device that cannot do it, a checkpoint that
-    does not fit its config, and logits that are not finite.
+    Raise InputError for a name that is not a loadable model, missing weights, and values that are not finite.
     """
     place = resolve_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
-    if quantize not in (None, "none", "nf4"):
-        raise InputError(f"--quantize {quantize}: use none or nf4")
-    wanted: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
+    torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
     options: dict[str, Any] = {}
     if quantize == "nf4":
-        wanted = torch.bfloat16 if wanted == "auto" else wanted
-        options = {"device_map": {"": place}, "quantization_config": _nf4(place, wanted)}
+        torch_dtype = torch.bfloat16 if torch_dtype == "auto" else torch_dtype
+        options = {"device_map": {"": place}, "quantization_config": _nf4(place, torch_dtype)}
     quiet()
     # For a checkpoint on the hub without safetensors transformers would ask a service to convert it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
@@ -85,55 +77,48 @@ def load_model(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=wanted,
+            dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
             weights_only=True,
-            # Weights of another shape are then listed in `told`, and refused below by name.
+            # Weights of another shape are then listed in `info`, and refused below by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **options,
         )
-        model, told = loaded
     except Exception as error:
-        how = " in nf4" if options else ""
-        reason = why_not(name, error, "model")
-        raise InputError(f"{name}: no causal language model could be loaded from it{how}: {reason}") from None
-    _check_weights(name, type(model).__name__, told)
+        raise InputError(f"{name}: no causal language model could be loaded: {why_not(name, error)}") from None
+    model, info = loaded
+    _check_weights(name, type(model).__name__, info)
     if getattr(model, "is_quantized", False):
         _exact_on_cpu(model)
     else:
         model.to(place)
     model.eval()
     check_finite(name, model)
-    check_logits(name, model)
+    _check_logits(name, model)
     return cast(PreTrainedModel, model)
 
 
-def _check_weights(name: str, kind: str, told: dict[str, Any]) -> None:
-    """InputError for weights that are missing or have the wrong shape, which transformers draws at random instead;
-    a warning for weights that the model does not use. told: what `from_pretrained` says of the loading.
-    """
-    if missing := sorted(told["missing_keys"]):
+def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
+    """Raise InputError for missing or mismatched weights, which transformers draws at random; warn of unused ones."""
+    if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"{name}: lacks {len(missing)} weights of a {kind} (such as {missing[0]}); "
             f"it is another kind of model (a head?) or an incomplete copy"
         )
-    if mismatched := sorted(told["mismatched_keys"], key=str):
-        key, there, wanted = mismatched[0]
+    if mismatched := sorted(info["mismatched_keys"], key=str):
+        key, in_file, by_config = mismatched[0]
         raise InputError(
-            f"{name}: {len(mismatched)} weights have another shape than its config.json gives them (such as {key}: "
-            f"{list(there)} in the file, {list(wanted)} by the config); take both from one checkpoint"
+            f"{name}: {len(mismatched)} weights do not fit its config.json (such as {key}: {list(in_file)} in the "
+            f"file, {list(by_config)} by the config); take both from one checkpoint"
         )
-    if unused := sorted(told["unexpected_keys"]):
+    if unused := sorted(info["unexpected_keys"]):
         log.warning("%s: %d of its weights have no place in a %s (such as %s)", name, len(unused), kind, unused[0])
 
 
 @torch.inference_mode()
 def check_finite(name: str, model: nn.Module) -> None:
-    """InputError, naming the first, for weights that hold NaN or inf.
-
-    A forward alone would not show them all: attention kernels can turn a NaN into a finite number.
-    """
+    """Raise InputError that names the first weight with NaN or inf; attention can turn a NaN into a finite number."""
     for key, weight in model.named_parameters():
         # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can also overflow.
         if weight.is_floating_point() and not (weight.sum(dtype=torch.float32).isfinite() or weight.isfinite().all()):
@@ -141,43 +126,27 @@ def check_finite(name: str, model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def check_logits(name: str, model: PreTrainedModel) -> None:
-    """InputError, naming the model, unless a forward of a few tokens runs, gives finite logits, and reads no token
-    ahead, as encoders (BERT) do, which transformers loads as causal models too.
-    """
+def _check_logits(name: str, model: PreTrainedModel) -> None:
+    """Raise InputError unless logits are finite and causal; transformers loads encoders (BERT) as causal models too."""
     size = vocabulary_size(model)
     # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.
     first, second, third = size // 7, size // 5, size // 3
     ids = torch.tensor([[first, second, third, size // 2], [first, second, third, second]], device=model.device)
-    try:
-        logits = model(input_ids=ids, use_cache=False).logits
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{name}: fails on a forward of four tokens ({what})") from None
+    logits = model(input_ids=ids, use_cache=False).logits
     if not logits.isfinite().all():
-        raise InputError(
-            f"{name}: its logits are not finite although its weights are; {dtype_name(model)} may be too narrow for "
-            f"it, try --dtype bfloat16 or float32"
-        )
+        raise InputError(f"{name}: its logits are not finite in {dtype_name(model)}; try --dtype bfloat16 or float32")
     # The rows differ in their last token alone; far more than rounding, so that no causal model is refused.
     before = logits[:, :3].float()
     if (before[0] - before[1]).abs().max() > 0.1 * before.std():
-        raise InputError(
-            f"{name}: {type(model).__name__} reads the tokens behind a place to say what stands there (an encoder, "
-            f"trained on masks?), so it cannot continue a text; use a causal language model"
-        )
+        raise InputError(f"{name}: {type(model).__name__} reads tokens ahead, as encoders do; name a causal model")
 
 
 def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
-    """What asks transformers for nf4; InputError where bitsandbytes is missing or does not know the device."""
     require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
-    known = importlib.import_module("bitsandbytes").supported_torch_devices
-    if place.type not in known:
+    devices = importlib.import_module("bitsandbytes").supported_torch_devices
+    if place.type not in devices:
         raise InputError(
-            f"--quantize nf4: bitsandbytes does not run on {place.type} (only {', '.join(sorted(known))}); "
-            f"use --quantize none"
+            f"--quantize nf4: bitsandbytes does not run on {place.type}, only on {', '.join(sorted(devices))}"
         )
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
@@ -185,10 +154,9 @@ def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _exact_on_cpu(model: PreTrainedModel) -> None:
-    """Turn off the fast path that bitsandbytes has for 4-bit layers on AVX-512 CPUs.
+    """Turn off the fast path of bitsandbytes for 4-bit layers on AVX-512 CPUs.
 
-    It rounds to bf16 whatever the dtype is, rewrites the weights at the first call and fails on widths that are no
-    multiple of 32, so decoding and what it is compared with would use different weights.
+    It rounds to bf16, rewrites the weights at the first call and fails on widths that are no multiple of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -201,12 +169,10 @@ def quantization(model: nn.Module) -> Quantize:
 
 
 def _quant_state(parameter: Tensor) -> Any:
-    """bitsandbytes' scales and true shape of a 4-bit parameter; None for any other."""
     return getattr(parameter, "quant_state", None)
 
 
 def _scales(state: Any) -> dict[str, Tensor]:
-    """The tensors of a quantisation state that differ from weight to weight."""
     values: dict[str, Any] = state.as_dict()
     names = ("absmax", "nested_absmax", "nested_offset")
     return {name: torch.as_tensor(values[name]) for name in names if name in values}
@@ -271,10 +237,10 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def end_tokens(name: str, eos: Any) -> tuple[int, ...]:
-    """What a config's `eos_token_id` names: one id, several or None. InputError where that is something else."""
+    """The ids in a config's `eos_token_id`, which is one id, several or None."""
     ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    if wrong := [each for each in ids if isinstance(each, bool) or not isinstance(each, int)]:
-        raise InputError(f"{name}: its eos_token_id names {wrong[0]!r}, which is no token id; write ids")
+    if not all(isinstance(token, int) for token in ids):
+        raise InputError(f"{name}: its eos_token_id is {eos!r}; write token ids")
     return ids
 
 
@@ -307,7 +273,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """InputError when the tokenizer knows tokens that the model `name` does not."""
+    """Raise InputError if the tokenizer knows tokens that the model `name` does not."""
     if len(tokenizer) > vocabulary_size(model):
         raise InputError(
             f"{name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "

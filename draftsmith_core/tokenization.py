@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
@@ -18,7 +18,7 @@ _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer in a local directory or on the hub; InputError when there is none.
+    """The tokenizer in a local directory or on the hub; InputError if there is none.
 
     chat_template: a Jinja file that takes the place of the chat template that comes with the tokenizer.
     """
@@ -29,34 +29,18 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if Path(name).is_dir() and not _has_files(name):
-            raise InputError(
-                f"{name}: holds no tokenizer (tokenizer.json, tokenizer_config.json); "
-                f"copy the files of the tokenizer that the model was trained with into it"
-            ) from None
-        raise InputError(f"{name}: no tokenizer could be loaded from it: {why_not(name, error, 'tokenizer')}") from None
+        reason = why_not(name, error) if _has_files(name) or not Path(name).is_dir() else "it holds no tokenizer.json"
+        raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--chat_template {chat_template}: cannot be read ({error})") from None
-        try:
-            # Where no row is a chat nothing else would read it, and a slip in it would wait for the first that is.
-            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-        except TemplateSyntaxError as error:
-            raise InputError(
-                f"--chat_template {chat_template}:{error.lineno}: no Jinja template ({error.message})"
-            ) from None
-        except Exception:  # noqa: BLE001 (a template may refuse this chat for reasons of its own)
-            log.debug("%s refuses a chat of one message", chat_template)
     return tokenizer
 
 
 def find_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer | None:
-    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's.
-
-    A tokenizer that is there and cannot be loaded is taken for none, which is said.
-    """
+    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's."""
     try:
         return load_tokenizer(name, trust_remote_code)
     except InputError as error:
@@ -77,7 +61,7 @@ def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, sample: dict[str, str], where: str) -> None:
-    """InputError, beginning with `where`, when the tokenizer has another token at an id of a `vocabulary_sample`."""
+    """Raise InputError, beginning with `where`, if a token of a `vocabulary_sample` is another one here."""
     ids = [int(i) for i in sample if int(i) < len(tokenizer)]
     for i, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         if token != sample[str(i)]:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
-from distill.engines.generation_settings import GenerationSettings
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
     Quantize,
@@ -28,7 +27,6 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.sampling import Sampling, generator
-from draftsmith_core.tokenization import load_tokenizer
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -42,16 +40,8 @@ def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
     assert len(eos_ids(model)) == 17
     assert load_model(target_dir, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
     model.generation_config.eos_token_id = [1, "</s>"]
-    with pytest.raises(InputError, match="its eos_token_id names '</s>', which is no token id; write ids"):
+    with pytest.raises(InputError, match="its eos_token_id is .*; write token ids"):
         eos_ids(model)
-
-
-def test_end_tokens_of_a_target_that_is_not_loaded_are_ids(target_dir: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(
-        InputError, match=f"^{tmp_path}: its eos_token_id names '</s>', which is no token id; write ids"
-    ):
-        GenerationSettings(str(tmp_path)).eos_ids(load_tokenizer(target_dir))
 
 
 def test_a_fingerprint_follows_weights_and_not_their_precision(target_dir: str, draft_dir: str) -> None:
@@ -118,13 +108,6 @@ def test_devices() -> None:
     for name in ("abacus", "cuda:77", "meta", "mps"):
         with pytest.raises(InputError, match=f"^--device {name}: "):
             resolve_device(name)
-
-
-def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no config.json"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(InputError, match="no such directory"):
-        load_tokenizer(str(tmp_path / "none"))
 
 
 def test_a_fingerprint_follows_the_architecture(target_dir: str) -> None:
@@ -214,8 +197,6 @@ def test_decoding_is_lossless_against_the_quantised_target(wide_dir: str, draft_
 
 
 def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="^--quantize int3: use none or nf4$"):
-        load_model(target_dir, device="cpu", quantize="int3")  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         InputError,
@@ -254,5 +235,5 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     }
     model = BertForMaskedLM(BertConfig(vocab_size=99, initializer_range=0.5, **sizes))
     model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="reads the tokens behind a place .* use a causal language model"):
+    with pytest.raises(InputError, match="reads tokens ahead, as encoders do; name a causal model"):
         load_model(str(tmp_path), device="cpu")

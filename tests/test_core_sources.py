@@ -70,19 +70,12 @@ def as_pickle(directory: Path, **more: object) -> None:
     (directory / "model.safetensors").unlink()
 
 
-def torn_pickle(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-    (directory / "pytorch_model.bin").write_bytes(b"abcdef" * 9)
-
-
-def sharded(directory: Path, index: str | None = None) -> None:
-    """As a download that was stopped leaves a checkpoint in several files; index: their list, where it is another."""
+def sharded(directory: Path) -> None:
+    """As a download that was stopped leaves a checkpoint in several files."""
     model = load_on_cpu(str(directory))
     (directory / "model.safetensors").unlink()
     model.save_pretrained(directory, max_shard_size="20KB")
     sorted(directory.glob("model-0*"))[1].unlink()
-    if index is not None:
-        (directory / "model.safetensors.index.json").write_text(index)
 
 
 def cut(name: str, size: int) -> Callable[[Path], Any]:
@@ -93,26 +86,8 @@ def adapter(d: Path) -> None:
     (d / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
 
 
-def bare_adapter(d: Path) -> None:
-    only(d)
-    adapter(d)
-
-
-def gguf(d: Path) -> None:
-    only(d)
-    (d / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
-
-
-def nested(d: Path) -> None:
-    shutil.copytree(d, d.parent / "inner")
-    only(d)
-    shutil.move(d.parent / "inner", d / "checkpoint-7")
-
-
-def distilled(d: Path) -> None:
-    only(d)
-    (d / "manifest.json").write_text("{}")
-    (d / "part-00000.parquet").write_bytes(b"PAR1")
+def pointer(d: Path) -> None:
+    (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 # What is done to a good directory, and what load_model says of it.
@@ -127,58 +102,29 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
         r": lacks 1 weights of a LlamaForCausalLM \(such as lm_head\.weight\)",
     ),
-    "torn": (cut("model.safetensors", 1000), r": a safetensors file of it is cut short or damaged"),
-    "empty": (cut("model.safetensors", 0), r": a safetensors file of it is cut short or damaged"),
-    "no weights": (
-        lambda d: (d / "model.safetensors").unlink(),
-        r": it has no weights \(model\.safetensors or pytorch_model\.bin\)$",
-    ),
-    "shards": (
-        sharded,
-        r": it lacks 1 of the files that model\.safetensors\.index\.json lists \(such as model-00002",
-    ),
-    "list of shards": (
-        lambda d: sharded(d, "{"),
-        r"/model\.safetensors\.index\.json:1: not valid JSON .*; expected the list of a model's shards$",
-    ),
-    "empty list of shards": (
-        lambda d: sharded(d, '{"weight_map": {}}'),
-        r": model\.safetensors\.index\.json lacks 'metadata' or 'weight_map'; copy it again$",
-    ),
+    "torn": (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+    "shards": (sharded, "model-00002"),
+    "git-lfs": (pointer, r": model\.safetensors is a pointer of git-lfs .*; run git lfs pull there"),
     "pickle with code": (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
-    "torn pickle": (torn_pickle, r": its weights cannot be read as a pickle \(.*\); copy them again"),
-    "heads": (lambda d: set_keys(d / "config.json", num_attention_heads=3), "hidden size .16. is not a multiple"),
     "type": (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
-    "encoder": (lambda d: set_keys(d / "config.json", model_type="t5"), "T5Config"),
     "code": (with_remote_code, rf"\({CONFIG}, {MODELING}\); read that, and add --trust_remote_code to run it$"),
 }
 # As above, said by load_model and load_tokenizer alike.
 BOTH: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda d: only(d, "model.safetensors"), r": holds no config\.json; a model's directory has one$"),
     "broken config": (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
-    "BOM": (
-        lambda d: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
-        r"/config\.json: begins with a byte order mark \(BOM\); save it as UTF-8 without one$",
-    ),
     "generation": (lambda d: (d / "generation_config.json").write_text("{"), r"/generation_config\.json:1: not valid"),
-    "adapter": (bare_adapter, r": holds a LoRA adapter, not a whole model; merge it into owner/base with peft"),
-    "adapter beside": (adapter, r": holds a LoRA adapter, not a whole model; merge it into owner/base with peft"),
-    "GGUF": (gguf, r": holds GGUF files only; name the safetensors checkpoint that they were made from$"),
-    "nested": (nested, r": holds no config\.json; did you mean .*/checkpoint-7\?$"),
-    "distilled": (distilled, r": holds a distilled set; that is data for train, not a model$"),
+    "adapter beside": (adapter, r": holds a LoRA adapter, not a whole model; merge it into its base model with peft"),
 }
 TOKENIZERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "none": (
-        lambda d: only(d, "config.json", "model.safetensors"),
-        r": holds no tokenizer \(tokenizer\.json, tokenizer_config\.json\); copy the files of the tokenizer",
-    ),
-    "torn": (cut("tokenizer.json", 500), r": no tokenizer could be loaded from it: Unterminated string"),
+    "none": (lambda d: only(d, "config.json", "model.safetensors"), r"it holds no tokenizer\.json$"),
+    "torn": (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
     "code": (
         lambda d: (
             set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]}),
             (d / "mine.py").write_text("raise SystemExit('ran')"),
         ),
-        r"its tokenizer needs code that comes with it \(mine\.py\); read that, and add --trust_remote_code to run it$",
+        r"it needs code that comes with it \(mine\.py\); read that, and add --trust_remote_code to run it$",
     ),
 }
 
@@ -227,35 +173,10 @@ def test_a_directory_that_is_no_tokenizer(copy: Path, case: str) -> None:
         load_tokenizer(str(copy))
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("https://huggingface.co/owner/name/tree/main", "is a URL; write owner/name, or download it"),
-        ("https://example.com", "is a URL; write its name on the hub, as owner/name"),
-        ("model.Q4_K_M.gguf", "GGUF files cannot be read; name the safetensors checkpoint"),
-        ("/no/such/place", "no such directory (a hub name is written owner/name)"),
-        ("~/model", "no such directory"),
-        ("a/b/c", "no such directory"),
-        ("owner/never-made", "not in the hub's cache; HF_HUB_OFFLINE is set, so nothing is downloaded"),
-        ("owner/name@main", "not a name that the hub can have"),
-        ("x" * 200, "not a name that the hub can have"),
-    ],
-)
+@pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made", "x" * 200])
 @pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
-def test_a_name_that_is_no_model(name: str, message: str, load: Callable[[str], Any]) -> None:
-    assert message in refusal(load, name)
-
-
-@pytest.mark.parametrize("name", ["", "  ", "a\0b", "a\nb"])
-def test_a_name_that_is_none(name: str) -> None:
-    with pytest.raises(InputError, match=r"is empty; name a directory|holds a character that cannot be in a name"):
-        load_tokenizer(name)
-
-
-def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "hub_has_address", lambda: False)
-    assert "and huggingface.co cannot be reached; check the path, or the network" in refusal(load_tokenizer, "o/never")
+def test_a_name_that_is_no_model(name: str, load: Callable[[str], Any]) -> None:
+    refusal(load, name)
 
 
 def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +190,7 @@ def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCapture
 def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:
     change_weights(copy, lambda weights: weights["lm_head.weight"].sign_().mul_(6e4))
     load_on_cpu(str(copy))
-    with pytest.raises(InputError, match=r"logits are not finite although its weights are; float16 may be too"):
+    with pytest.raises(InputError, match="logits are not finite in float16"):
         load_model(str(copy), device="cpu", dtype="float16")
 
 
