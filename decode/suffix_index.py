@@ -39,17 +39,12 @@ class SuffixIndex:
 
     @staticmethod
     def build(documents: Sequence[Sequence[int]]) -> "SuffixIndex":
-        """Index documents of token ids; about 8 bytes per token when built, some 80 while building.
-
-        Raises ValueError for a negative token and for 2**31 tokens or more.
-        """
-        parts = [np.asarray(document, dtype=np.int64) for document in documents]
-        if any(part.size and int(part.min()) < 0 for part in parts):
-            raise ValueError("suffix index: token ids must not be negative")
-        if sum(part.size + 1 for part in parts) >= 2**31:
+        """Index documents of token ids; about 8 bytes per token when built, some 80 while building."""
+        if sum(map(len, documents)) + len(documents) >= 2**31:
             raise ValueError("suffix index: 2**31 tokens or more; index a part of the corpus")
         end = np.array([SEPARATOR])
-        text_n = np.concatenate([piece for part in parts for piece in (part, end)] or [end]).astype(np.int32)
+        pieces = [np.asarray(piece, dtype=np.int64) for document in documents for piece in (document, end)]
+        text_n = np.concatenate(pieces or [end]).astype(np.int32)
         positions = len(text_n) - suffix_array(text_n[::-1])
         positions = positions[positions < len(text_n)]
         positions = positions[(text_n[positions] >= 0) & (text_n[positions - 1] >= 0)]
@@ -104,13 +99,9 @@ class SuffixIndex:
 
 
 def _common(query: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    length = 0
-    for asked, found in zip(query, other, strict=False):
-        if asked != found:
-            break
-        length += 1
-    return length
+    return next(
+        (at for at, (a, b) in enumerate(zip(query, other, strict=False)) if a != b), min(len(query), len(other))
+    )
 
 
 def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:

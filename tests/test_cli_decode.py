@@ -508,13 +508,13 @@ def test_help_ends_with_the_table(door: Door, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = door("decode", "--help")
     assert (code, err) == (0, "")
-    options, table = out.split("\nname  ")
+    options, table = out.split("\n--proposer\n")
     assert "--device" in options
     assert all(len(line) <= 80 for line in table.splitlines())
     for name in [*PROPOSERS, *TREES, *VERIFIERS]:
-        assert re.search(rf"^{name} ", table, flags=re.MULTILINE), name
-    assert re.search(r"^typical .* NO ", table, flags=re.MULTILINE)
-    assert "name  " not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
+        assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
+    assert re.search(r"^  typical .*NOT LOSSLESS", table, flags=re.MULTILINE)
+    assert "\n--proposer\n" not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
 
 
 @pytest.mark.parametrize("columns", [20, 80, 93, 100, 200])

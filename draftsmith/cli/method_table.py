@@ -1,20 +1,13 @@
-"""Everything `decode` can decode with, as one table: the help prints it, the README holds it."""
+"""The methods that `decode` knows, as one table: the help prints it, the README holds it."""
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import textwrap
+from typing import NamedTuple
 
 from decode import PROPOSERS, TREES, VERIFIERS, Verifier
 
-COLUMNS = ("name", "what it does", "lossless", "trees", "paper")
-# Columns of a terminal: the most that are used, and the fewest at which the table can still be read.
-WIDEST, NARROWEST = 100, 80
-_ARXIV = re.compile(r"arXiv ([0-9.]+[0-9])")
 
-
-@dataclass(frozen=True)
-class MethodRow:
-    """One row of the table, in the order of `COLUMNS`. trees: where it is valid; of a tree, how it is written."""
+class MethodRow(NamedTuple):
+    """One row of the table. trees: where it is valid; of a tree, how it is written."""
 
     name: str
     what: str
@@ -35,8 +28,14 @@ def method_rows() -> dict[str, list[MethodRow]]:
     }
 
 
-def notes() -> list[str]:
-    """What the columns cannot say."""
+def _trees(rule: Verifier) -> str:
+    if rule.chains_only:
+        return "chain"
+    # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
+    return "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
+
+
+def _notes() -> list[str]:
     copying = [name for name, kind in PROPOSERS.items() if not kind.draws]
     certain = [name for name, rule in VERIFIERS.items() if "deterministic" in rule.drawings]
     several = [name for name, rule in VERIFIERS.items() if rule.several_drafts and "with_replacement" in rule.drawings]
@@ -47,63 +46,32 @@ def notes() -> list[str]:
     ]
 
 
-def terminal(columns: int = WIDEST) -> str:
-    """The table as plain text for a terminal of that many columns; papers shrink to their arXiv numbers."""
-    width = min(max(columns, NARROWEST), WIDEST)
-    header = (*COLUMNS[:-1], "arXiv")
-    name, lossless, paper = max(len(row.name) for part in method_rows().values() for row in part), len(header[2]), 11
-    rest = width - name - lossless - paper - 2 * (len(header) - 1)
-    trees = int(0.43 * rest)
-    widths = (name, rest - trees, lossless, trees, paper)
-    lines = _lines(header, widths)
-    for option, part in method_rows().items():
-        lines += ["", option]
-        for row in part:
-            numbers = ", ".join(_ARXIV.findall(row.paper)) or row.paper
-            lines += _lines((row.name, row.what, row.lossless, row.trees, numbers), widths)
-    for note in notes():
-        lines += ["", *_wrap(note, width)]
+def terminal(columns: int = 100) -> str:
+    """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100 are used)."""
+    width = min(max(columns, 80), 100)
+    indent = " " * 18
+    lines = []
+    for option, rows in method_rows().items():
+        lines += [option]
+        for row in rows:
+            lossy = "" if row.lossless != "NO" else " (NOT LOSSLESS)"
+            trees = row.trees if option == "--tree" else f"trees: {row.trees}"
+            text = f"{row.what}{lossy}; {trees}; {row.paper}"
+            lines += textwrap.wrap(
+                text, width, initial_indent=f"  {row.name:16}", subsequent_indent=indent, break_on_hyphens=False
+            )
+    for note in _notes():
+        lines += ["", *textwrap.wrap(note, width)]
     return "\n".join(lines)
 
 
 def markdown() -> str:
     """The table for the README."""
-    lines = [_markdown_row(COLUMNS), _markdown_row("---" for _ in COLUMNS)]
-    for option, part in method_rows().items():
-        lines.append(_markdown_row([f"**`{option}`**", "", "", "", ""]))
-        for row in part:
+    lines = ["| name | what it does | lossless | trees | paper |", "| --- | --- | --- | --- | --- |"]
+    for option, rows in method_rows().items():
+        lines.append(f"| **`{option}`** |  |  |  |  |")
+        for row in rows:
             trees = f"`{row.trees}`" if option == "--tree" else row.trees
-            lines.append(_markdown_row([f"`{row.name}`", row.what, row.lossless, trees, row.paper]))
-    return "\n".join([*lines, "", *(f"{note}\\" for note in notes()[:-1]), notes()[-1]])
-
-
-def _trees(rule: Verifier) -> str:
-    if rule.chains_only:
-        return "chain"
-    # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
-    return "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
-
-
-def _markdown_row(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
-
-
-def _lines(texts: Iterable[str], widths: Iterable[int]) -> list[str]:
-    """One row of the table on as many lines of text as its longest entry takes."""
-    pairs = list(zip(texts, widths, strict=True))
-    columns = [_wrap(text, width) for text, width in pairs]
-    padded = [[*column, *[""] * (max(map(len, columns)) - len(column))] for column in columns]
-    return [
-        "  ".join(text.ljust(width) for text, (_, width) in zip(line, pairs, strict=True)).rstrip()
-        for line in zip(*padded, strict=True)
-    ]
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width`; they end at spaces, and behind commas because tree specs have no spaces."""
-    lines = [""]
-    for piece in re.findall(r"[^ ,]+[ ,]*", text):
-        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece
-    return [line.rstrip() for line in lines]
+            lines.append(f"| `{row.name}` | {row.what} | {row.lossless} | {trees} | {row.paper} |")
+    notes = _notes()
+    return "\n".join([*lines, "", *(f"{note}\\" for note in notes[:-1]), notes[-1]])
