@@ -1,7 +1,7 @@
-"""Whether a draft pays where a set is made, and with which tree: measured once, when it is begun, and kept with it.
+"""Whether a draft pays where a set is made, and with which tree: measured once, and recorded with the set.
 
-Drafting changes which tokens are drawn, not how they are distributed. So all processes and all runs that continue a set
-must do alike for it to come out the same bytes, and none of them may measure again.
+Drafting changes which tokens are drawn, not their distribution. For equal bytes, all processes and all runs that
+continue a set must therefore follow one decision.
 """
 
 import logging
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def settle_drafting(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> None:
-    """Let `engine` draft the tree that takes the least time per token, if it takes less than the target alone, on a
-    batch of the first prompts; or what it drafted when this set was begun. Every process of a launch calls it; one of
-    them measures.
+    """Set `engine.tree` to the fastest tree on a batch of the first prompts, or to what the set was begun with.
+
+    Every process of a launch calls this; one of them measures.
     """
     engine.tree = divided(1, lambda _: _decide(out, config, engine, prompts))[0]
 
@@ -34,44 +34,39 @@ def settle_drafting(out: Path, config: DistillConfig, engine: DraftingEngine, pr
 def _decide(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> str:
     for name in _RECORDS:
         if (out / name).exists():
-            known = read_json(out / name, "the record of a distilled set").get("drafted") or ""
-            used = f"used, {known}" if known else "not used"
-            log.warning("--draft %s: %s, as when this set was begun", config.draft, used)
-            return known
+            tree: str = read_json(out / name, "the record of a distilled set").get("drafted") or ""
+            log.warning("--draft %s: as when this set was begun: %s", config.draft, tree or "not used")
+            return tree
     requests = _first_requests(config, engine, prompts)
     if not requests:
-        raise RunError(f"--draft: none of the first rows of {config.prompts} can be asked, to measure whether it pays")
+        raise RunError(f"--draft: none of the first rows of {config.prompts} can be asked to time the draft")
     seconds = engine.seconds_per_token(requests)
-    alone = seconds.pop("")
-    tree, drafted = min(seconds.items(), key=lambda each: each[1])
-    pays = drafted < alone
+    target_alone = seconds.pop("")
+    tree, drafted = min(seconds.items(), key=lambda item: item[1])
+    pays = drafted < target_alone
     log.warning(
-        "--draft %s: %s takes %.2f times as long per token as the target alone, on a batch of %d rows; %s",
-        config.draft,
-        tree,
-        drafted / alone,
-        len(requests),
-        "used" if pays else "switched off",
+        "--draft %s: %s takes %.2f times as long per token as the target alone (batch of %d rows); %s",
+        *(config.draft, tree, drafted / target_alone, len(requests), "used" if pays else "switched off"),
     )
     write_json_atomic(out / DECISION, {"drafted": tree if pays else None})
     return tree if pays else ""
 
 
 def _first_requests(config: DistillConfig, engine: DraftingEngine, prompts: PromptReader) -> list[AnswerRequest]:
-    """A batch of the first prompts, as often as each is answered."""
+    """One batch of the first prompts, with all their samples."""
     reader = PromptReader(prompts.source, prompts.tokenizer, prompts.domain, prompts.prompt_tokens)
     requests: list[AnswerRequest] = []
     for record in islice(iterate_records(config.prompts), config.max_prompts):
         try:
-            found = reader.read(record)
+            prompt = reader.read(record)
         except InputError:
             continue  # counted, with its reason, when its part is made
         most = engine.max_prompt_tokens
-        if not isinstance(found, Prompt) or (most is not None and len(found.ids) > most):
+        if not isinstance(prompt, Prompt) or (most is not None and len(prompt.ids) > most):
             continue
         for sample in range(config.num_samples):
             seed = row_seed(config.seed, f"drafting/{record.number}/{sample}")
-            requests.append(AnswerRequest((record.number, sample, 0), found.ids, seed))
+            requests.append(AnswerRequest((record.number, sample, 0), prompt.ids, seed))
             if len(requests) == config.batch_size:
                 return requests
     return requests

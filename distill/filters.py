@@ -1,27 +1,39 @@
-"""What is left out on request: prompts that are nearly those of earlier rows or are held out, and answers that teach
-nothing. Every one is counted with its reason.
-"""
+"""What is left out on request: prompts of the evaluation, held-out prompts, and answers that teach nothing."""
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from distill.config import DistillConfig
 from distill.conversations import THINKING
 from distill.engines import Answer
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import hash_json
+from draftsmith_core.prompt_rows import KEYS, iterate_rows
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
 HELD_OUT = "held out by split"
-# A repetitive answer: this share of its runs of this many tokens stood earlier in it. Shorter answers cannot be one.
+# A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at least this many tokens.
 _REPEATED, _RUN, _LEAST = 0.5, 4, 32
+# Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020, appendix C).
+WORDS = 13
+# A run in more rows of a suite is its form ("Answer the following question ..."), not its content.
+_FORM = 10
+# Scripts written without spaces: every character is a word.
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 
 
 def is_held_out(prompt_ids: Sequence[int], split: float) -> bool:
-    """Whether a prompt is among those that are not answered, by the hash that training and evaluation know it by."""
+    """Decide by the prompt's content hash, which training and evaluation use too."""
     return prompt_hash(prompt_ids) >= split * 2**64
 
 
 def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> str:
-    """The reason to leave an answer out of the set, "" for one to keep."""
+    """Return the reason to leave an answer out of the set, "" to keep it."""
     ids = list(answer.response_ids)
     if "truncated" in config.drop and answer.finish_reason == "length":
         return "truncated"
@@ -41,3 +53,45 @@ def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> 
 def _is_repetitive(ids: Sequence[int]) -> bool:
     runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
     return len(ids) >= _LEAST and 1 - len(set(runs)) / len(runs) >= _REPEATED
+
+
+class Suites:
+    """Hashed runs of words of the evaluation's prompt sets, with the name of the set."""
+
+    def __init__(self, named: Sequence[str]) -> None:
+        """named: `NAME=P`, P a prompt source. Raise InputError for a source that cannot be read."""
+        self._names: dict[int, str] = {}
+        for value in named:
+            name, equals, source = value.partition("=")
+            if not (name and equals and source):
+                raise InputError(f"--decontaminate {value}: expected NAME=P, such as gsm8k=gsm8k.jsonl")
+            counts = Counter(run for _, row in iterate_rows(source) for run in set(runs_of_words(row)))
+            if not counts:
+                raise InputError(f"--decontaminate {value}: holds no text")
+            self._names |= {run: name for run, count in counts.items() if count <= _FORM}
+
+    @property
+    def digest(self) -> str:
+        """Hash of all runs."""
+        return hash_json(sorted(self._names))[:16]
+
+    def shared_with(self, row: dict[str, Any]) -> str | None:
+        """Return the name of a set that the row shares a run with."""
+        return next((self._names[run] for run in runs_of_words(row) if run in self._names), None)
+
+
+def runs_of_words(row: dict[str, Any]) -> Iterator[int]:
+    """Yield a 64-bit hash of each run of WORDS words of a row's users or text; a shorter text is one run.
+
+    Hashes are of the text before any chat template, whose words all prompts would share.
+    """
+    key = next((key for key in KEYS if row.get(key) is not None), None)
+    if key == "messages":
+        texts = [str(turn.get("content")) for turn in row[key] if isinstance(turn, dict) and turn.get("role") == "user"]
+    else:
+        texts = [str(row[key])] if key else []
+    for text in texts:
+        words = _WORD.findall(text.lower())
+        for start in range(max(1, len(words) - WORDS + 1) if words else 0):
+            run = " ".join(words[start : start + WORDS])
+            yield int.from_bytes(hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest(), "big")

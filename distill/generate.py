@@ -1,8 +1,7 @@
-"""A distilled set from prompts, which are read, tokenised, answered and written as they come.
+"""A distilled set from prompts: read, tokenise, ask, write.
 
-The prompts are cut into groups of consecutive rows, and each group becomes one part, written whole or not at all. Which
-rows a part has, and for `hf` their bytes, depends on the options alone, not on the number of processes or on how often
-they were killed.
+Groups of consecutive rows become parts, each written whole or not at all. Which rows a part has (and for `hf`, their
+bytes) depends on the options alone, not on the number of processes or on kills.
 """
 
 import dataclasses
@@ -18,10 +17,9 @@ import pyarrow as pa
 
 from distill.config import DistillConfig
 from distill.conversations import answer_text, switch_thinking_off, turn_prompt
-from distill.decontaminate import WORDS, Suites
 from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
-from distill.filters import HELD_OUT, is_held_out, why_dropped
+from distill.filters import HELD_OUT, WORDS, Suites, is_held_out, why_dropped
 from distill.kept_answers import Numbered, ask
 from distill.manifest import check_store, claim_set, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
@@ -32,7 +30,7 @@ from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_
 from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
-from draftsmith_core.prompts import OwnIds, Prompt, PromptReader, Skipped, content_id
+from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.provenance import command_line
 from draftsmith_core.run_directory import hold, keeping
 from draftsmith_core.sampling import row_seed
@@ -42,16 +40,14 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_s
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-# Options that do not change the rows, only where the work is done and written or when it stops.
+# Options that do not change the rows: where the work is done, where it is written, when it stops.
 _NOT_IDENTITY = (
     *("out", "device", "push_to_hub", "copy_to", "strict"),
     *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
     *("address", "workers", "tensor_parallel_size"),
 )
 _LATER = ("split", "drop", "min_response_tokens", "max_response_tokens", "thinking")
-# The largest file that `_is_read_ahead`.
-_READ_AHEAD_BYTES = 64 << 20
-# Keys of the manifest that the summary has beside the counts.
+# Keys of the manifest that the summary repeats.
 _SUMMARY = (
     *("response_tokens", "tokens_from", "own_prompts"),
     *("skipped_because", "failed_because", "shortened_because", "dropped_because"),
@@ -59,43 +55,34 @@ _SUMMARY = (
 
 
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
-    """Make the distilled set, continuing what a killed run left; returns its summary.
+    """Make the distilled set, or continue one that a killed run left; return its summary.
 
-    command: the command line to record; without one, the one that asks for `config`. Raises InputError, and RunError
-    for what fails while running. SIGTERM ends it with Terminated and Ctrl-C with KeyboardInterrupt; whole parts stay.
+    command: the command line to record, by default the one that corresponds to `config`. Raise InputError, and RunError
+    for what fails while running. Finished parts survive SIGTERM (Terminated) and Ctrl-C (KeyboardInterrupt).
     """
+    out = Path(config.out)
+    if out.is_file():
+        raise InputError(f"--out {out}: is a file; name a directory")
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     if config.copy_to is not None:
         check_store(config.copy_to)
-    out = Path(config.out)
 
     def kept() -> bool:
-        files = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
-        return any(any(out.glob(name)) for name in files)
+        patterns = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
+        return any(any(out.glob(pattern)) for pattern in patterns)
 
-    command = command or command_line("distill", config)
     with terminable(), without_fsdp_variable(), keeping(kept):
-        return _distill(config, command)
-
-
-def _distill(config: DistillConfig, command: str) -> dict[str, Any]:
-    processes = join_processes(config.device)
-    if Path(config.out).is_file():
-        raise InputError(f"--out {config.out}: is a file; name a directory")
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
-    if config.thinking == "drop":
-        switch_thinking_off(tokenizer)
-    with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-        return _answered(config, engine, tokenizer, command, processes)
+        processes = join_processes(config.device)
+        tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+        if config.thinking == "drop":
+            switch_thinking_off(tokenizer)
+        with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+            return _answered(config, engine, tokenizer, command or command_line("distill", config), processes)
 
 
 def _answered(
-    config: DistillConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    command: str,
-    processes: "PartialState",
+    config: DistillConfig, engine: Engine, tokenizer: Tokenizer, command: str, processes: "PartialState"
 ) -> dict[str, Any]:
     out = Path(config.out)
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
@@ -112,16 +99,14 @@ def _answered(
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         _find_a_prompt(config, reader, suites)
-        if _is_read_ahead(config.prompts):
-            OwnIds(config.prompts).check(islice(iterate_records(config.prompts), config.max_prompts))
     identity = _identity(config, engine, tokenizer, suites)
     with hold(out):
         on_main(lambda: claim_set(out, identity))
         if config.thinking == "drop":
             on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
         if opening is not None:
-            drawn = draw_prompts(opening, config, engine, tokenizer, processes)
-            config = dataclasses.replace(config, prompts=str(drawn))
+            prompts = draw_prompts(opening, config, engine, tokenizer, processes)
+            config = dataclasses.replace(config, prompts=str(prompts))
             reader = dataclasses.replace(reader, source=config.prompts)
             _find_a_prompt(config, reader, suites)
         drafted: dict[str, Any] = {}
@@ -148,7 +133,7 @@ def _answered(
 
 
 def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suites: Suites | None) -> dict[str, Any]:
-    """Everything that decides what the rows are. A key that earlier versions lack is left out at its default."""
+    """Everything that decides what the rows are. Newer options count only if set, for sets of older versions."""
     sampling = dataclasses.asdict(engine.sampling.sampling)
     options = dataclasses.asdict(config)
     for key in _LATER:
@@ -167,47 +152,38 @@ def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suite
 
 
 def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
-    """InputError, before anything is written, for a source without any row that can be used."""
+    """Raise InputError, before anything is written, if no row of the source can be used."""
     first, rows = "", 0
     for record in islice(iterate_records(config.prompts), config.max_prompts):
         rows += 1
-        found = _read(reader, record, config, suites)
-        if isinstance(found, Prompt):
+        outcome = _read(reader, record, config, suites)
+        if isinstance(outcome, Prompt):
             return
-        first = first or f"row {found.row}: {found.reason}"
+        first = first or f"row {outcome.row}: {outcome.reason}"
     if not rows:
         raise InputError(f"{config.prompts}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
 
 
-def _is_read_ahead(prompts: str) -> bool:
-    """Whether ids that repeat are found before the work: in a file here of which that takes seconds. In a larger one,
-    and in what streams from elsewhere, they are found as its rows are read, so that the first answer need not wait.
-    """
-    return Path(prompts).is_file() and Path(prompts).stat().st_size <= _READ_AHEAD_BYTES
-
-
 def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
-    """The prompt of a row; one that cannot be understood is skipped, or an error when `strict`. One that shares its
-    words with a suite is skipped, and so is one that is held out.
-    """
+    """Read the prompt of a row. Skip it if it is held out, shares words with a suite or (not `strict`) is broken."""
     try:
-        found = reader.read(record)
-        if suites is not None and isinstance(found, Prompt):
-            name = suites.shared_with(parse_record(record, reader.source))
-            if name is not None:
-                return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
-        if config.split is not None and isinstance(found, Prompt) and is_held_out(found.ids, config.split):
-            return Skipped(record.number, HELD_OUT)
-        return found
+        prompt = reader.read(record)
     except InputError as error:
         if config.strict:
             raise
         return Skipped(record.number, str(error).removeprefix(f"{reader.source}:{record.number}: "))
+    if isinstance(prompt, Skipped):
+        return prompt
+    if suites is not None and (name := suites.shared_with(parse_record(record, reader.source))) is not None:
+        return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
+    if config.split is not None and is_held_out(prompt.ids, config.split):
+        return Skipped(record.number, HELD_OUT)
+    return prompt
 
 
 class _Run:
-    """The parts that this process makes: every n-th of n processes, beginning with its own number."""
+    """The parts that this process makes: every n-th of n processes, starting at its index."""
 
     def __init__(
         self,
@@ -229,7 +205,7 @@ class _Run:
 
     def make(self) -> None:
         """Make every part that is not there yet."""
-        with progress("distill", self._own_prompts()) as self.advance:
+        with progress("distill", self._prompts_here()) as self.advance:
             ask(self.engine, self.out, self._groups(), self._record)
         self.reader.warn_unread()
 
@@ -237,7 +213,7 @@ class _Run:
     def _group_rows(self) -> int:
         return max(1, self.config.part_rows // self.config.num_samples)
 
-    def _own_prompts(self) -> int | None:
+    def _prompts_here(self) -> int | None:
         rows = count_rows(self.config.prompts)
         if rows is None:
             return None
@@ -246,18 +222,15 @@ class _Run:
         return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
 
     def _groups(self) -> Iterator[Numbered]:
-        """(number, requests) of each part to make. One that is there is compared with the prompts, not made."""
+        """Yield number and requests of each part to make; check a finished part against the prompts."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
-        ahead, ids = _is_read_ahead(self.config.prompts), OwnIds(self.config.prompts)
         while group := list(islice(records, self._group_rows)):
             index, self.parts = self.parts, self.parts + 1
-            if not ahead:
-                ids.check(group)
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
-            if (made := read_record(self.out, index)) is not None:
-                if made["digest"] != digest:
+            if (record := read_record(self.out, index)) is not None:
+                if record["digest"] != digest:
                     raise InputError(
                         f"{self.config.prompts}: rows {group[0].number} to {group[-1].number} are not those that "
                         f"{self.out / part_name(index)} was made from; choose another --out or delete the directory"
@@ -268,9 +241,9 @@ class _Run:
 
     def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
         """Begin a part: read its prompts, and return what to ask first."""
-        found = [_read(self.reader, record, self.config, self.suites) for record in group]
-        prompts = {each.row: each for each in found if isinstance(each, Prompt)}
-        skipped = [each for each in found if isinstance(each, Skipped)]
+        rows = [_read(self.reader, record, self.config, self.suites) for record in group]
+        prompts = {row.row: row for row in rows if isinstance(row, Prompt)}
+        skipped = [row for row in rows if isinstance(row, Skipped)]
         samples = range(self.config.num_samples)
         part = Part(index, digest, len(group), skipped, prompts, Counter(dict.fromkeys(prompts, len(samples))))
         self.part_of |= dict.fromkeys(prompts, part)
@@ -287,13 +260,13 @@ class _Run:
         return requests
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
-        """The request for a turn (0: the first), None when there is none, or when it cannot be asked."""
+        """Return the request for a turn (0 is the first); None if there is no such turn or it does not fit."""
         ids: Sequence[int] | None = prompt.ids if turn == 0 else None
         if prompt.chat is not None and self.config.turns == "all":
             part = self.part_of[prompt.row]
             texts = [
-                answer_text(self.reader.tokenizer, part.rows[prompt.row, sample, each]["response_ids"])
-                for each in range(turn)
+                answer_text(self.reader.tokenizer, part.rows[prompt.row, sample, earlier]["response_ids"])
+                for earlier in range(turn)
             ]
             try:
                 ids = turn_prompt(prompt.chat, texts, self.reader.tokenizer, f"turn {turn + 1}")
@@ -314,7 +287,7 @@ class _Run:
         return AnswerRequest((prompt.row, sample, turn), tuple(ids), seed, self._temperature(name))
 
     def _temperature(self, name: str) -> float | None:
-        """The part of the mixture that a sample, all turns of it, is drawn at; None without a mixture."""
+        """Choose the temperature of a sample from the mixture, for all its turns; None without a mixture."""
         if not self.mixture:
             return None
         point = row_seed(self.config.seed, f"temperature of {name}") / 2**63
@@ -325,9 +298,9 @@ class _Run:
         )
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        """Put an answer into its part, which is written when it is whole; returns the request that follows, if any."""
+        """Put an answer into its part; write a complete part. Return the request for the next turn, if any."""
         number, sample, turn = request.key
-        part, after = self.part_of[number], None
+        part, following = self.part_of[number], None
         if isinstance(answer, Failed):
             part.failed.setdefault(number, answer.reason)
         else:
@@ -350,11 +323,11 @@ class _Run:
             self.tokens += len(answer.response_ids)
             if why := why_dropped(self.config, self.reader.tokenizer, answer):
                 part.dropped[request.key] = why
-            elif k := self.config.teacher_top_k:
-                part.rows[request.key][COLUMN] = self.engine.score(request, answer, k)
-            after = self._request(prompt, sample, turn + 1)
-        if after is not None:
-            return after
+            elif answer.teacher is not None:
+                part.rows[request.key][COLUMN] = answer.teacher
+            following = self._request(prompt, sample, turn + 1)
+        if following is not None:
+            return following
         part.left[number] -= 1
         if not part.left[number]:
             del part.left[number], self.part_of[number]

@@ -1,6 +1,6 @@
-"""Answers of parts that are not whole yet, kept as they come by engines whose answers are worth it.
+"""Answers of unfinished parts, written as they come, for engines whose answers are expensive.
 
-A run that was killed finds them again, so that nothing that a server has answered is asked twice.
+A killed run reads them back, so no server is asked twice for the same answer.
 """
 
 import json
@@ -17,51 +17,41 @@ Numbered = tuple[int, Sequence[AnswerRequest]]
 
 
 def ask(engine: Engine, directory: Path, parts: Iterator[Numbered], done: Done) -> None:
-    """`engine.run` over the requests of `parts`, whose answers stand in `directory` until `done` has had the last of
-    their part, where the engine keeps answers.
-    """
+    """Run `engine` over the requests of `parts`; if it keeps answers, keep them in `directory` until a part is done."""
     if not engine.keeps_answers:
         engine.run((requests for _, requests in parts), done)
         return
     kept = _Kept(directory, done)
     try:
-        engine.run(kept.left(parts), kept.answered)
+        engine.run(kept.missing(parts), kept.answered)
     finally:
-        for part in kept.of.values():
+        for part in kept.parts.values():
             part.file.close()
 
 
 class _Part:
-    """The answers of a part: those that were found, and the file that the others are put into. `left`: how many of its
-    requests are not done, with all turns that follow them.
+    """The file of one part, a line per answer. open: number of requests without an outcome."""
 
-    A line of the file counts for the request with its key and prompt; one that was cut short does not count.
-    """
-
-    def __init__(self, path: Path, left: int) -> None:
-        self.path, self.left = path, left
+    def __init__(self, path: Path, requests: int) -> None:
+        self.path, self.open = path, requests
         text = path.read_bytes() if path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        self.found: dict[tuple[int, int, int], tuple[str, Answer]] = {}
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be cut short
+        self.answers: dict[tuple[int, int, int], tuple[str, Answer]] = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 key, prompt, ids, *rest = json.loads(line)
-                self.found[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
+                self.answers[tuple(key)] = (prompt, Answer(tuple(ids), *rest))
             except (ValueError, TypeError):
-                raise InputError(
-                    f"{path}:{number}: was damaged; delete the file, and its rows are asked again"
-                ) from None
+                raise InputError(f"{path}:{number}: damaged; delete the file to ask its rows again") from None
         with writing(path):
             self.file = path.open("ab")
             self.file.truncate(len(whole))
 
-    def get(self, request: AnswerRequest) -> Answer | None:
-        """The answer to a request, if it was kept."""
-        prompt, answer = self.found.pop(request.key, ("", None))
+    def pop(self, request: AnswerRequest) -> Answer | None:
+        prompt, answer = self.answers.pop(request.key, ("", None))
         return answer if prompt == content_id(request.prompt_ids) else None
 
-    def keep(self, request: AnswerRequest, answer: Answer) -> None:
-        """Append one answer."""
+    def append(self, request: AnswerRequest, answer: Answer) -> None:
         line = [request.key, content_id(request.prompt_ids), answer.response_ids, answer.finish_reason]
         with writing(self.path):
             self.file.write(canonical_json([*line, answer.tokens_from]).encode() + b"\n")
@@ -69,39 +59,39 @@ class _Part:
 
 
 class _Kept:
-    """The parts that are being asked. `of`: by row and sample of a request, which its later turns share."""
+    """The parts that are being asked, by row and sample of their requests, which later turns share."""
 
     def __init__(self, directory: Path, done: Done) -> None:
         self.directory, self.done = directory, done
-        self.of: dict[tuple[int, int], _Part] = {}
+        self.parts: dict[tuple[int, int], _Part] = {}
 
-    def left(self, parts: Iterator[Numbered]) -> Iterator[Sequence[AnswerRequest]]:
-        """The requests of each part that no kept answer is for."""
+    def missing(self, parts: Iterator[Numbered]) -> Iterator[Sequence[AnswerRequest]]:
+        """Yield the requests of each part that have no kept answer."""
         for number, requests in parts:
             part = _Part(self.directory / f".part-{number:05d}.answers.jsonl", len(requests))
-            self.of |= {request.key[:2]: part for request in requests}
-            if left := [each for request in requests if (each := self._not_kept(part, request)) is not None]:
-                yield left
+            self.parts |= {request.key[:2]: part for request in requests}
+            missing = [self._first_missing(part, request) for request in requests]
+            if group := [request for request in missing if request is not None]:
+                yield group
 
     def answered(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        """As `done`, after keeping the answer."""
-        part = self.of[request.key[:2]]
+        """Keep the answer, pass it on and return the next request without a kept answer."""
+        part = self.parts[request.key[:2]]
         if isinstance(answer, Answer):
-            part.keep(request, answer)
-        return self._not_kept(part, self._after(part, request, answer))
+            part.append(request, answer)
+        return self._first_missing(part, self._pass_on(part, request, answer))
 
-    def _not_kept(self, part: _Part, request: AnswerRequest | None) -> AnswerRequest | None:
-        """The request, or what follows once the answers that were kept are taken; None when nothing does."""
-        while request is not None and (answer := part.get(request)) is not None:
-            request = self._after(part, request, answer)
+    def _first_missing(self, part: _Part, request: AnswerRequest | None) -> AnswerRequest | None:
+        while request is not None and (answer := part.pop(request)) is not None:
+            request = self._pass_on(part, request, answer)
         return request
 
-    def _after(self, part: _Part, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        after = self.done(request, answer)
-        if after is None:
-            del self.of[request.key[:2]]
-            part.left -= 1
-            if not part.left:
+    def _pass_on(self, part: _Part, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        following = self.done(request, answer)
+        if following is None:
+            del self.parts[request.key[:2]]
+            part.open -= 1
+            if not part.open:
                 part.file.close()
                 part.path.unlink()
-        return after
+        return following

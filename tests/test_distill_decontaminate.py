@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distill.decontaminate import Suites
+from distill.filters import Suites
 from draftsmith_core.errors import InputError
 
 Door = Callable[..., tuple[int, str, str]]

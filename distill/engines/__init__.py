@@ -1,18 +1,99 @@
-"""Where the target runs. `ENGINES` makes an engine from the options; its module is imported when it is asked for."""
+"""Where the target runs. `ENGINES` names the class of each engine; its module is imported when the engine is chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any, Protocol
+
+from transformers import GenerationConfig
 
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest, Done, DraftingEngine, Engine, Failed, at_temperature
+from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling, sampling_options
+from draftsmith_core.models import end_tokens
 from draftsmith_core.packages import require_package
+from draftsmith_core.sampling_options import Sampling
 from draftsmith_core.tokenization import Tokenizer
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """One answer to generate.
+
+    key: (row of the prompts, sample, turn), unique. seed: of the only generator that the answer draws from.
+    temperature: overrides the engine's.
+    """
+
+    key: tuple[int, int, int]
+    prompt_ids: tuple[int, ...]
+    seed: int
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids, EOS included if the target ended, and why the answer ended: `stop` or `length`.
+
+    tokens_from: `target` if the engine returned ids; `text` if a server returned text that was tokenised again;
+    `text_differs` if those ids cannot be the ones that the target drew. teacher: packed teacher rows
+    (`draftsmith_core.teacher_rows`), if the options ask for them.
+    """
+
+    response_ids: tuple[int, ...]
+    finish_reason: str
+    tokens_from: str = "target"
+    teacher: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that got no answer, with the reason."""
+
+    reason: str
+
+
+# Called once per request with its outcome, in any order. Returns the request to ask next (the next turn of a chat).
+Done = Callable[[AnswerRequest, Answer | Failed], AnswerRequest | None]
+
+
+class Engine(Protocol):
+    """A target that answers requests.
+
+    identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that leaves room for an
+    answer, None if unlimited. takes_ids: prompts reach the target as token ids. keeps_answers: write every answer to
+    disk at once, because it is expensive and does not depend on its batch.
+    """
+
+    identity: dict[str, Any]
+    sampling: ResolvedSampling
+    max_prompt_tokens: int | None
+    takes_ids: bool
+    keeps_answers: bool
+
+    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        """Answer all requests of all groups. A group is the requests of one part of the set.
+
+        Groups are taken only when there is room, so memory does not grow with the number of prompts. An answer does not
+        depend on other groups.
+        """
+
+    def close(self) -> None:
+        """Release what the engine holds outside this process."""
+
+
+class DraftingEngine(Engine, Protocol):
+    """An engine that can decode speculatively. tree: spec of the draft tree, "" to decode without a draft."""
+
+    tree: str
+
+    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
+        """Time each candidate tree, and "" (no draft), on these requests as one batch."""
+
 
 Maker = Callable[[DistillConfig, Tokenizer], Engine]
 
 
-def _in(module: str, name: str, package: str | None = None, instead: str = "") -> Maker:
-    """Makes the engine `name` of a module of this package, which needs an optional package."""
+def _lazy(module: str, name: str, package: str | None = None, instead: str = "") -> Maker:
+    """Import engine `name` of a module of this package when it is made; it may need an optional package."""
 
     def make(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
         if package is not None:
@@ -24,10 +105,37 @@ def _in(module: str, name: str, package: str | None = None, instead: str = "") -
 
 
 ENGINES: dict[str, Maker] = {
-    "hf": _in("hf", "HFEngine"),
-    "openai": _in("openai", "OpenAIEngine", "httpx"),
-    "vllm": _in("vllm", "VLLMEngine", "vllm", "serve the target with it and use --engine openai"),
-    "ray": _in("ray", "RayEngine", "ray"),
+    "hf": _lazy("hf", "HFEngine"),
+    "openai": _lazy("openai", "OpenAIEngine", "httpx"),
+    "vllm": _lazy("vllm", "VLLMEngine", "vllm", "serve the target with it and use --engine openai"),
+    "ray": _lazy("ray", "RayEngine", "ray"),
 }
 
-__all__ = ["ENGINES", "Engine", "DraftingEngine", "AnswerRequest", "Answer", "Done", "Failed", "at_temperature"]
+
+def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
+    """Return `sampling` with a request's own temperature, if it has one."""
+    return sampling if temperature is None else replace(sampling, temperature=temperature)
+
+
+def sampling_of(config: DistillConfig, target: Configured) -> ResolvedSampling:
+    """Resolve sampling: options first, then the target's generation config, then temperature 1."""
+    options = sampling_options(config)
+    if mixture := [temperature for temperature, _ in config.mixture()]:
+        options["temperature"] = max(mixture)
+    return resolve_sampling(config.target, target, **options, default_temperature=1.0)
+
+
+class RemoteTarget:
+    """The generation config and EOS ids of a target whose weights are not loaded here."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(name)
+        except OSError:  # a directory with a tokenizer alone
+            self.generation_config = GenerationConfig()
+        ids = list(end_tokens(name, self.generation_config.eos_token_id))
+        eos = tokenizer.eos_token_id
+        if eos is not None and (eos in ids or not ids):
+            # First, because it is appended when a server says `stop` without returning an EOS token.
+            ids = [eos, *(token for token in ids if token != eos)]
+        self.eos_ids = tuple(ids)

@@ -7,8 +7,7 @@ import torch
 
 from decode import PROPOSERS, SpeculativeDecoder, parse_tree, take_over
 from distill.config import DistillConfig
-from distill.engines.generation_settings import sampling_of
-from distill.engines.protocol import Answer, AnswerRequest, Done, at_temperature
+from distill.engines import Answer, AnswerRequest, Done, at_temperature, sampling_of
 from distill.score import score
 from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
@@ -52,7 +51,7 @@ class HFEngine:
         except ValueError as error:
             raise InputError(f"{config.draft or config.target}: {error}") from None
         self.sampling = sampling_of(config, model)
-        self._batch_size = config.batch_size
+        self._batch_size, self._teacher_top_k = config.batch_size, config.teacher_top_k
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
@@ -77,11 +76,12 @@ class HFEngine:
         decode = self._decoders[self.tree].continuous
         sampling = at_temperature(self.sampling.sampling, temperature)
         answers = decode(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
-        for request, made in answers:
-            after = done(request, Answer(tuple(made.output_ids), made.finish_reason))
-            if after is not None:
-                assert after.temperature == temperature, "all turns of a chat are drawn at one temperature"
-                insort(waiting, after, key=_length)
+        for request, generation in answers:
+            ids, k = tuple(generation.output_ids), self._teacher_top_k
+            teacher = score(self._model, request.prompt_ids, ids, k) if k else None
+            following = done(request, Answer(ids, generation.finish_reason, teacher=teacher))
+            if following is not None:
+                insort(waiting, following, key=_length)
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """With each tree, and of the target alone as "", for these requests as one batch."""
@@ -101,10 +101,6 @@ class HFEngine:
                 prefill_s = batch.prefill_s * count / self._max_new_tokens
                 spent[tree].append((batch.decode_s + prefill_s) / made)
         return {tree: min(times[1:]) for tree, times in spent.items()}
-
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
-        """The target's distribution at every token of an answer, as `distill.score.score` gives it."""
-        return score(self._model, request.prompt_ids, response.response_ids, k)
 
     def close(self) -> None:
         """Nothing to do: the model lives in this process."""

@@ -1,268 +1,261 @@
-"""The target on a pool of servers with OpenAI's API. Whoever has room gets the next request; nothing is asked twice
-that was answered.
-"""
+"""The target on a pool of servers with OpenAI's API. Each server has `concurrency` workers, which share one queue."""
 
 import asyncio
 import os
+import random
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from distill.config import DistillConfig
-from distill.engines.dialects import Asked
-from distill.engines.endpoint import Endpoint, Refusal, Trouble, backoff_s
-from distill.engines.generation_settings import GenerationSettings, sampling_of
-from distill.engines.probe import Found, look, wake
-from distill.engines.protocol import Answer, AnswerRequest, Done, Failed
+from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, sampling_of
+from distill.engines.server import Completion, Refused, Server, Unavailable
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer
 
-# How often one request is tried on servers that are there, and how long none of them may answer at all.
+# Attempts per request that a server may have seen, and the silence of all servers after which the run ends.
 ATTEMPTS = 8
 PATIENCE_S = 600.0
-# Status codes of a server that no longer serves the target. Rows are then asked elsewhere and not given up.
-_ELSEWHERE = (*range(300, 400), 402, 404, 405, 410)
-# Parts that may wait for their last answers while others are asked: what bounds the memory.
+# Failures in a row after which a server gets one request at a time, until one succeeds.
+_FAILURES = 3
+# Longest pause after a server's first failure in a row, doubled for each further one, and its maximum.
+BACKOFF_S = (0.5, 60.0)
+# Parts that may wait for their last answers while others are asked: bounds the memory.
 _OPEN_GROUPS = 8
 
 
-@dataclass
-class _Job:
-    """A request on its way. `not_before` is when it may be tried again."""
-
-    request: AnswerRequest
-    group: int
-    attempts: int = 0
-    not_before: float = 0.0
-
-
 class OpenAIEngine:
-    """Servers that are asked for answers, and the distribution that they are asked to draw them from."""
+    """Servers that answer, and the distribution that they are asked to draw from."""
 
     keeps_answers = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config = config
-        settings = GenerationSettings(config.target)
-        self.sampling = sampling_of(config, settings)
-        found: Found = asyncio.run(self._look(tokenizer, settings.eos_ids(tokenizer)))
-        self._asked = found.asked
-        self._dialects = found.dialects
-        self.takes_ids = all(dialect.kind != "text" for dialect in found.dialects.values())
-        self._spent = (0, 0)  # requests and tokens of earlier runs of this engine
-        limit = found.context_length
-        self.max_prompt_tokens = None if limit is None else limit - config.max_new_tokens
-        self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": found.asked.model}
-
-    async def _look(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> Found:
-        async with _open(self._config) as endpoints:
-            return await look(endpoints, self._config, tokenizer, self.sampling.sampling, eos_ids)
-
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
-        """Never called: servers give no whole distributions, so `--teacher_top_k` is refused with this engine."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Nothing to do: the servers are not ours, and connections end with each run."""
+        target = RemoteTarget(config.target, tokenizer)
+        self.sampling = sampling_of(config, target)
+        self._completion = Completion(
+            *(config.served_model or "", tokenizer, self.sampling.sampling, config.max_new_tokens, target.eos_ids),
+            *(config.ignore_eos, len(tokenizer)),
+        )
+        self._servers = [
+            Server(url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s)
+            for url in config.endpoint
+        ]
+        self._spent_requests = self._spent_tokens = 0
+        length = _run(self._probe())
+        self.takes_ids = all(server.dialect.ids for server in self._servers if server.dialect is not None)
+        self.max_prompt_tokens = None if length is None else length - config.max_new_tokens
+        self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": self._completion.model}
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, as many requests at a time as the servers take.
+        """Ask everything in `groups`. Raise RunError if a budget is spent or no server answers any more."""
+        _run(_Pool(self, groups, done).run())
 
-        RunError when a budget is spent or no server answers any more; what was answered until then is kept.
+    def close(self) -> None:
+        """Nothing to release: connections end with each run."""
+
+    @asynccontextmanager
+    async def client(self, server: Server) -> AsyncIterator[httpx.AsyncClient]:
+        """Open a client with one connection.
+
+        A client with many connections scans all of them at each request, which at 64 costs more than the request.
         """
-        asyncio.run(self._run(groups, done))
+        key = os.environ.get(self._config.api_key_env, "").strip()
+        if not (key.isascii() and key.isprintable()):  # httpx would show the value
+            raise InputError(f"api_key_env: {self._config.api_key_env} is not printable ASCII; set it again")
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self._config.timeout_s, connect=min(10.0, self._config.timeout_s)),
+            # A server on this machine is asked directly, not through a proxy of the environment.
+            trust_env=urlsplit(server.url).hostname not in ("localhost", "127.0.0.1", "::1"),
+        ) as client:
+            yield client
 
-    async def _run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        async with _open(self._config) as endpoints:
-            for endpoint in endpoints:
-                endpoint.dialect = self._dialects.get(endpoint.url)
-            pool = _Pool(self._config, self._asked, endpoints, groups, done)
-            pool.requests, pool.tokens = self._spent
+    async def _probe(self) -> int | None:
+        """Try every server once. Return the context length that all of them have, if they list one.
+
+        Warn about a server that does not answer, and try it again later. Raise InputError if none answers.
+        """
+        lengths, reasons = [], []
+        for server in self._servers:
             try:
-                await pool.run()
-            finally:
-                self._spent = (pool.requests, pool.tokens)
+                async with self.client(server) as client:
+                    lengths.append(await self.wake(server, client))
+            except Unavailable as unavailable:
+                reasons.append(unavailable.reason)
+                sys.stderr.write(f"draftsmith distill: {unavailable.reason}; trying it again later\n")
+            except Refused as refused:
+                raise self.no_key(refused) from None
+        if not lengths:
+            raise InputError(f"endpoint: no server answers ({reasons[0]}); start one, or check the address")
+        return min((length for length in lengths if length is not None), default=None)
+
+    async def wake(self, server: Server, client: httpx.AsyncClient) -> int | None:
+        """Find out what a server serves and how to ask it; return its context length, if it lists one."""
+        models = await server.models(client)
+        if not self._completion.model:
+            if len(models) != 1:
+                serves = f"serves {', '.join(models)}" if models else "does not list its model"
+                raise InputError(f"{server.url}: {serves}; name the target with --served_model NAME")
+            self._completion = replace(self._completion, model=next(iter(models)))
+        name = self._completion.model
+        if models and name not in models and self._config.served_model is None:
+            raise InputError(f"{server.url}: serves {', '.join(models)}, and {self._servers[0].url} {name}")
+        owners = {str(entry.get("owned_by")) for entry in models.values()}
+        await server.choose_dialect(client, self._completion, "llamacpp" in owners)
+        if not server.dialect.ids:  # type: ignore[union-attr]
+            sys.stderr.write(f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it again\n")
+        entry = models.get(name, {})
+        meta = entry.get("meta") or {}  # of llama-server
+        length = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+        return length if isinstance(length, int) else None
+
+    def no_key(self, refused: Refused) -> InputError:
+        """Return the error for a refusal before or during the run that concerns every request."""
+        variable = self._config.api_key_env
+        if refused.status in (401, 403):
+            fix = "the server rejects the key in" if os.environ.get(variable) else "put the server's key into"
+            return InputError(f"{refused.reason}: {fix} {variable}")
+        return InputError(refused.reason)
 
 
-@asynccontextmanager
-async def _open(config: DistillConfig) -> AsyncIterator[list[Endpoint]]:
-    """The endpoints, whose connections are closed at the end of the block."""
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not (key.isascii() and key.isprintable()):  # what is wrong with a header is said with its value
-        raise InputError(f"api_key_env: {config.api_key_env} holds what no key can; set it again")
-    options = {
-        "headers": {"Authorization": f"Bearer {key}"} if key else {},
-        "timeout": httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s)),
-        "verify": httpx.create_ssl_context(),
-    }
-    endpoints = []
-    for url in config.endpoint:
-        parts = urlsplit(url)
-        # A server on this machine is asked directly, not through a proxy that the environment names.
-        own = options | {"trust_env": parts.hostname not in ("localhost", "127.0.0.1", "::1")}
-        endpoints.append(Endpoint(url if parts.path.strip("/") else f"{url.rstrip('/')}/v1", config.concurrency, own))
+def _run(work: Any) -> Any:
+    """Run a coroutine. If several tasks failed, raise the first error."""
     try:
-        yield endpoints
-    finally:
-        for endpoint in endpoints:
-            await endpoint.close()
+        return asyncio.run(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+@dataclass
+class _Job:
+    request: AnswerRequest
+    group: int
+    attempts: int = 0
 
 
 class _Pool:
-    """One run over the servers: which requests wait, which are under way, and what has been spent."""
+    """One run: requests that wait, requests without an outcome per open group, and what has been spent."""
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        asked: Asked,
-        endpoints: list[Endpoint],
-        groups: Iterator[Sequence[AnswerRequest]],
-        done: Done,
-    ) -> None:
-        self.config, self.asked, self.endpoints, self.groups, self.done = config, asked, endpoints, groups, done
+    def __init__(self, engine: OpenAIEngine, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+        self.engine, self.config, self.groups, self.done = engine, engine._config, groups, done
         self.waiting: deque[_Job] = deque()  # in the order of the prompts
-        self.later: list[_Job] = []  # until their time has come
-        self.left: dict[int, int] = {}  # requests of each group that have no outcome
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.open: dict[int, int] = {}
         self.next_group = 0
         self.exhausted = False
-        self.requests = self.tokens = 0
-        self.changed = asyncio.Event()
-        self.error: BaseException | None = None
+        self.changed = asyncio.Condition()
+        self.one_at_a_time = {server.url: asyncio.Lock() for server in engine._servers}
         self.last_answer = time.monotonic()
 
     async def run(self) -> None:
-        """Until everything has an outcome; raises what made that impossible."""
+        async with asyncio.TaskGroup() as tasks:
+            for server in self.engine._servers:
+                for _ in range(self.config.concurrency):
+                    tasks.create_task(self._work(server))
+        if (spent := self._spent()) and (self.open or self._refill()):
+            raise RunError(f"{spent}; raise it, and the same command continues")
+
+    async def _work(self, server: Server) -> None:
+        async with self.engine.client(server) as client:
+            while True:
+                failing = server.failures >= _FAILURES or server.dialect is None
+                async with self.one_at_a_time[server.url] if failing else nullcontext():
+                    if server.failures:
+                        first, most = BACKOFF_S
+                        await asyncio.sleep(random.uniform(0, min(most, first * 2.0 ** (server.failures - 1))))
+                    job = await self._next()
+                    if job is None:
+                        return
+                    await self._send(job, server, client)
+
+    async def _send(self, job: _Job, server: Server, client: httpx.AsyncClient) -> None:
+        awake = server.dialect is not None
         try:
-            while self.error is None:
-                self.changed.clear()
-                self._start_what_can()
-                spent = self._spent()
-                if not self.tasks and (spent or not (self.waiting or self.later or self._refill())):
+            if not awake:
+                await self.engine.wake(server, client)
+            answer, tokens = await server.ask(client, self.engine._completion, job.request)
+        except Unavailable as unavailable:
+            server.failures += 1
+            job.attempts += unavailable.counts and awake
+            await self._retry(job, server, unavailable)
+            await asyncio.sleep(unavailable.after_s or 0)
+        except Refused as refused:
+            if refused.status in (401, 403):
+                raise self.engine.no_key(refused) from None
+            await self._outcome(job, _failed(server, refused.reason))
+        else:
+            server.failures = 0
+            self.engine._spent_tokens += tokens
+            self.last_answer = time.monotonic()
+            await self._outcome(job, answer)
+
+    async def _next(self) -> _Job | None:
+        """Wait for a request to send; None when all have an outcome or a budget is spent."""
+        async with self.changed:
+            while not self._spent():
+                if self.waiting or self._refill():
+                    self.engine._spent_requests += 1
+                    return self.waiting.popleft()
+                if not self.open:
                     break
-                if not spent:
-                    self._check_patience()
-                await self._sleep()
-            if self.error is not None:
-                raise self.error
-            if spent := self._spent():
-                if self.waiting or self.later or self._refill():
-                    raise RunError(f"{spent}; raise it, and the same command continues")
-        finally:
-            for task in self.tasks:
-                task.cancel()
-            await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    async def _sleep(self) -> None:
-        """Until an answer comes, or the first of those that wait for a time may go on."""
-        now = time.monotonic()
-        times = [job.not_before for job in self.later] + [each.rests_until for each in self.endpoints]
-        soon = min((at - now for at in times if at > now), default=5.0)
-        try:
-            await asyncio.wait_for(self.changed.wait(), min(5.0, max(0.001, soon)))
-        except TimeoutError:
-            return
-
-    def _spent(self) -> str:
-        if self.config.max_requests is not None and self.requests >= self.config.max_requests:
-            return f"max_requests: all {self.config.max_requests} are spent"
-        if self.config.max_tokens is not None and self.tokens >= self.config.max_tokens:
-            return f"max_tokens: {self.tokens} are spent of {self.config.max_tokens}"
-        return ""
+                await self.changed.wait()
+            self.changed.notify_all()
+        return None
 
     def _refill(self) -> bool:
-        """Take a group if there is one and not too many are open; whether anything waits."""
-        while not self.waiting and not self.exhausted and len(self.left) < _OPEN_GROUPS:
+        """Take the next group if not too many are open. Return whether anything waits."""
+        while not self.waiting and not self.exhausted and len(self.open) < _OPEN_GROUPS:
             requests = next(self.groups, None)
             if requests is None:
                 self.exhausted = True
             else:
-                number, self.next_group = self.next_group, self.next_group + 1
-                self.left[number] = len(requests)
-                self.waiting.extend(_Job(request, number) for request in requests)
+                self.open[self.next_group] = len(requests)
+                self.waiting.extend(_Job(request, self.next_group) for request in requests)
+                self.next_group += 1
         return bool(self.waiting)
 
-    def _start_what_can(self) -> None:
-        now = time.monotonic()
-        ready = [job for job in self.later if job.not_before <= now]
-        if ready:
-            self.later = [job for job in self.later if job.not_before > now]
-            self.waiting.extend(ready)
-        while not self._spent():
-            free = [each for each in self.endpoints if each.free(now)]
-            if not free or not (self.waiting or self._refill()):
+    def _spent(self) -> str:
+        config, engine = self.config, self.engine
+        if config.max_requests is not None and engine._spent_requests >= config.max_requests:
+            return f"max_requests: all {config.max_requests} are spent"
+        if config.max_tokens is not None and engine._spent_tokens >= config.max_tokens:
+            return f"max_tokens: {engine._spent_tokens} are spent of {config.max_tokens}"
+        return ""
+
+    async def _retry(self, job: _Job, server: Server, unavailable: Unavailable) -> None:
+        job.attempts += unavailable.counts
+        if job.attempts >= ATTEMPTS:
+            await self._outcome(job, _failed(server, f"{unavailable.reason}; tried {ATTEMPTS} times"))
+            return
+        if time.monotonic() - self.last_answer > max(PATIENCE_S, self.config.timeout_s):
+            raise RunError(
+                f"no server has answered for {PATIENCE_S:.0f} s ({unavailable.reason}); the same command continues"
+            )
+        async with self.changed:
+            self.waiting.append(job)
+            self.changed.notify()
+
+    async def _outcome(self, job: _Job, answer: Answer | Failed) -> None:
+        async with self.changed:
+            following = self.done(job.request, answer)
+            if following is not None:
+                # First in the queue, so that a conversation ends, and its part is written, before others begin.
+                self.waiting.appendleft(_Job(following, job.group))
+                self.changed.notify()
                 return
-            # The one with the most room, so that all are equally busy however fast each is.
-            endpoint = max(free, key=lambda each: each.limit - each.active)
-            endpoint.active += 1
-            self.requests += 1
-            task = asyncio.create_task(self._ask(endpoint, self.waiting.popleft()))
-            self.tasks.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.error = self.error or error
-        self.changed.set()
-
-    async def _ask(self, endpoint: Endpoint, job: _Job) -> None:
-        try:
-            if endpoint.dialect is None:
-                endpoint.dialect = await wake(endpoint, self.config, self.asked)
-            answer, tokens = await endpoint.ask(self.asked, job.request)
-        except Trouble as trouble:
-            job.attempts += trouble.delivered
-            if job.attempts >= ATTEMPTS:
-                self._outcome(job, _failed(endpoint, f"{trouble.reason}; tried {ATTEMPTS} times"))
-                return
-            wait = backoff_s(max(1, job.attempts)) if trouble.after_s is None else trouble.after_s
-            job.not_before = time.monotonic() + wait
-            self.later.append(job)
-            return
-        except Refusal as refusal:
-            if refusal.status in (401, 403):
-                _no_key(refusal, self.config.api_key_env)
-            if refusal.status in _ELSEWHERE:
-                endpoint.failed(refusal.reason.removeprefix(f"{endpoint.url}: "))
-                self.later.append(job)
-                return
-            self._outcome(job, _failed(endpoint, refusal.reason))
-            return
-        finally:
-            endpoint.active -= 1
-        self.tokens += tokens
-        self.last_answer = time.monotonic()
-        self._outcome(job, answer)
-
-    def _outcome(self, job: _Job, answer: Answer | Failed) -> None:
-        after = self.done(job.request, answer)
-        if after is not None:
-            # First in the queue, so that a conversation ends, and its part is written, before others begin.
-            self.waiting.appendleft(_Job(after, job.group))
-            return
-        self.left[job.group] -= 1
-        if not self.left[job.group]:
-            del self.left[job.group]
-
-    def _check_patience(self) -> None:
-        if time.monotonic() - self.last_answer < max(PATIENCE_S, self.config.timeout_s):
-            return
-        reasons = "; ".join(f"{each.url}: {each.last_reason or 'no answer yet'}" for each in self.endpoints)
-        raise RunError(f"no server has answered for {PATIENCE_S:.0f} s ({reasons}); the same command continues")
+            self.open[job.group] -= 1
+            if not self.open[job.group]:
+                del self.open[job.group]
+                self.changed.notify_all()
 
 
-def _failed(endpoint: Endpoint, reason: str) -> Failed:
+def _failed(server: Server, reason: str) -> Failed:
     # The set may be given to others, and addresses of servers are not for them.
-    return Failed(reason.removeprefix(f"{endpoint.url}: "))
-
-
-def _no_key(refusal: Refusal, variable: str) -> NoReturn:
-    said = "its key was refused" if os.environ.get(variable) else f"it wants a key; put it into {variable}"
-    raise InputError(f"{refusal.reason}: {said}") from None
+    return Failed(reason.removeprefix(f"{server.url}: "))

@@ -1,236 +1,178 @@
-"""The target on a Ray cluster: workers that hold the `hf` engine, each given the requests of one part at a time.
+"""The target on a Ray cluster: an actor pool of `hf` engines, each given the requests of one part at a time.
 
-Ray places the workers, carries requests and answers, starts a worker again that has died and asks it again. What a
-worker answers follows from its requests alone: a set is the same bytes for any number of workers, also if they die.
+Ray places the workers, carries requests and answers, restarts a worker that died and asks it again. Answers follow from
+the requests alone, so a set has the same bytes for any number of workers.
 """
 
 import logging
 import os
 import signal
-import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util import ActorPool
 
 from distill.config import DistillConfig
-from distill.engines.protocol import Answer, AnswerRequest, Done
+from distill.engines import Answer, AnswerRequest, Done, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.tokenization import Tokenizer
 
-# A worker that works on one group and holds the next need not wait for this process.
-_GROUPS_A_WORKER = 2
-# How often a group may end its worker before it is taken for the reason, and how often a worker is started again: one
-# that dies whenever it starts would otherwise be waited for without end.
+# Attempts per group before it is taken for the reason of its worker's death, and restarts per worker.
 _RETRIES, _RESTARTS = 3, 20
-# Seconds without a worker after which that is said; without one on a cluster of our own, where nobody else can be in
-# the way; and for a connection.
-_PATIENCE_S, _OWN_PATIENCE_S, _CONNECT_S = 60.0, 900.0, 10.0
-LOCAL = "local"  # as Ray calls a cluster that it starts for this process
-_NAMES = ("GPU", "CPU")
-Scored = tuple[Answer, bytes | None]
+# Seconds for the first worker to load the target.
+_START_S = 1800.0
 log = logging.getLogger(__name__)
+Key = tuple[int, int, int]
+LOCAL = "local"  # Ray's name for a cluster that it starts for this process
 
 
 class Worker:
-    """The `hf` engine in a process of its own, loaded when it is first asked for, so that what is wrong with a target
-    is an error of a task and not a death.
-    """
+    """An `hf` engine in its own process. The first call loads it, so that its errors reach the caller."""
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._loaded = config, tokenizer, None
 
     def _engine(self) -> Any:
         from distill.engines.hf import HFEngine
 
-        if not hasattr(self, "_loaded"):
-            self._loaded = HFEngine(self._config, self._tokenizer)
+        self._loaded = self._loaded or HFEngine(self._config, self._tokenizer)
         return self._loaded
 
     def facts(self) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
-        """Identity, sampling and longest prompt of the engine."""
+        """Return identity, sampling and longest prompt of the engine."""
         engine = self._engine()
         return engine.identity, engine.sampling, engine.max_prompt_tokens
 
     def process(self) -> int:
-        """The id of its process on its node."""
+        """Return the id of this process on its node."""
         return os.getpid()
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """Seconds per token by tree, as the engine in this worker measures them."""
+        """Time the candidate trees, as `HFEngine` does."""
         times: dict[str, float] = self._engine().seconds_per_token(requests)
         return times
 
-    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> list[Scored]:
-        """The answers to a group, in its order, with teacher rows where the options ask for them."""
-        engine, answers, k = self._engine(), {}, self._config.teacher_top_k
+    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> dict[Key, Answer | Failed]:
+        """Answer a group; return the outcome of each request by its key."""
+        engine, answers = self._engine(), {}
         engine.tree = tree
-
-        def done(request: AnswerRequest, answer: Any) -> None:
-            answers[request.key] = answer, engine.score(request, answer, k) if k else None
-
-        engine.run(iter([requests]), done)
-        return [answers[request.key] for request in requests]
+        engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
+        return {request.key: answers[request.key] for request in requests}
 
 
 class RayEngine:
-    """Workers on a cluster. Those that the cluster has no room for yet join when they have started."""
+    """Workers on a cluster: one per GPU, or per node without GPUs, or as many as `--workers` says."""
 
     keeps_answers = False
     takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine ray")
-        self._connected = _connect(config.address)
-        self._workers: list[Any] = []
+        self._joined = not ray.is_initialized()
+        if self._joined:
+            _join(config.address)
+        self.workers: list[Any] = []
         self.tree = ""
-        self._scores: dict[tuple[int, int, int], bytes] = {}
         try:
-            workers, resources = _workers(config)
-            options: dict[str, Any] = {"max_restarts": _RESTARTS, "max_task_retries": _RETRIES, **resources}
-            worker = ray.remote(Worker).options(**options)
-            own = replace(config, engine="hf", address=None, workers=None)
-            self._workers += [worker.remote(own, tokenizer) for _ in range(workers)]
-            # One worker answers for all. It may take as long as it needs to load the target.
-            self._speaker = self._first_started(resources)
-            self.identity, self.sampling, self.max_prompt_tokens = _result(self._speaker.facts.remote())
+            count, resources = _resources(config)
+            actor = ray.remote(Worker).options(max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources)
+            local = replace(config, engine="hf", address=None, workers=None)
+            self.workers += [actor.remote(local, tokenizer) for _ in range(count)]
+            with _worker_errors():
+                facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
+            self.identity, self.sampling, self.max_prompt_tokens = facts
         except BaseException:
             self.close()
             raise
 
-    def _first_started(self, resources: dict[str, float]) -> Any:
-        """The worker that starts first. What workers wait for is said once."""
-        starting = {each.process.remote(): each for each in self._workers}
-        ready, _ = ray.wait(list(starting), num_returns=1, timeout=_PATIENCE_S)
-        if not ready:
-            free = {name: ray.available_resources().get(name, 0) for name in _NAMES}
-            said = "no worker has started for %.0f s: each needs %s of the cluster, where %s are free"
-            log.warning(said, _PATIENCE_S, resources, free)
-            most = _OWN_PATIENCE_S if self._connected == LOCAL else None
-            ready, _ = ray.wait(list(starting), num_returns=1, timeout=most)
-        if not ready:
-            raise RunError(f"ray: no worker has started for {_OWN_PATIENCE_S:.0f} s; see the logs of Ray's session")
-        _result(ready[0])
-        return starting[ready[0]]
-
     def close(self) -> None:
-        """End the workers at once, whoever still refers to them, and leave the cluster if this engine joined it."""
-        try:
-            for worker in self._workers:
-                ray.kill(worker)
-        except (RayError, ConnectionError) as error:  # the cluster is gone, and they with it
-            log.warning("ray: %s", first_line(error))
-        self._workers.clear()
-        if self._connected:
+        """End the workers, and leave the cluster if this engine joined it."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers.clear()
+        if self._joined:
             ray.shutdown()
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, a group by one worker. The turns that follow in it are asked together, when all
-        answers before them are there.
-        """
-        starting = {worker.process.remote(): worker for worker in self._workers}
-        asked: dict[Any, tuple[Any, Sequence[AnswerRequest]]] = {}
-        free: deque[Any] = deque()
+        """Ask everything in `groups`, one group per worker call. Later turns of a group are asked together."""
+        pool = ActorPool(self.workers)
         following: deque[Sequence[AnswerRequest]] = deque()
-        while True:
-            while free and (group := following.popleft() if following else next(groups, None)):
-                worker = free.popleft()
-                asked[worker.answer.remote(list(group), self.tree)] = worker, group
-            if free and not asked:
-                return
-            (ready,), _ = ray.wait([*asked, *starting], num_returns=1)
-            if ready in starting:
-                free.extend([starting.pop(ready)] * _GROUPS_A_WORKER)
-                continue
-            worker, group = asked.pop(ready)
-            after = []
-            for request, (answer, rows) in zip(group, _result(ready), strict=True):
-                if rows is not None:
-                    self._scores[request.key] = rows
-                if (next_turn := done(request, answer)) is not None:
-                    after.append(next_turn)
-                self._scores.clear()
-            if after:
-                following.append(after)
-            free.append(worker)
+        submitted: dict[Key, Sequence[AnswerRequest]] = {}
+
+        def submit() -> None:
+            while len(submitted) < 2 * len(self.workers):  # a worker holds the next group while it works on one
+                group = following.popleft() if following else next(groups, None)
+                if group is None:
+                    return
+                submitted[group[0].key] = group
+                pool.submit(lambda worker, group: worker.answer.remote(list(group), self.tree), group)
+
+        submit()
+        while submitted:
+            with _worker_errors():
+                answers = pool.get_next_unordered()
+            group = submitted.pop(next(iter(answers)))
+            turns = [done(request, answers[request.key]) for request in group]
+            if requests := [request for request in turns if request is not None]:
+                following.append(requests)
+            submit()
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """Seconds per token by tree, measured by one worker for all."""
-        times: dict[str, float] = _result(self._speaker.seconds_per_token.remote(requests))
+        """Time the candidate trees on one worker for all."""
+        with _worker_errors():
+            times: dict[str, float] = ray.get(self.workers[0].seconds_per_token.remote(requests))
         return times
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> bytes:
-        """The teacher rows that the worker sent along with this answer; `response` and `k` are not needed."""
-        return self._scores[request.key]
 
-
-def _connect(address: str | None) -> str:
-    """Join the cluster at `address` (without one: that of RAY_ADDRESS, else a local one is started); the address, ""
-    where this process had joined one before.
-    """
-    if ray.is_initialized():
-        return ""
-    # Without an address Ray would join any cluster that `ray start` has begun on this machine.
+def _join(address: str | None) -> None:
+    """Join the cluster at `address` or RAY_ADDRESS; without either, start a local one."""
+    # Without an address Ray would join any cluster that `ray start` began on this machine.
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        # Ray itself tries for minutes.
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}") from None
-    # Ray handles SIGTERM by itself from then on, and the command has its own way to stop.
+    # Ray installs a SIGTERM handler of its own, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, logging_level=logging.WARNING, include_dashboard=False if address == LOCAL else None)
-    except Exception as error:  # of a start or a connection that fails Ray has no class of its own
-        if address == LOCAL:
-            raise RunError(f"ray: no local cluster could be started ({first_line(error)})") from None
-        # Unless it is told to, Ray shows a token to no cluster that is named by its address.
+    except Exception as error:  # Ray has no class of its own for a connection that fails
+        # Unless told to, Ray sends no token to a cluster that is named by its address.
         token = "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
         raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}{token}") from None
     finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-    return address
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _workers(config: DistillConfig) -> tuple[int, dict[str, float]]:
-    """How many workers, and what each is given: a GPU, or as many processors as leave room for all. Says so when the
-    cluster has not the room.
-    """
+def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
+    """Choose the number of workers and the GPU or processors of each. Warn if the cluster has room for fewer."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus, cpus = ([int(node.get(name, 0)) for node in nodes] for name in _NAMES)
-    resources: dict[str, float]
+    gpus, cpus = ([int(node.get(name, 0)) for node in nodes] for name in ("GPU", "CPU"))
     if sum(gpus) and config.device != "cpu":
-        workers, room, resources = config.workers or sum(gpus), sum(gpus), {"num_gpus": 1}
+        count, room, resources = config.workers or sum(gpus), sum(gpus), {"num_gpus": 1.0}
     else:
-        workers = config.workers or max(1, sum(count > 0 for count in cpus))
-        share = processors_each(cpus, workers)
-        room, resources = sum(count // share for count in cpus), {"num_cpus": share}
-    if room < workers:
-        log.warning(
-            "the cluster has room for %d of %d workers, each of which needs %s; the others start when it has grown",
-            *(room, workers, resources),
-        )
-    return workers, resources
+        count = config.workers or max(1, sum(number > 0 for number in cpus))
+        each = processors_each(cpus, count)
+        room, resources = sum(number // each for number in cpus), {"num_cpus": float(each)}
+    if room < count:
+        log.warning("the cluster has room for %d of %d workers, each of which needs %s", room, count, resources)
+    return max(1, min(room, count)), resources
 
 
 def processors_each(nodes: Sequence[int], workers: int) -> int:
-    """The most processors that each of so many workers can have at a time on nodes with so many; 1 where none can."""
+    """Return the most processors that each of `workers` can have on nodes with these many; 1 if they do not fit."""
     most = max(nodes, default=1)
     return next((n for n in range(most, 1, -1) if sum(count // n for count in nodes) >= workers), 1)
 
 
-def _result(reference: Any) -> Any:
-    """What a task returned; its own error in one line, RunError for what went wrong around it."""
+@contextmanager
+def _worker_errors() -> Iterator[None]:
+    """Turn Ray's errors into one line. An error of the target or the draft passes through as it was raised."""
     try:
-        return ray.get(reference)
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, InputError | RunError):
             raise error.cause from None
