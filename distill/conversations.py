@@ -1,8 +1,7 @@
 """Conversations whose assistant turns the target writes anew, each after its own earlier answers.
 
-Every turn becomes a row: its prompt is what the chat template makes of the history, as a server would be sent it, and
-its response is the target's tokens. So what is trained on is marked by the tokens themselves, also where a template
-rewrites history (drops earlier thinking, adds a date), and no text is ever tokenised to find it.
+Every turn is a row: its prompt is what the chat template makes of the history, its response the target's tokens. So the
+tokens themselves mark what to train on, even if a template rewrites history (drops earlier thinking, adds a date).
 """
 
 import logging
@@ -15,44 +14,43 @@ from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text, enco
 
 log = logging.getLogger(__name__)
 
-# What begins and ends thinking in the text of Qwen3, DeepSeek-R1 and others that learned from them.
+# Marks around thinking in Qwen3, DeepSeek-R1 and models distilled from them.
 THINKING = ("<think>", "</think>")
-# What templates call the switch: Qwen3, SmolLM3 and GLM the first, Granite and DeepSeek-V3.1 the second. The line break
-# is removed with the block, so that what follows still stands at the beginning of a line.
+# The switch in templates: the first name in Qwen3, SmolLM3 and GLM, the second in Granite and DeepSeek-V3.1. Jinja
+# removes the line break with the block.
 _OFF = "{% set enable_thinking = false %}{% set thinking = false %}\n"
 
 
 def answered_turns(chat: Chat) -> list[int]:
-    """Where the target answers: the assistant turns to write anew, and the end of a chat that another role ends.
+    """Return the positions at which the target answers: assistant turns, and the end of a chat that a user ends.
 
-    Turns that call tools stay as they are, because the results that follow belong to those calls, and so does what the
-    assistant says before anybody has asked.
+    Turns before the first user's stay, and so do turns that call tools, because the results belong to those calls.
     """
     messages = chat.messages
-    asked = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
-    own = [
+    first_user = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
+    places = [
         place
         for place, message in enumerate(messages)
-        if place > asked and message["role"] == "assistant" and not message.get("tool_calls")
+        if place > first_user and message["role"] == "assistant" and not message.get("tool_calls")
     ]
-    return own if messages[-1]["role"] == "assistant" else [*own, len(messages)]
+    return places if messages[-1]["role"] == "assistant" else [*places, len(messages)]
 
 
 def turn_prompt(chat: Chat, answers: Sequence[str], tokenizer: Tokenizer, where: str) -> list[int] | None:
-    """The prompt of the turn that follows these answers, None when none does; InputError if the template refuses."""
+    """Return the prompt of the turn after these answers; None after the last. Raise InputError if the template does."""
     places = answered_turns(chat)
     if len(answers) == len(places):
         return None
-    own = dict(zip(places, answers, strict=False))
+    rewritten = dict(zip(places, answers, strict=False))
     history: list[dict[str, Any]] = [
-        {"role": "assistant", "content": own[place]} if place in own else message
+        {"role": "assistant", "content": rewritten[place]} if place in rewritten else message
         for place, message in enumerate(chat.messages[: places[len(answers)]])
     ]
     return encode_messages(tokenizer, history, where, chat.tools)
 
 
 def switch_thinking_off(tokenizer: Tokenizer) -> None:
-    """Make the chat template ask for answers without thinking; InputError for one that opens a thought by itself."""
+    """Set the template's switch for answers without thinking. Raise InputError if it opens a thought by itself."""
     option, question = "--thinking drop", [{"role": "user", "content": "?"}]
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(f"{option}: the tokenizer has no single chat template; name one with --chat_template FILE")
@@ -69,9 +67,9 @@ def switch_thinking_off(tokenizer: Tokenizer) -> None:
 
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """An answer as the history of the next turn has it: its text, without the tokens that end a turn.
+    """Return an answer as text for the history of the next turn, without the tokens that end a turn.
 
-    Templates find thinking by its marks. Where those are special tokens they are not in the text, so it is cut here.
+    Templates cut thinking at its marks. If the marks are special tokens, which the text lacks, it is cut here.
     """
     end = THINKING[1]
     mark: Any = tokenizer.convert_tokens_to_ids(end) if end in tokenizer.all_special_tokens else None

@@ -1,8 +1,8 @@
-"""Prompts that the target writes itself, as the user of its chat template (`magpie:N`).
+"""Prompts that the target writes itself, as the user of its chat template (`magpie:N`; Xu et al. 2024, 2406.08464).
 
-It is given the template up to where a user's text begins, and goes on as the user (Xu et al. 2024, arXiv 2406.08464).
-Texts are drawn in groups, each a file in OUT/.prompts, by all processes. The first process then joins the groups into
-OUT/prompts.jsonl, without what is empty, has no end, or was drawn before. The files depend on the options alone.
+The target continues the template from where a user's text begins. Texts are drawn in groups, each a file in
+OUT/.prompts, by all processes; the first process joins them into OUT/prompts.jsonl without empty, unfinished and
+repeated ones. The files depend on the options alone.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 PROMPTS = "prompts.jsonl"
-# How many texts were drawn, how many are prompts, and why the others are not.
+# Number of texts drawn, number kept, and why the others were left out.
 RECORD = "own_prompts.json"
 _GROUPS = ".prompts"
-# Stands for a user's text, to find what a chat template writes around it.
+# Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What the target goes on from, how often, and the text at which a user's turn ends ("": only a token ends it)."""
+    """count: texts to draw. ids: what they continue. end: the text that ends a user's turn ("": only a token does)."""
 
     count: int
     ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Opening:
 
 
 def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -> Opening | None:
-    """How the target writes its prompts, None for prompts that are data; InputError where it cannot."""
+    """Return how the target writes its prompts; None if prompts are data. Raise InputError if it cannot."""
     count = magpie(config.prompts)
     if count is None:
         return None
@@ -65,9 +65,9 @@ def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) ->
 def draw_prompts(
     opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, processes: "PartialState"
 ) -> Path:
-    """Write the prompts, continuing what a killed run left, and return their file; every process calls it.
+    """Write the prompts, or continue a killed run's, and return their file. Every process calls this.
 
-    RunError when none of the texts can be a prompt.
+    Raise RunError if no text can be a prompt.
     """
     out = Path(config.out)
     if not (out / PROMPTS).exists():
@@ -81,7 +81,7 @@ def draw_prompts(
 
 
 class _Draws:
-    """The texts that one process draws, group by group."""
+    """The texts that one process draws. unfinished: by group and draw, text and reason to leave it out ("": keep)."""
 
     def __init__(
         self, opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, directory: Path
@@ -89,13 +89,13 @@ class _Draws:
         self.opening, self.config, self.engine, self.tokenizer = opening, config, engine, tokenizer
         self.directory = directory
         self.groups = -(-opening.count // config.part_rows)
-        # At temperature 0 all texts would be one.
+        # At temperature 0 all texts would be equal.
         self.temperature = 1.0 if engine.sampling.sampling.greedy else None
-        self.making: dict[int, dict[int, tuple[str, str]]] = {}
+        self.unfinished: dict[int, dict[int, tuple[str, str]]] = {}
         self.advance: Advance
 
     def make(self, indices: Sequence[int]) -> None:
-        """Draw the groups of these numbers that are not there yet."""
+        """Draw these groups, except those that are finished."""
         with progress("prompts", sum(len(self._draws(index)) for index in indices)) as self.advance:
             ask(self.engine, self.directory, self._requests(indices), self._record)
 
@@ -108,27 +108,25 @@ class _Draws:
             if _group(self.directory, index).exists():
                 self.advance(len(self._draws(index)), "")
             else:
-                self.making[index] = {}
-                yield index, [self._request(draw) for draw in self._draws(index)]
-
-    def _request(self, draw: int) -> AnswerRequest:
-        seed = row_seed(self.config.seed, f"magpie/{draw}")
-        return AnswerRequest((draw, 0, 0), self.opening.ids, seed, self.temperature)
+                self.unfinished[index] = {}
+                seeds = {draw: row_seed(self.config.seed, f"magpie/{draw}") for draw in self._draws(index)}
+                ids, temperature = self.opening.ids, self.temperature
+                yield index, [AnswerRequest((draw, 0, 0), ids, seed, temperature) for draw, seed in seeds.items()]
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> None:
         draw = request.key[0]
         index = draw // self.config.part_rows
-        made = self.making[index]
-        made[draw] = ("", answer.reason) if isinstance(answer, Failed) else self._text(answer)
+        texts = self.unfinished[index]
+        texts[draw] = ("", answer.reason) if isinstance(answer, Failed) else self._text(answer)
         self.advance(1, "")
-        if len(made) == len(self._draws(index)):
+        if len(texts) == len(self._draws(index)):
             path = _group(self.directory, index)
             with writing(path):
-                write_text_atomic(path, "".join(canonical_json([n, *made[n]]) + "\n" for n in sorted(made)))
-            del self.making[index]
+                write_text_atomic(path, "".join(canonical_json([n, *texts[n]]) + "\n" for n in sorted(texts)))
+            del self.unfinished[index]
 
     def _text(self, answer: Answer) -> tuple[str, str]:
-        """The prompt in what was drawn, and why there is none ("" when there is)."""
+        """Return the prompt in an answer and the reason to leave it out ("": keep)."""
         ids = list(answer.response_ids)
         text = decode_text(self.tokenizer, ids)
         whole = str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -146,18 +144,18 @@ def _group(directory: Path, index: int) -> Path:
 
 
 def _join(opening: Opening, domain: str, out: Path, groups: int) -> None:
-    """Write the prompts of all groups into one file, each text once, and what became of the others."""
-    reasons, seen, kept = Reasons(), set(), 0
+    """Write the prompts of all groups into one file, each text once, and count the reasons of the others."""
+    reasons, hashes, kept = Reasons(), set(), 0
     with writing(out / PROMPTS), atomic_file(out / PROMPTS) as temporary:
         with temporary.open("w", encoding="utf-8") as file:
             for index in range(groups):
                 for line in _group(out / _GROUPS, index).read_text(encoding="utf-8").splitlines():
                     draw, text, reason = json.loads(line)
-                    same = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
-                    if reason or same in seen:
+                    content = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
+                    if reason or content in hashes:
                         reasons.add(draw + 1, reason or "was drawn before")
                         continue
-                    seen.add(same)
+                    hashes.add(content)
                     kept += 1
                     turn = {"role": "user", "content": text}
                     row = {"id": f"magpie-{draw}", "domain": domain, "messages": [turn]}
