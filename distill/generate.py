@@ -21,18 +21,18 @@ from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
 from distill.filters import HELD_OUT, WORDS, Suites, is_held_out, why_dropped
 from distill.kept_answers import Numbered, ask
-from distill.manifest import check_store, claim_set, copy_set, finish
+from distill.manifest import RECORDS, check_empty, check_store, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
-from distill.parts import SCHEMA, TEACHER, Part, part_name, read_record
+from distill.parts import SCHEMA, TEACHER, Part, check_digest
+from draftsmith_core import options
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
-from draftsmith_core.processes import join_processes, on_main, terminable, without_fsdp_variable
+from draftsmith_core.processes import join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
-from draftsmith_core.provenance import command_line
-from draftsmith_core.run_directory import hold, keeping
+from draftsmith_core.runs import Run, command_line
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_sample
@@ -40,13 +40,6 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_s
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-# Options that do not change the rows: where the work is done, where it is written, when it stops.
-_NOT_IDENTITY = (
-    *("out", "device", "push_to_hub", "copy_to", "strict"),
-    *("endpoint", "served_model", "api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"),
-    *("address", "workers", "tensor_parallel_size"),
-)
-_LATER = ("split", "drop", "min_response_tokens", "max_response_tokens", "thinking")
 # Keys of the manifest that the summary repeats.
 _SUMMARY = (
     *("response_tokens", "tokens_from", "own_prompts"),
@@ -60,31 +53,31 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     command: the command line to record, by default the one that corresponds to `config`. Raise InputError, and RunError
     for what fails while running. Finished parts survive SIGTERM (Terminated) and Ctrl-C (KeyboardInterrupt).
     """
-    out = Path(config.out)
-    if out.is_file():
-        raise InputError(f"--out {out}: is a file; name a directory")
+    if Path(config.out).is_file():
+        raise InputError(f"--out {config.out}: is a file; name a directory")
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     if config.copy_to is not None:
         check_store(config.copy_to)
-
-    def kept() -> bool:
-        patterns = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
-        return any(any(out.glob(pattern)) for pattern in patterns)
-
-    with terminable(), without_fsdp_variable(), keeping(kept):
+    keeps = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
+    with Run(config.out, keeps=keeps) as run:
         processes = join_processes(config.device)
         tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
         if config.thinking == "drop":
             switch_thinking_off(tokenizer)
         with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-            return _answered(config, engine, tokenizer, command or command_line("distill", config), processes)
+            return _answered(config, engine, tokenizer, command or command_line("distill", config), run, processes)
 
 
 def _answered(
-    config: DistillConfig, engine: Engine, tokenizer: Tokenizer, command: str, processes: "PartialState"
+    config: DistillConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    command: str,
+    run: Run,
+    processes: "PartialState",
 ) -> dict[str, Any]:
-    out = Path(config.out)
+    out = run.out
     if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     reader = PromptReader(
@@ -100,27 +93,27 @@ def _answered(
     if opening is None:
         _find_a_prompt(config, reader, suites)
     identity = _identity(config, engine, tokenizer, suites)
-    with hold(out):
-        on_main(lambda: claim_set(out, identity))
-        if config.thinking == "drop":
-            on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
-        if opening is not None:
-            prompts = draw_prompts(opening, config, engine, tokenizer, processes)
-            config = dataclasses.replace(config, prompts=str(prompts))
-            reader = dataclasses.replace(reader, source=config.prompts)
-            _find_a_prompt(config, reader, suites)
-        drafted: dict[str, Any] = {}
-        if config.draft is not None:
-            drafting = cast(DraftingEngine, engine)
-            settle_drafting(out, config, drafting, reader)
-            drafted = {"drafted": drafting.tree or None}
-        run = _Run(config, engine, reader, suites, processes)
-        run.make()
-        processes.wait_for_everyone()
-        extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
-        on_main(lambda: finish(out, run.parts, identity, command, extra, config))
-        manifest = read_json(out / "manifest.json", "the manifest that this run has written")
-        copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
+    on_main(lambda: check_empty(out))
+    run.begin(identity, what="distilled set", records=RECORDS)
+    if config.thinking == "drop":
+        on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
+    if opening is not None:
+        prompts = draw_prompts(opening, config, engine, tokenizer, processes)
+        config = dataclasses.replace(config, prompts=str(prompts))
+        reader = dataclasses.replace(reader, source=config.prompts)
+        _find_a_prompt(config, reader, suites)
+    drafted: dict[str, Any] = {}
+    if config.draft is not None:
+        drafting = cast(DraftingEngine, engine)
+        settle_drafting(out, config, drafting, reader)
+        drafted = {"drafted": drafting.tree or None}
+    parts = _Parts(config, engine, reader, suites, processes)
+    parts.make()
+    processes.wait_for_everyone()
+    extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
+    on_main(lambda: finish(out, parts.count, identity, command, extra, config))
+    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+    copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
         "out": config.out,
         **manifest["counts"],
@@ -133,22 +126,12 @@ def _answered(
 
 
 def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suites: Suites | None) -> dict[str, Any]:
-    """Everything that decides what the rows are. Newer options count only if set, for sets of older versions."""
-    sampling = dataclasses.asdict(engine.sampling.sampling)
-    options = dataclasses.asdict(config)
-    for key in _LATER:
-        if options[key] in (None, [], "keep"):
-            del options[key]
-    del options["min_p"], options["chat_template"]
-    if not sampling["min_p"]:
-        del sampling["min_p"]
-    identity = {
-        "config": {k: v for k, v in (options | sampling).items() if k not in _NOT_IDENTITY},
-        **engine.identity,
-        # Chats are made into prompts by the template, whatever file it was read from.
-        "chat_template": hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None,
-    }
-    return identity if suites is None else identity | {"decontaminated": suites.digest}
+    """Everything that decides what the rows are."""
+    choices = options.identity(config) | dataclasses.asdict(engine.sampling.sampling)
+    del choices["chat_template"]  # its content counts, whatever file it was read from
+    template = hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None
+    decontaminated = {} if suites is None else {"decontaminated": suites.digest}
+    return {"config": choices, **engine.identity, "chat_template": template, **decontaminated}
 
 
 def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
@@ -182,7 +165,7 @@ def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: S
     return prompt
 
 
-class _Run:
+class _Parts:
     """The parts that this process makes: every n-th of n processes, starting at its index."""
 
     def __init__(
@@ -196,7 +179,7 @@ class _Run:
         self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
         self.process, self.processes = processes.process_index, processes.num_processes
         self.out = Path(config.out)
-        self.parts = 0  # of all processes, known once the source has been read to its end
+        self.count = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
         self.tokens = 0
@@ -225,17 +208,12 @@ class _Run:
         """Yield number and requests of each part to make; check a finished part against the prompts."""
         records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
         while group := list(islice(records, self._group_rows)):
-            index, self.parts = self.parts, self.parts + 1
+            index, self.count = self.count, self.count + 1
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
-            if (record := read_record(self.out, index)) is not None:
-                if record["digest"] != digest:
-                    raise InputError(
-                        f"{self.config.prompts}: rows {group[0].number} to {group[-1].number} are not those that "
-                        f"{self.out / part_name(index)} was made from; choose another --out or delete the directory"
-                    )
-                self.advance(len(group), "")
+            if (finished := check_digest(self.out, index, digest, self.config.prompts)) is not None:
+                self.advance(finished, "")
             elif requests := self._open(index, digest, group):
                 yield index, requests
 

@@ -1,4 +1,4 @@
-"""The end of a run: its parts added up in a manifest, a card for readers, and the prompts that were held out."""
+"""The end of a run: parts add up to a manifest, a card, the held-out prompts, and a copy elsewhere."""
 
 from itertools import islice
 from pathlib import Path
@@ -23,21 +23,19 @@ from draftsmith_core.io import (
 )
 from draftsmith_core.processes import on_main
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
-from draftsmith_core.provenance import provenance
-from draftsmith_core.run_directory import claim
+from draftsmith_core.runs import provenance
 
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
-_RECORDS = ("manifest.json", "run.json")
+RECORDS = ("manifest.json", "run.json")
 
 
-def claim_set(out: Path, identity: dict[str, Any]) -> None:
-    """Make `out` the set of this identity, or make sure it is; InputError names what differs."""
-    if not any((out / name).exists() for name in _RECORDS):
-        for other in (KINDS[0], "README.md", "config.json"):  # a set's, written over; a model's, mixed up
-            if found := next(out.glob(other), None):
-                raise InputError(f"--out {out}: holds {found.name} of something else; choose another --out")
-    claim(out, identity, what="distilled set", records=_RECORDS)
+def check_empty(out: Path) -> None:
+    """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix up."""
+    if not any((out / name).exists() for name in RECORDS):
+        for pattern in (KINDS[0], "README.md", "config.json"):
+            if foreign := next(out.glob(pattern), None):
+                raise InputError(f"--out {out}: holds {foreign.name} of something else; choose another --out")
 
 
 def finish(
@@ -48,16 +46,13 @@ def finish(
     extra: dict[str, Any],
     config: DistillConfig | None = None,
 ) -> None:
-    """Add up the parts, and write the card and the manifest, which makes the set a finished one.
+    """Add up the parts and write card and manifest, which makes the set a finished one.
 
-    extra: of the manifest. config: of a run that may have held prompts out. RunError for a set without rows.
+    extra: further keys of the manifest. config: of a run that may hold prompts out. Raise RunError if no row is left.
     """
-    made = {name for index in range(parts) for name in names_of(index)}
-    if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in made):
-        source = identity["config"].get("prompts") or "what is scored"
-        raise InputError(
-            f"{out / beyond[0]}: is beyond the rows that {source} has now; choose another --out or delete the directory"
-        )
+    expected = {name for index in range(parts) for name in names_of(index)}
+    if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
+        raise InputError(f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete {out}")
     with writing(out / "manifest.json"):
         totals = add_up(out, parts)
         if not totals.rows:
@@ -71,8 +66,8 @@ def finish(
             raise RunError(f"{out}: no row is left: {skipped[0]}")
         if totals.held_out and config is not None:
             _write_held_out(config, set(totals.held_out))
-        own = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
-        manifest = _manifest(totals, identity, command) | {"own_prompts": own} | extra
+        drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
+        manifest = _manifest(totals, identity, command) | {"own_prompts": drawn} | extra
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
         for name in ("run.json", DECISION):
@@ -80,7 +75,6 @@ def finish(
 
 
 def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
-    """Write the rows of these numbers to heldout.jsonl, as `eval` and others read prompts."""
     with atomic_file(Path(config.out) / "heldout.jsonl") as temporary, temporary.open("w", encoding="utf-8") as file:
         for record in islice(iterate_records(config.prompts), config.max_prompts):
             if record.number in numbers:

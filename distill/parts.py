@@ -1,7 +1,7 @@
-"""The files of a distilled set: parts of rows with what became of the prompts they are from.
+"""The files of a distilled set: parts of rows, and what became of the prompts that each part is from.
 
-A part has the rows that a fixed number of prompts gave, whole or not at all; in its Parquet metadata it says which
-prompts those were and which gave nothing, and why. So the set adds up from its parts alone, whoever made them.
+A part has the rows of a fixed number of prompts. Its Parquet metadata records those prompts and why some gave nothing,
+so the parts alone add up to the set.
 """
 
 import json
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
         pa.field("tokens_from", pa.string()),
     ]
 )
-# When `teacher_top_k` asks for them.
+# With `teacher_top_k`.
 TEACHER = [pa.field(COLUMN, pa.large_binary())]
 ERRORS = "errors.jsonl"
 _METADATA = b"draftsmith"
@@ -60,9 +60,10 @@ def names_of(index: int) -> tuple[str, str]:
 
 @dataclass
 class Part:
-    """A part in the making. `left` counts the samples of each prompt that have not ended, by row of the source;
-    `failed` and `shortened` say of rows why they have no answer, or not to all turns, `dropped` of answers why they are
-    not written.
+    """An unfinished part.
+
+    left: unfinished samples by row of the source. failed, shortened: reasons by row that has no answer, or not to all
+    turns. dropped: reasons by answer that is not written.
     """
 
     index: int
@@ -77,14 +78,14 @@ class Part:
     dropped: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def write(self, out: Path, schema: pa.Schema) -> Path:
-        """Write the rows in the order of the prompts, whole or not at all; the file.
+        """Write the rows in the order of the prompts; return the file.
 
-        A prompt whose every answer is dropped is skipped for the reason of the first.
+        A prompt without any answer left is skipped, with the reason of its first one.
         """
         keys = sorted(self.rows.keys() - self.dropped.keys())
-        useful = {key[0] for key in keys} | self.failed.keys()
-        gone = {key[0]: self.dropped[key] for key in sorted(self.dropped, reverse=True) if key[0] not in useful}
-        skipped = [*self.skipped, *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(gone.items()))]
+        rows = {key[0] for key in keys} | self.failed.keys()
+        empty = {key[0]: self.dropped[key] for key in sorted(self.dropped, reverse=True) if key[0] not in rows}
+        skipped = [*self.skipped, *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(empty.items()))]
         record = {
             "read": self.read,
             "digest": self.digest,
@@ -97,7 +98,7 @@ class Part:
 
 
 def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
-    """Write the file of a part, whole or not at all; its path. record: what it is made from and what was left out."""
+    """Write a part and return its path. record: digest of its prompts, and what was left out and why."""
     if not rows:
         path = out / _empty_name(index)
         with writing(path):
@@ -111,34 +112,40 @@ def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[st
     return path
 
 
-def read_record(out: Path, index: int) -> dict[str, Any] | None:
-    """What a part says of the prompts it is from, None where there is no such part.
+def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
+    """Return how many prompts a finished part is from; None if there is no such part.
 
-    InputError for a file that is damaged or of an older version.
+    Raise InputError if it was made from other prompts than `source` has now.
     """
+    record = _read_record(out, index)
+    if record is not None and record["digest"] != digest:
+        raise InputError(
+            f"{source}: its rows are not those that {out / part_name(index)} was made from; choose another --out or "
+            f"delete the directory"
+        )
+    return None if record is None else int(record["read"])
+
+
+def _read_record(out: Path, index: int) -> dict[str, Any] | None:
     path, empty = out / part_name(index), out / _empty_name(index)
     if empty.exists():
         return read_json(empty, "the record of prompts that gave no rows")
     if not path.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_METADATA])
-        return found
-    except KeyError:
-        raise InputError(
-            f"{path}: was made by an older version; choose another --out or delete the directory"
-        ) from None
-    except (OSError, pa.ArrowException):
+        record: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_METADATA])
+        return record
+    except (OSError, pa.ArrowException, KeyError):
         raise _damaged(path) from None
 
 
 def _damaged(path: Path) -> InputError:
-    return InputError(f"{path}: was damaged after it was written; delete it and run the command again")
+    return InputError(f"{path}: is damaged; delete it and run the command again")
 
 
 @dataclass
 class Totals:
-    """What the parts of a set add up to. `held_out`: rows of the prompts."""
+    """The sums over all parts. held_out: row numbers of held-out prompts."""
 
     files: list[dict[str, Any]]
     read: int
@@ -155,10 +162,7 @@ class Totals:
 
 
 def add_up(out: Path, parts: int) -> Totals:
-    """Read all parts and add up; writes `errors.jsonl` with a line for each prompt that gave less than it should.
-
-    Those that were held out are as they should be.
-    """
+    """Add up all parts; write `errors.jsonl` with a line per prompt that gave less than it should."""
     reasons = (Reasons(), Reasons(), Reasons(), Reasons())
     totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), *reasons, [])
     with atomic_file(out / ERRORS) as temporary, temporary.open("w", encoding="utf-8") as errors:
@@ -170,7 +174,7 @@ def add_up(out: Path, parts: int) -> Totals:
 
 
 def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
-    path, record = out / part_name(index), read_record(out, index)
+    path, record = out / part_name(index), _read_record(out, index)
     if record is None:
         raise InputError(f"{path}: is gone; run the command again")
     if path.exists():
@@ -182,14 +186,13 @@ def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
         totals.rows += len(table)
         totals.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
         for name, counts in (("finish_reason", totals.finish_reasons), ("tokens_from", totals.tokens_from)):
-            for each in pc.value_counts(table[name]).to_pylist():
-                counts[each["values"]] += each["counts"]
+            for entry in pc.value_counts(table[name]).to_pylist():
+                counts[entry["values"]] += entry["counts"]
     totals.read += record["read"]
     totals.digests.append(record["digest"])
     outcomes = {name: getattr(totals, name) for name in ("skipped", "failed", "shortened", "dropped")}
-    # Parts of an earlier version have nothing dropped.
-    each = ((row, name, reason) for name in outcomes for row, reason in record.get(name, []))
-    for row, outcome, reason in sorted(each):
+    entries = [(row, name, reason) for name in outcomes for row, reason in record.get(name, [])]
+    for row, outcome, reason in sorted(entries):
         outcomes[outcome].add(row, reason)
         if reason == HELD_OUT:
             totals.held_out.append(row)

@@ -1,16 +1,46 @@
-"""Teacher rows: the target's distribution at every token of an answer, as its top tokens and the mass of the rest.
+"""Teacher rows: the target's top-k tokens and the remaining mass at every token of an answer, without generating.
+
+`score` does one answer, `score_set` a set or file, part by part, so that a killed run continues with the same bytes.
 
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith_core.errors import RunError
-from draftsmith_core.teacher_rows import pack
+from distill.config import ScoreConfig
+from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
+from distill.parts import SCHEMA, TEACHER, check_digest, write_part
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import hash_json, read_json, sha256_file
+from draftsmith_core.model_options import loading
+from draftsmith_core.models import (
+    check_tokenizer,
+    context_length,
+    dtype_name,
+    eos_ids,
+    fingerprint,
+    load_model,
+    vocabulary_size,
+)
+from draftsmith_core.processes import join_processes, on_main
+from draftsmith_core.progress import progress
+from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
+from draftsmith_core.prompts import answered, content_id
+from draftsmith_core.runs import Run, command_line
+from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer, vocabulary_sample
 
 # Bounds the memory of the float64 copy of a chunk's logits.
 _CHUNK_VALUES = 2**24
@@ -18,24 +48,213 @@ _CHUNK_VALUES = 2**24
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> bytes:
-    """The k likeliest tokens at every token of an answer, as `draftsmith_core.teacher_rows` stores them.
+    """Return the top k tokens at every token of an answer, packed as in `draftsmith_core.teacher_rows`.
 
-    At temperature 1 over the whole vocabulary, whatever temperature the answer was drawn at. One forward over prompt
-    and answer, alone and without padding, so that rows do not depend on their batch. Without a prompt nothing predicts
-    the first token, and its row, which training passes over, repeats the second's. Raises RunError, naming the model,
-    for logits that are not finite.
+    Log-probabilities are at temperature 1 over the whole vocabulary. The forward has one row and no padding, so rows do
+    not depend on a batch. Without a prompt nothing predicts the first token; its row, which training skips, repeats the
+    second's. Raise RunError if logits are not finite.
     """
     ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
-    # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and give all positions.
+    # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and return all positions.
     logits_TV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(response_ids) + 1).logits[0]
     logits_RV = logits_TV[-len(response_ids) - 1 : -1] if prompt_ids else logits_TV[[0, *range(len(response_ids) - 1)]]
     if not logits_RV.amax(-1).isfinite().all():
         raise RunError(f"{model.name_or_path}: gives logits that are NaN or infinite on an answer; try --dtype float32")
     vocabulary = logits_RV.shape[-1]
-    found = []
+    chunks = []
     for logits_CV in logits_RV.split(max(1, _CHUNK_VALUES // vocabulary)):
         top = logits_CV.double().log_softmax(-1).topk(min(k, vocabulary), dim=-1)
         tail_C = (1 - top.values.exp().sum(-1)).clamp_min(0)
-        found.append((top.indices.cpu().numpy(), top.values.cpu().numpy(), tail_C.cpu().numpy()))
-    ids_RK, logprobs_RK, tail_R = (np.concatenate(each) for each in zip(*found, strict=True))
+        chunks.append((top.indices.cpu().numpy(), top.values.cpu().numpy(), tail_C.cpu().numpy()))
+    ids_RK, logprobs_RK, tail_R = (np.concatenate(chunk) for chunk in zip(*chunks, strict=True))
     return pack(ids_RK, logprobs_RK, tail_R, vocabulary)
+
+
+# Rows with their number in the source; a row that cannot be read is the reason.
+Numbered = list[tuple[int, dict[str, Any] | str]]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Answers to score. rows, tokens: None if unknown. parts: yields digest and reader of each part."""
+
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    rows: int | None
+    tokens: int | None
+    parts: Callable[[], Iterator[tuple[str, Callable[[], Numbered]]]]
+
+
+def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]:
+    """Write the scored set, or continue a killed run's; return its summary.
+
+    command: the command line to record, by default the one that corresponds to `config`.
+    """
+    with Run(config.out, keeps=("part-*.parquet",)) as run:
+        return _score_set(config, command or command_line("distill", config), run)
+
+
+def _score_set(config: ScoreConfig, command: str, run: Run) -> dict[str, Any]:
+    processes = join_processes(config.device)
+    out = run.out
+    if out.is_file() or out.resolve() == Path(config.score).resolve():
+        raise InputError(f"--out {out}: name a directory of its own for the scored set")
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    model = load_model(config.target, **loading(config))
+    check_tokenizer(config.target, model, tokenizer)
+    if Path(config.score).is_dir():
+        source = _of_set(Path(config.score), tokenizer)
+    else:
+        source = _of_file(config, tokenizer, eos_ids(model))
+    size, limit = vocabulary_size(model), context_length(model)
+    token_bytes = bytes_per_token(min(config.teacher_top_k, size), size)
+    _check_room(out, source.tokens, token_bytes)
+    identity = {
+        "config": source.config | {"target": config.target, "teacher_top_k": config.teacher_top_k},
+        "scored": source.identity,
+        "target_fingerprint": fingerprint(model),
+        "target_dtype": dtype_name(model),
+    }
+
+    def write(index: int, digest: str, rows: Numbered) -> None:
+        skipped: list[tuple[int, str]] = []
+        scored = []
+        for number, row in rows:
+            reason = row if isinstance(row, str) else _why_not(row, limit, size)
+            if reason:
+                skipped.append((number, reason))
+            elif not isinstance(row, str):
+                teacher = score(model, row["prompt_ids"], row["response_ids"], config.teacher_top_k)
+                scored.append({**row, COLUMN: teacher})
+        record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
+        write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
+
+    on_main(lambda: check_empty(out))
+    run.begin(identity, what="distilled set", records=RECORDS)
+    parts = 0
+    with progress("score", source.rows if processes.num_processes == 1 else None) as advance:
+        for index, (digest, read) in enumerate(source.parts()):
+            parts += 1
+            if index % processes.num_processes != processes.process_index:
+                continue
+            if (finished := check_digest(out, index, digest, config.score)) is not None:
+                advance(finished, "")
+            else:
+                rows = read()
+                write(index, digest, rows)
+                advance(len(rows), "")
+    processes.wait_for_everyone()
+    on_main(lambda: finish(out, parts, identity, command, {"vocabulary": vocabulary_sample(tokenizer)}))
+    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+    keys = ("response_tokens", "skipped_because")
+    counts = {**manifest["counts"], **{key: manifest[key] for key in keys}}
+    return {"out": config.out, **counts, "bytes_per_token": token_bytes}
+
+
+def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:
+    """Return the reason why a row cannot be scored, "" if it can."""
+    ids = [*row["prompt_ids"], *row["response_ids"]]
+    if not row["response_ids"]:
+        return "no answer"
+    if limit is not None and len(ids) > limit:
+        return f"{len(ids)} tokens, more than the {limit} that fit"
+    if not all(0 <= token < size for token in ids):
+        return f"holds a token that the target, with {size}, does not have"
+    return ""
+
+
+def _check_room(out: Path, tokens: int | None, token_bytes: int) -> None:
+    """Raise InputError if the disk has no room for the rows that are still to be written."""
+    if tokens is None:
+        return
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    needed = tokens * token_bytes - sum(part.stat().st_size for part in out.glob("part-*.parquet"))
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise InputError(
+            f"--out {out}: needs {needed / 1e9:.1f} GB ({tokens} tokens of {token_bytes} bytes), {free / 1e9:.1f} GB "
+            f"are free; lower --teacher_top_k, or choose another disk"
+        )
+
+
+def _of_set(directory: Path, tokenizer: Tokenizer) -> _Source:
+    manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
+    if manifest.get("format") != SET_FORMAT:
+        raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
+    if not manifest.get("complete"):
+        raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
+    check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
+
+    def parts() -> Iterator[tuple[str, Callable[[], Numbered]]]:
+        start = 0
+        for part in manifest["parts"]:
+            yield part["sha256"], partial(read, directory / part["file"], part["sha256"], start)
+            start += part["rows"]
+
+    def read(path: Path, digest: str, start: int) -> Numbered:
+        if not path.is_file() or sha256_file(path) != digest:
+            raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
+        rows = [{name: row.get(name) for name in SCHEMA.names} for row in pq.read_table(path).to_pylist()]
+        return list(enumerate(rows, start + 1))
+
+    target = manifest.get("identity", {}).get("target_fingerprint")
+    identity = {"set": hash_json(manifest["parts"]), "target_fingerprint": target}
+    rows = sum(part["rows"] for part in manifest["parts"])
+    return _Source(identity, dict(manifest.get("config", {})), rows, manifest.get("response_tokens"), parts)
+
+
+def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> _Source:
+
+    if next(iterate_records(config.score), None) is None:
+        raise InputError(f"{config.score}: holds no rows")
+
+    def parts() -> Iterator[tuple[str, Callable[[], Numbered]]]:
+        records = iterate_records(config.score)
+        while group := list(islice(records, config.part_rows)):
+            yield digest_of(group), partial(read, group)
+
+    def read(group: list[Record]) -> Numbered:
+        return [(record.number, row(record)) for record in group]
+
+    def row(record: Record) -> dict[str, Any] | str:
+        where = f"{config.score}:{record.number}"
+        try:
+            stored = parse_record(record, config.score)
+            domain, own_id = text_of(stored, "domain", where) or config.domain, text_of(stored, "id", where)
+            if stored.get("messages") is not None:
+                answer = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
+                (prompt, response), tokens_from = answer, "text"
+            else:
+                prompt, response, tokens_from = *(_ids(stored, key, where) for key in _IDS), "target"
+        except InputError as error:
+            return str(error).removeprefix(f"{where}: ")
+        return {
+            "id": own_id or content_id([*prompt, *response]),
+            "prompt_id": own_id or content_id(prompt),
+            "prompt_hash": content_id(prompt),
+            "domain": domain,
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "finish_reason": "stop" if response and response[-1] in ends else "length",
+            "temperature": None,
+            "seed": None,
+            "sample_index": 0,
+            "turn": 0,
+            "tokens_from": tokens_from,
+        }
+
+    keys = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+    values = dict.fromkeys(keys) | {"prompts": config.score, "part_rows": config.part_rows, "domain": config.domain}
+    return _Source({"file": config.score}, values, count_rows(config.score), None, parts)
+
+
+_IDS = ("prompt_ids", "response_ids")
+
+
+def _ids(row: dict[str, Any], key: str, where: str) -> list[int]:
+    value = row.get(key)
+    if value is None:
+        raise InputError(f"{where}: needs `messages` that end with the assistant's answer, or {' and '.join(_IDS)}")
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise InputError(f"{where}: key {key!r}: expected a list of token ids")
+    return value

@@ -19,9 +19,9 @@ from draftsmith_core import __version__
 if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
     from distill.config import DistillConfig as DistillConfig
+    from distill.config import ScoreConfig as ScoreConfig
     from distill.generate import distill as distill
-    from distill.score_config import ScoreConfig as ScoreConfig
-    from distill.score_set import score_set as score_set
+    from distill.score import score_set as score_set
     from drafts.config import DoctorConfig as DoctorConfig
     from drafts.config import ExportConfig as ExportConfig
     from drafts.config import MergeConfig as MergeConfig
@@ -68,7 +68,7 @@ _PUBLIC = {
     "RequirementError": ("draftsmith_core.errors", "RequirementError"),
     "Results": ("eval.results", "Results"),
     "RunError": ("draftsmith_core.errors", "RunError"),
-    "ScoreConfig": ("distill.score_config", "ScoreConfig"),
+    "ScoreConfig": ("distill.config", "ScoreConfig"),
     "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
     "TrainConfig": ("train.config", "TrainConfig"),
     "align": ("draftsmith.alignment.stages", "align"),
@@ -83,7 +83,7 @@ _PUBLIC = {
     "losses": ("train.losses", "LOSSES"),
     "merge": ("drafts.merge", "merge"),
     "plan": ("eval.plan", "plan"),
-    "score_set": ("distill.score_set", "score_set"),
+    "score_set": ("distill.score", "score_set"),
     "train": ("train.training_run", "train"),
     "write_set_page": ("draftsmith.set_page", "write_set_page"),
 }

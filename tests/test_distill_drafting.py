@@ -133,7 +133,7 @@ def test_the_decision_is_measured_once_said_and_kept(
     code, _, err = door(*words)
     assert code == 0, err
     said = [message for message in caplog.messages if "--draft" in message]
-    assert len(said) == 1 and "on a batch of 3 rows" in said[0]
+    assert len(said) == 1 and "batch of 3 rows" in said[0]
     assert (f": chain:2 takes {0.5 if drafted else 1.5:.2f} times as long per token" in said[0]) and (
         said[0].endswith("; used" if drafted else "; switched off")
     )
@@ -150,7 +150,7 @@ def test_the_decision_is_measured_once_said_and_kept(
     (tmp_path / "set" / "part-00001.parquet").unlink()
     code, _, err = door(*words)
     assert (code, parts(tmp_path / "set")) == (0, made), err
-    assert caplog.messages[-1].endswith(f": {'used, chain:2' if drafted else 'not used'}, as when this set was begun")
+    assert caplog.messages[-1].endswith(f": as when this set was begun: {'chain:2' if drafted else 'not used'}")
     code, _, err = door(*words, "--tree", "chain:2")
     assert code == 2 and "--out set: holds another distilled set" in err
 
@@ -201,24 +201,6 @@ def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: st
     seconds = engine.seconds_per_token(requests)
     assert seconds.keys() == {"", "chain:1", "chain:2", "chain:4"}
     assert all(0 < each < 10 for each in seconds.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--tree", "chain:2"], "tree: is what a draft drafts; add --draft"),
-        (["--draft", "D", "--tree", "kary:0"], "tree 'kary:0': every number must be at least 1"),
-        (["--draft", "D", "--engine", "openai", "--endpoint", "http://x/v1"], "draft: is for --engine hf or ray"),
-        (["--draft", "/nowhere/at/all"], "/nowhere/at/all"),
-    ],
-)
-def test_what_cannot_be_drafted(
-    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, _, err = door(*words[:-2], *options)
-    assert code == 2 and said in err and "Traceback" not in err
-    assert not (tmp_path / "set").exists()
 
 
 def test_a_draft_of_another_vocabulary_is_refused(

@@ -124,22 +124,6 @@ def test_the_share_that_is_held_out() -> None:
     assert abs(held - 0.1) < 4 * math.sqrt(0.09 / 20_000)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--split", "1"], "split: 1.0 must be between 0 and 1"),
-        (["--drop", "short"], "expected one of empty, truncated, repetitive"),
-        (["--min_response_tokens", "0"], "min_response_tokens: 0 must be at least 1"),
-        (["--min_response_tokens", "11"], "min_response_tokens: 11 is more than an answer may have"),
-        (["--min_response_tokens", "5", "--max_response_tokens", "4"], "min_response_tokens: 5 is more than"),
-    ],
-)
-def test_options_that_cannot_be(words: list[str], door: Door, wrong: list[str], said: str) -> None:
-    code, out, err = door(*words, *wrong)
-    assert (code, out) == (2, "") and said in err
-    assert not Path("set").exists()
-
-
 def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:
     code, out, err = door(*words, "--copy_to", "memory://bucket/set", "--json")
     assert code == 0, err

@@ -99,7 +99,6 @@ def test_greedy_answers_to_drawn_prompts(words: list[str], door: Door) -> None:
     [
         (["magpie:x"], "prompts: 'magpie:x': expected magpie:N, such as magpie:1000"),
         (["magpie:0"], "prompts: 'magpie:0': expected magpie:N, such as magpie:1000"),
-        (["self:9", "--split", "0.9"], "split: texts of self:N begin with one and the same prompt"),
         (["magpie:3", "--chat_template", "empty.jinja"], "puts nothing before a user's text"),
     ],
 )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -82,7 +81,7 @@ def test_two_runs_do_not_write_one_set(words: list[str], tmp_path: Path, spawn: 
     assert (code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert "draftsmith distill: --out set: process " in err
-    assert "wait for it, stop it, or choose another" in err
+    assert "wait for it, or choose another" in err
     first.send(signal.SIGKILL)
     assert first.wait()[0] == -9
     code, _, err = door(*words)
@@ -105,27 +104,6 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     )
     assert sorted(os.listdir("set")) == ["part-00000.parquet", "run.json"]
     assert door(*words)[0] == 0
-
-
-@pytest.mark.slow
-def test_what_pyarrow_cannot_write_is_said_alike(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
-    """A limit on the size of files stands for a full disk: pyarrow meets a real error of the system."""
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))\n"
-    code, out, err = spawn(*words, cwd=tmp_path, patch=limit).wait()
-    assert (code, out) == (1, "")
-    assert last_line(err) == (
-        "draftsmith distill: set/part-00000.parquet: cannot be written (File too large); "
-        "make room, and the same command continues"
-    )
-    assert os.listdir(tmp_path / "set") == ["run.json"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written(words: list[str], door: Door) -> None:
-    Path("set").mkdir(mode=0o500)
-    code, _, err = door(*words)
-    assert code == 2
-    assert last_line(err) == "draftsmith distill: --out set: cannot be written (Permission denied)"
 
 
 def test_a_target_with_nan_fails_in_one_line(words: list[str], tmp_path: Path, target_dir: str, door: Door) -> None:
@@ -172,48 +150,6 @@ def test_the_sampling_that_the_target_asks_for_is_used_and_said(
     assert "its temperature is 0.5, now it is 1.0" in err
 
 
-def test_every_reason_for_skipping_is_a_line(words: list[str], tmp_path: Path, door: Door) -> None:
-    rows = [{"prompt": "The quick"}, {"prompt": ""}, {"prompt": " "}, {"prompt": "dog " * 100}]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words[4] = "rows.jsonl"
-    code, out, err = door(*words, "--json")
-    assert code == 0, err
-    summary = json.loads(out.splitlines()[-1])
-    assert summary["skipped_because"] == out.splitlines()[1:3]
-    assert summary["skipped_because"][0] == "2 skipped: key 'prompt' is empty (row 2, the first)"
-    assert summary["skipped_because"][1].startswith("1 skipped: ")
-    assert summary["skipped_because"][1].endswith(" tokens, more than the 91 that fit (row 4)")
-
-
-@pytest.mark.parametrize("kind", ["file", "large", "stream"])
-def test_two_rows_of_one_id_are_refused_with_both_lines(
-    words: list[str], door: Door, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would draw from one seed, and nothing that is written would tell them apart."""
-    rows: list[dict[str, Any]] = [
-        {"prompt": "The quick", "id": "x"},
-        {"prompt": "dog"},
-        {"prompt": "A", "id": 7},
-        {"prompt": "The", "id": "7"},
-    ]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words[4] = "rows.jsonl"
-    if kind == "stream":
-        memory = fsspec.filesystem("memory")
-        memory.pipe("/rows.jsonl", Path("rows.jsonl").read_bytes())
-        words[4] = "memory://rows.jsonl"
-    if kind == "large":
-        monkeypatch.setattr("distill.generate._READ_AHEAD_BYTES", 100)
-    code, _, err = door(*words)
-    assert (code, last_line(err)) == (
-        2,
-        f"draftsmith distill: {words[4]}:4: key 'id': '7' is row 3's already; make ids unique",
-    )
-    # A file that is not large is read to its end before anything is written.
-    assert Path("set").exists() == (kind != "file")
-    assert door(*words, "--max_prompts", "3", "--out", "fewer")[0] == 0
-
-
 @pytest.mark.parametrize("there", ["README.md", "config.json", "part-00009.parquet"])
 def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door: Door, there: str) -> None:
     Path("set").mkdir()
@@ -226,13 +162,6 @@ def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door:
     assert os.listdir("set") == [there]
 
 
-@pytest.mark.parametrize("out, why", [("", "'': is empty"), ("a\0b", r"'a\x00b' cannot be made a directory")])
-def test_an_out_that_can_be_no_directory(words: list[str], door: Door, out: str, why: str) -> None:
-    code, _, err = door(*words, "--out", out)
-    assert code == 2
-    assert why in last_line(err)
-
-
 def test_prompts_that_have_become_fewer_are_another_set(words: list[str], door: Door, prompts_file: str) -> None:
     """What was made of the rows that are gone would stay in the directory, and be read with the rest."""
     rows = Path(prompts_file).read_text().splitlines(keepends=True)
@@ -243,7 +172,7 @@ def test_prompts_that_have_become_fewer_are_another_set(words: list[str], door: 
         Path("rows.jsonl").write_text("".join(rows[:kept]))
         before = Path("set/manifest.json").read_bytes()
         code, _, err = door(*words)
-        assert code == 2 and "choose another --out or delete the directory" in last_line(err)
-        assert ("is beyond the rows that rows.jsonl has now" in err) == (kept < 9)
+        assert code == 2 and "choose another --out or delete" in last_line(err)
+        assert ("the prompts have fewer rows now" in err) == (kept < 9)
         assert Path("set/manifest.json").read_bytes() == before
         shutil.rmtree("set")

@@ -1,7 +1,6 @@
 """Answers that are there already get the target's distributions: the same as while distilling, whatever disturbs."""
 
 import json
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -129,14 +128,6 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
             p_V = p_TV[len(prompt) - 1 + place]
             assert ids[place].tolist() == sorted(p_V.topk(7).indices.tolist())
             torch.testing.assert_close(torch.tensor(logprobs[place]).exp().double(), p_V[ids[place]], rtol=4e-3, atol=0)
-
-
-def test_a_full_disk_is_seen_before(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(".")
-    monkeypatch.setattr("distill.score_set.shutil.disk_usage", lambda path: usage._replace(free=1000))
-    code, _, err = door(*words)
-    assert code == 2 and "--out scored: needs " in err and "tokens of 30 bytes" in err
-    assert not Path("scored").exists()
 
 
 def test_a_source_that_cannot_be_used(words: list[str], door: Door, target_dir: str) -> None:

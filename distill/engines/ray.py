@@ -7,6 +7,7 @@ the requests alone, so a set has the same bytes for any number of workers.
 import logging
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per group before it is taken for the reason of its worker's death, and restarts per worker.
 _RETRIES, _RESTARTS = 3, 20
-# Seconds for the first worker to load the target.
-_START_S = 1800.0
+# Seconds for a worker to load the target, and for a connection.
+_START_S, _CONNECT_S = 1800.0, 10.0
 log = logging.getLogger(__name__)
 Key = tuple[int, int, int]
 LOCAL = "local"  # Ray's name for a cluster that it starts for this process
@@ -37,7 +38,8 @@ class Worker:
     """An `hf` engine in its own process. The first call loads it, so that its errors reach the caller."""
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer, self._loaded = config, tokenizer, None
+        self._config, self._tokenizer = config, tokenizer
+        self._loaded: Any = None
 
     def _engine(self) -> Any:
         from distill.engines.hf import HFEngine
@@ -135,6 +137,12 @@ def _join(address: str | None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS; without either, start a local one."""
     # Without an address Ray would join any cluster that `ray start` began on this machine.
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except OSError as error:
+            raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}") from None
     # Ray installs a SIGTERM handler of its own, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:

@@ -49,7 +49,7 @@ def _distill(config: Any, command: str) -> Done:
 
 
 def _score(config: Any, command: str) -> Done:
-    from distill.score_set import score_set
+    from distill.score import score_set
 
     summary = score_set(config, command)
     line = (
@@ -234,7 +234,7 @@ COMMANDS = {
         True,
         {
             "stats": Command("draw a distilled set as a page", "draftsmith.config:StatsConfig", _stats),
-            "score": Command("add the target's distributions", "distill.score_config:ScoreConfig", _score, True),
+            "score": Command("add the target's distributions", "distill.config:ScoreConfig", _score, True),
         },
     ),
     "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
