@@ -220,7 +220,7 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -
         where = f"{config.score}:{record.number}"
         try:
             stored = parse_record(record, config.score)
-            domain, own_id = text_of(stored, "domain", where) or config.domain, text_of(stored, "id", where)
+            domain, own_id = text_of(stored, "domain") or config.domain, text_of(stored, "id")
             if stored.get("messages") is not None:
                 answer = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
                 (prompt, response), tokens_from = answer, "text"

@@ -153,7 +153,11 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
         {"choices": [{"token_ids": [40, 2**40], "finish_reason": "stop"}]},
         {"choices": [{"token_ids": [40] * 12, "finish_reason": "stop"}]},
     ]
-    wrong = [422, "reset", *(body if isinstance(body, bytes) else json.dumps(body).encode() for body in no_answers)]
+    wrong: list[Any] = [
+        422,
+        "reset",
+        *(body if isinstance(body, bytes) else json.dumps(body).encode() for body in no_answers),
+    ]
     prompts = [list(tokenizer(f"A draft model {number}")["input_ids"]) for number in range(len(wrong))]
     server = serve()
     server.misbehave = lambda number: (

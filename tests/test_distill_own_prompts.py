@@ -60,7 +60,7 @@ def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target
     assert (own["drawn"], own["kept"]) == (25, len(found))
     left_out = sum(int(line.split()[0]) for line in own["left_out_because"])
     assert left_out == 25 - len(found) and 5 < len(found) < 25
-    assert f"prompts: of 25 texts that the target drew {len(found)} are prompts" in out
+    assert f"prompts: kept {len(found)} of 25 texts" in out
     assert summary["prompts_done"] == summary["prompts_read"] == len(found) == len(rows_of("set"))
     assert not Path("set/.prompts").exists()
     # Each is what the target itself goes on with, from its own seed.
