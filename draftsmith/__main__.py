@@ -41,7 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     _open_closed_streams()
     try:
         try:
-            code = _run(words)
+            if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
+                words = [words[1], "--help"]
+            code = _answer(words)
+            if code is None:
+                # Here, so that a command is few calls away from its work.
+                run(words[0], words[1:])
+                code = 0
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -55,10 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(_called(words), error)
 
 
-def _run(words: list[str]) -> int:
-    """Do what `words` ask for; returns the exit code, or raises why it could not be done."""
-    if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
-        words = [words[1], "--help"]
+def _answer(words: list[str]) -> int | None:
+    """The exit code of words that name no command to run; else prepare the process, and return None."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -80,9 +84,8 @@ def _run(words: list[str]) -> int:
         settle_threads(name)
     if name == "--print_shtab":
         print_completion(words[1:])
-    else:
-        run(name, words[1:])
-    return 0
+        return 0
+    return None
 
 
 def _called(words: list[str]) -> str:
