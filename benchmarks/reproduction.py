@@ -141,8 +141,9 @@ def measure(pair: Pair, out: Path, options: Options) -> Measured:
     )
 
 
-def _sums(row: Any, above: str, below: str) -> PromptSums:
-    return PromptSums.of(row["per_prompt"][above], row["per_prompt"][below])
+def _alphas(results: Results, draft: str, domain: str) -> PromptSums:
+    part = results.counts("alpha")[draft, domain, 1.0, None, None]["per_prompt"]
+    return PromptSums.of(part["sum"], part["count"])
 
 
 def _difference(new: PromptSums, old: PromptSums) -> Any:
@@ -164,19 +165,16 @@ def _trained(judged: dict[str, Any], checkpoint: str) -> tuple[dict[str, Any], s
 
 def _tau(results: Results, domain: str, temperature: float, tree: str, verifier: str | None = None) -> PromptSums:
     draft = results.drafts[-1]
-    return _sums(results.decoding(draft, domain, temperature, tree, verifier), "emitted", "target_calls")
+    row = results.tau(draft, domain, temperature, tree, verifier)
+    part = results.counts("decoding")[draft, domain, temperature, tree, row["verifier"]]["per_prompt"]
+    return PromptSums.of(part["emitted"], part["target_calls"])
 
 
 def candidates(m: Measured) -> Iterator[Row]:
     """Acceptance against k."""
-    diagnosis = m.drafts.document["diagnosis"]
-    assert diagnosis is not None
-    wanted = {"draft": "aligned", "kind": "id", "temperature": 1.0, "way": "drawn"}
-    untyped: list[Any] = list(diagnosis["candidates"])
-    row = next(row for row in untyped if all(row[key] == value for key, value in wanted.items()))
-    at = dict(zip(row["k"], row["acceptance"], strict=True))
-    said = ", ".join(f"{at[k]['value']:.3f}" for k in row["k"])
-    text = f"acceptance with {', '.join(map(str, row['k']))} candidates: {said}"
+    at: dict[Any, Any] = {row["at"]: row for row in m.drafts.series("candidates_drawn", "aligned", "id", 1.0)}
+    said = ", ".join(f"{row['value']:.3f}" for row in at.values())
+    text = f"acceptance with {', '.join(map(str, at))} candidates: {said}"
     one, many = at[1], at[32]
     grows = (
         True if (many["low"] or 0) > (one["high"] or 1) else False if (many["high"] or 1) < (one["low"] or 0) else None
@@ -192,9 +190,8 @@ def candidates(m: Measured) -> Iterator[Row]:
 def tuned_target(m: Measured) -> Iterator[Row]:
     """The same draft under a target that was fine-tuned."""
     (domain,) = m.tuned.domains("id")
-    new, old = m.tuned.alpha_row("base", domain, 1.0), m.drafts.alpha_row("base", domain, 1.0)
-    found = _difference(_sums(new, "sum", "count"), _sums(old, "sum", "count"))
-    before, after = old["alpha"]["value"], new["alpha"]["value"]
+    found = _difference(_alphas(m.tuned, "base", domain), _alphas(m.drafts, "base", domain))
+    before, after = (each.alpha("base", domain, 1.0)["value"] for each in (m.drafts, m.tuned))
     text = f"on {domain}, α {before:.3f} before, {after:.3f} after: {with_interval(found, sign=True)}"
     judged, note = _trained(_side(found, above=False), m.pair.tuned)
     yield Row("fine-tuning the target lowers acceptance", "MCSD", m.pair.name, text + note, **judged)
@@ -222,11 +219,11 @@ def replacement(m: Measured) -> Iterator[Row]:
 
 def larger_draft(m: Measured) -> Iterator[Row]:
     """A larger draft beside the aligned one."""
-    small, large = (m.drafts.alpha_row(draft, m.id_name, 1.0) for draft in ("aligned", "larger"))
-    found = _difference(_sums(large, "sum", "count"), _sums(small, "sum", "count"))
+    small, large = (m.drafts.alpha(draft, m.id_name, 1.0) for draft in ("aligned", "larger"))
+    found = _difference(*(_alphas(m.drafts, draft, m.id_name) for draft in ("larger", "aligned")))
     models = m.drafts.document["models"]
     times = models["larger"]["parameters"] / models["aligned"]["parameters"]
-    text = f"α {small['alpha']['value']:.3f}, {large['alpha']['value']:.3f} with {times:.1f} times the parameters: "
+    text = f"α {small['value']:.3f}, {large['value']:.3f} with {times:.1f} times the parameters: "
     text += with_interval(found, sign=True)
     claim = f"a larger draft helps little (below {LITTLE:g})"
     yield Row(claim, "MCSD", m.pair.name, text, **_side(found, LITTLE, above=False))
@@ -236,11 +233,11 @@ def out_of_distribution(m: Measured) -> Iterator[Row]:
     """What alignment bought out of distribution, as a share of what it bought in distribution."""
     found = m.drafts.transfer("aligned", "ood", 1.0)
     assert found is not None
-    id_gain, ood_gain = (with_interval(found[key], sign=True) for key in ("gain_id", "gain_ood"))
+    id_gain, ood_gain = (with_interval(m.drafts.gain("aligned", kind, 1.0), sign=True) for kind in ("id", "ood"))
     text = f"gain in α {id_gain} in distribution, {ood_gain} out of it"
     judged, note = _trained(_side(found, 1.0, above=False), m.pair.aligned)
     if judged["value"] is None:
-        text += f"; the share is undefined: {found['undefined']}"
+        text += f"; the share is undefined: {m.drafts.why_undefined(found)}"
     yield Row("alignment is less robust out of distribution", "MCSD", m.pair.name, text + note, **judged)
 
 
@@ -257,13 +254,8 @@ def dynamic(m: Measured) -> Iterator[Row]:
 
 def confidence(m: Measured) -> Iterator[Row]:
     """Calibration of the aligned draft."""
-    diagnosis = m.drafts.document["diagnosis"]
-    assert diagnosis is not None
     for temperature in (0.0, 1.0):
-        wanted = {"draft": "aligned", "kind": "id", "temperature": temperature}
-        untyped: list[Any] = list(diagnosis["calibration"])
-        row = next(row for row in untyped if all(row[key] == value for key, value in wanted.items()))
-        found: Any = {"value": row["ece"], "low": row["low"], "high": row["high"]}
+        found = m.drafts.figure("ece", "aligned", "id", temperature)
         text = f"mean distance of confidence and acceptance (ECE) {with_interval(found)}"
         claim = f"confidence is close to acceptance (within {LITTLE:g}), T = {temperature:g}"
         yield Row(claim, "EAGLE-2", m.pair.name, text, **_side(found, LITTLE, above=False))

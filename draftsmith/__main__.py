@@ -41,13 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     _open_closed_streams()
     try:
         try:
-            if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
-                words = [words[1], "--help"]
-            code = _answer(words)
-            if code is None:
-                # Here, so that a command is few calls away from its work.
-                run(words[0], words[1:])
-                code = 0
+            code = _run(words)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -61,8 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(_called(words), error)
 
 
-def _answer(words: list[str]) -> int | None:
-    """The exit code of words that name no command to run; else prepare the process, and return None."""
+def _run(words: list[str]) -> int:
+    """Do what `words` ask for; returns the exit code, or raises why it could not be done."""
+    if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -84,8 +80,9 @@ def _answer(words: list[str]) -> int | None:
         settle_threads(name)
     if name == "--print_shtab":
         print_completion(words[1:])
-        return 0
-    return None
+    else:
+        run(name, words[1:])
+    return 0
 
 
 def _called(words: list[str]) -> str:

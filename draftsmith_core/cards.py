@@ -204,13 +204,16 @@ def _heldout(record: Values) -> str:
 def _evaluated(results: Values, draft: str) -> str:
     """alpha of the base and of this draft by prompt set and temperature, then tokens per target call by method."""
     names = list(dict.fromkeys((results["base"], draft)))
-    values = {(row["draft"], row["domain"], row["temperature"]): row["alpha"] for row in results["alpha"]}
+    sets = {suite["name"] for suite in results["suites"]}
+    rows = [row for row in results["rows"] if row["domain"] in sets and row["part"] is None]
+    values = {(row["draft"], row["domain"], row["temperature"]): row for row in rows if row["figure"] == "alpha"}
     alphas, calls = [], []
-    for row in (row for row in results["alpha"] if row["draft"] == draft):
-        figures = [_interval(values[name, row["domain"], row["temperature"]]) for name in names]
-        alphas.append((f"{row['domain']} ({row['kind'].upper()})", row["temperature"], *figures))
-    for row in (row for row in results["decoding"] if row["draft"] == draft):
-        calls.append((row["domain"], row["temperature"], f"{row['tree']}, {row['verifier']}", _interval(row["tau"])))
+    for row in (row for row in rows if row["draft"] == draft):
+        if row["figure"] == "alpha":
+            figures = [_interval(values[name, row["domain"], row["temperature"]]) for name in names]
+            alphas.append((f"{row['domain']} ({row['kind'].upper()})", row["temperature"], *figures))
+        elif row["figure"] == "tau":
+            calls.append((row["domain"], row["temperature"], f"{row['tree']}, {row['verifier']}", _interval(row)))
     said = f"By `draftsmith eval`, compared as `{draft}` with `{results['base']}`. {_ALPHA}"
     alpha = _table(("prompts", "temperature", *(f"alpha of {name}" for name in names)), alphas)
     return f"{said}\n\n{alpha}\n\n" + _table(("prompts", "temperature", "method", "tokens per target call"), calls)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eval.schema import Difference, Estimate, Transfer
+from eval.schema import Estimate
 
 Floats = npt.NDArray[np.float64]
 
@@ -136,45 +136,26 @@ def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
     least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
     low, high = interval(pooled_ratios(sums, picks), picks, least=least, most=most)
-    return Estimate(
-        value=value,
-        low=low,
-        high=high,
-        mean_per_prompt=sums.mean_per_prompt,
-        numerator=float(sums.numerator_P.sum()),
-        denominator=float(sums.denominator_P.sum()),
-        prompts=len(sums.numerator_P),
-    )
+    return Estimate(value=value, low=low, high=high, n=len(sums.numerator_P))
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
-    """One pooled ratio over another on the same prompts, as a speedup is, with its paired interval.
-
-    `numerator` and `denominator` are the two pooled ratios; a mean of per-prompt quotients is not given.
-    """
+    """One pooled ratio over another on the same prompts, as a speedup is, with its paired interval."""
     a, b = above.pooled, below.pooled
     value = a / b if a is not None and b else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
     low, high = interval(values_R, picks, least=0.0)
-    return Estimate(
-        value=value,
-        low=low,
-        high=high,
-        mean_per_prompt=None,
-        numerator=a or 0.0,
-        denominator=b or 0.0,
-        prompts=len(above.numerator_P),
-    )
+    return Estimate(value=value, low=low, high=high, n=len(above.numerator_P))
 
 
-def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Difference:
+def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     """new - base of the pooled ratios, paired by prompt: both sides of every resample hold the same
     prompts."""
     a, b = new.pooled, base.pooled
     value = a - b if a is not None and b is not None else None
     low, high = interval(pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
-    return Difference(value=value, low=low, high=high, prompts=len(new.numerator_P))
+    return Estimate(value=value, low=low, high=high, n=len(new.numerator_P))
 
 
 def transfer(
@@ -184,28 +165,31 @@ def transfer(
     new_ood: PromptSums,
     base_ood: PromptSums,
     picks_ood: Resamples,
-) -> Transfer:
+) -> Estimate:
     """(gain OOD) / (gain ID): the share of what alignment bought in distribution that survives out of it.
 
-    The two sets of prompts are resampled independently. A ratio to a gain that may be zero means nothing, so
-    it is undefined unless the interval of the ID gain lies above zero.
+    The two sets of prompts are resampled independently.
     """
-    gain_id = difference(new_id, base_id, picks_id)
-    gain_ood = difference(new_ood, base_ood, picks_ood)
-    found = Transfer(value=None, low=None, high=None, undefined=None, gain_id=gain_id, gain_ood=gain_ood)
-    if gain_id["value"] is None or gain_ood["value"] is None:
-        return {**found, "undefined": "a gain is undefined"}
-    if gain_id["low"] is None or gain_id["high"] is None:
-        return {**found, "undefined": "the gain in distribution has no interval"}
-    if gain_id["high"] < 0:
-        return {**found, "undefined": "acceptance fell in distribution, so there is no gain to transfer"}
-    if gain_id["low"] <= 0:
-        return {**found, "undefined": "the gain in distribution cannot be told from zero"}
+    gain_id, gain_ood = difference(new_id, base_id, picks_id), difference(new_ood, base_ood, picks_ood)
+    found = Estimate(value=None, low=None, high=None, n=gain_ood["n"])
+    if why_undefined(gain_id, gain_ood) is not None or gain_id["value"] is None or gain_ood["value"] is None:
+        return found
     id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
     ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
     return {**found, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
+
+
+def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:
+    """Say why there is no transfer: a ratio to a gain that may be zero means nothing. None if there is one."""
+    if gain_id["value"] is None or gain_ood["value"] is None:
+        return "a gain is undefined"
+    if gain_id["low"] is None or gain_id["high"] is None:
+        return "the gain in distribution has no interval"
+    if gain_id["high"] < 0:
+        return "acceptance fell in distribution, so there is no gain to transfer"
+    return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
 
 
 # A figure with its interval and the number of its prompts.
@@ -236,7 +220,7 @@ def ratio_signs(ratios: Sequence[Mapping[str, Any]]) -> list[int | None]:
     """`signs` of estimates of ratios (speedups): 1 above one, -1 below it; on the logarithm, where both are alike."""
     return signs(
         [
-            (math.log(ratio["value"]), math.log(ratio["low"]), math.log(ratio["high"]), ratio["prompts"])
+            (math.log(ratio["value"]), math.log(ratio["low"]), math.log(ratio["high"]), ratio["n"])
             if ratio["value"] and ratio["low"] and ratio["high"]
             else None
             for ratio in ratios
@@ -244,11 +228,11 @@ def ratio_signs(ratios: Sequence[Mapping[str, Any]]) -> list[int | None]:
     )
 
 
-def bounds(figure: Difference | None) -> Bounds | None:
+def bounds(figure: Mapping[str, Any] | None) -> Bounds | None:
     """A difference as `signs` takes it; None where it has no interval."""
     if figure is None or figure["value"] is None or figure["low"] is None or figure["high"] is None:
         return None
-    return figure["value"], figure["low"], figure["high"], figure["prompts"]
+    return figure["value"], figure["low"], figure["high"], figure["n"]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

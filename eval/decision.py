@@ -1,9 +1,9 @@
-"""Whether a draft is worth serving: with which settings, for which prompts, how fast; by the clock, on intervals.
+"""Decide whether a draft is worth serving: with which settings, for which prompts, how fast.
 
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
-when it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, and so it stays
-under Holm's correction over all cells of the setting. The setting that pays in most cells is judged; lossy verifiers
-are not. It was chosen on the prompts it is judged on, so expect a little less of it on others.
+if it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, also under Holm's
+correction over all cells of the setting. The setting that pays in most cells is judged; lossy verifiers are not. It was
+chosen on the prompts it is judged on, so expect a little less of it on others.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 
 from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, ratio_signs, resamples
 from eval.results import Results
-from eval.schema import Estimate, SpeedRow
+from eval.schema import Estimate, Row
 
 Verdict = Literal["ship", "ship_for", "none_beats_none", "not_shown", "too_few", "not_timed"]
 
@@ -28,34 +28,29 @@ class Setting:
     tree: str
     verifier: str
 
-    @classmethod
-    def of(cls, row: SpeedRow) -> "Setting":
-        """The setting that a row of speeds is about."""
-        return cls(row["draft"] or "", row["tree"] or "", row["verifier"] or "")
-
 
 @dataclass(frozen=True)
 class Cell:
-    """One set at one temperature: what the decided setting does there, and the fastest setting there.
+    """One set at one temperature: the speed of the decided setting there, and the fastest setting there.
 
-    `sign` is 1 where the setting pays, -1 where it costs time, 0 where neither is shown, None without an interval.
+    `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, None without an interval.
     """
 
     domain: str
     temperature: float
-    speedup: Estimate
+    speedup: Row
     sign: int | None
     fastest: Setting
-    fastest_speedup: Estimate
+    fastest_speedup: Row
     busy: bool
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The verdict, its setting (None when nothing was timed), every cell, and the speed over the base draft.
+    """The verdict, its setting (None if nothing was timed), every cell, and the speed over the base draft.
 
     `over_base`: the setting's tokens per second over those of the base draft with its own fastest method, all cells
-    pooled, paired by prompt; None where the setting is the base's.
+    pooled, paired by prompt; None if the setting is the base's.
     """
 
     verdict: Verdict
@@ -70,35 +65,36 @@ class Decision:
 
 
 def decide(results: Results) -> Decision:
-    """Ship, ship for some sets, or do not ship, from the clock times of every lossless setting in every cell."""
-    by_setting: dict[Setting, list[SpeedRow]] = {}
-    for row in results.document["speed"]["domains"]:
-        if row["draft"] is not None and row["lossless"]:
-            by_setting.setdefault(Setting.of(row), []).append(row)
+    """Ship, ship for some sets, or do not ship, from the timings of every lossless setting in every cell."""
+    by_setting: dict[Setting, list[Row]] = {}
+    for row in results.rows("speedup"):
+        if row["domain"] in results.domains() and results.lossless(row["verifier"]):
+            setting = Setting(row["draft"], row["tree"] or "", row["verifier"] or "")
+            by_setting.setdefault(setting, []).append(row)
     if not by_setting:
         return Decision("not_timed", None, [], None)
-    found = {setting: ratio_signs([_speedup(row) for row in rows]) for setting, rows in by_setting.items()}
+    signs = {setting: ratio_signs(rows) for setting, rows in by_setting.items()}
     means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
-    chosen = max(by_setting, key=lambda setting: (found[setting].count(1), means[setting]))
+    chosen = max(by_setting, key=lambda setting: (signs[setting].count(1), means[setting]))
     cells = []
     for index, row in enumerate(by_setting[chosen]):
-        fastest = max(by_setting, key=lambda setting: _speed(by_setting[setting][index]))
+        fastest = max(by_setting, key=lambda setting: by_setting[setting][index]["value"] or 0.0)
         cells.append(
             Cell(
-                domain=str(row["domain"]),
+                domain=row["domain"],
                 temperature=row["temperature"],
-                speedup=_speedup(row),
-                sign=found[chosen][index],
+                speedup=row,
+                sign=signs[chosen][index],
                 fastest=fastest,
-                fastest_speedup=_speedup(by_setting[fastest][index]),
-                busy=results.busy(str(row["domain"]), row["temperature"]),
+                fastest_speedup=by_setting[fastest][index],
+                busy=results.busy(row["domain"], row["temperature"]),
             )
         )
     over_base = None
     if chosen.draft != results.base:
-        base = max((s for s in by_setting if s.draft == results.base), key=lambda setting: means[setting])
+        base = max((each for each in by_setting if each.draft == results.base), key=lambda setting: means[setting])
         over_base = _quotient(results, by_setting[chosen], by_setting[base])
-    return Decision(_verdict(found, chosen), chosen, cells, over_base)
+    return Decision(_verdict(signs, chosen), chosen, cells, over_base)
 
 
 def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict:
@@ -110,34 +106,27 @@ def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict
     return "none_beats_none" if all(sign == -1 for every in signs.values() for sign in every) else "not_shown"
 
 
-def _speedup(row: SpeedRow) -> Estimate:
-    assert row["speedup"] is not None  # only the target alone has none
-    return row["speedup"]
-
-
-def _speed(row: SpeedRow) -> float:
-    return _speedup(row)["value"] or 0.0
-
-
-def _mean_speed(rows: Sequence[SpeedRow]) -> float:
+def _mean_speed(rows: Sequence[Row]) -> float:
     """The geometric mean of the speedups of a setting over its cells."""
-    return math.exp(sum(math.log(max(_speed(row), 1e-9)) for row in rows) / len(rows))
+    return math.exp(sum(math.log(max(row["value"] or 0.0, 1e-9)) for row in rows) / len(rows))
 
 
-def _quotient(results: Results, new: Sequence[SpeedRow], base: Sequence[SpeedRow]) -> Estimate:
+def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Estimate:
     """Tokens per second of one setting over another's, cells pooled; a prompt is drawn alike at all temperatures."""
     config = results.document["config"]
-    picks: dict[str | None, Resamples] = {}
+    picks: dict[str, Resamples] = {}
     for row in new:
-        assert row["per_prompt"] is not None
-        count = len(row["per_prompt"]["emitted"])
-        picks.setdefault(row["domain"], resamples(count, config["bootstrap"], config["seed"] + len(picks)))
+        picks.setdefault(row["domain"], resamples(row["n"], config["bootstrap"], config["seed"] + len(picks)))
     drawn = [picks[row["domain"]] for row in new]
     sizes = tuple(size for each in picks.values() for size in each.sizes)
     weights = Resamples(np.concatenate([each.weights_RP for each in drawn], axis=1), sizes)
-    return quotient(_rates(new), _rates(base), weights)
+    return quotient(_rates(results, new), _rates(results, base), weights)
 
 
-def _rates(rows: Sequence[SpeedRow]) -> PromptSums:
-    parts = [row["per_prompt"] for row in rows]
-    return pool_sums([PromptSums.of(part["emitted"], part["decode_s"]) for part in parts if part is not None])
+def _rates(results: Results, rows: Sequence[Row]) -> PromptSums:
+    counts = results.counts("speed")
+    parts = [
+        counts[row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]]["per_prompt"]
+        for row in rows
+    ]
+    return pool_sums([PromptSums.of(part["emitted"], part["decode_s"]) for part in parts])

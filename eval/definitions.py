@@ -25,14 +25,14 @@ DEFINITIONS: dict[str, str] = {
         "Measured: how often depth d of the draft was accepted, among the steps in which depth d-1 was accepted and a "
         "token at depth d was on offer and could still be emitted. accept@1 is not alpha: alpha is a mean over all "
         "positions of the text, accept@1 over those at which steps begin, and steps begin more often where the draft "
-        "was just refused. Predictions weigh positions as decoding visits them."
+        "was just refused. `accept_predicted` weighs positions as decoding visits them."
     ),
     "tau, predicted": (
         "Without a decoding loop: tokens of the target's own continuations over the target calls that decoding them "
         "would be expected to take, from the acceptance of every token of the text at every depth (eval/predict.py). "
-        "low and high: 95 % bootstrap interval of the expectation. run_low and run_high: where tau of one decoding "
-        "run over as many prompts falls in at least 95 % of cases; `inside` says whether the measured one does. "
-        "`independent`: 1 + alpha + alpha^2 + ..., as if tokens of a chain were accepted independently."
+        "`tau_predicted`: low and high are the 95 % bootstrap interval of the expectation. `tau_run`: low and high are "
+        "where tau of one decoding run over as many prompts falls in at least 95 % of cases. `tau_independent`: 1 + "
+        "alpha + alpha^2 + ..., as if tokens of a chain were accepted independently."
     ),
     "tau": (
         "Block efficiency, measured: tokens emitted per call of the target, the target's own extra token included; 1 "
@@ -80,8 +80,10 @@ DEFINITIONS: dict[str, str] = {
         "for so few prompts (Student's t; 1.29 times as far with 8, 1.03 with 64). Differences and ratios use the "
         "same draw on both sides. Several sets are each resampled on their own. None when a set has a single prompt."
     ),
-    "identical_outputs": (
-        "At temperature 0: how many prompts got, token for token, the output of the target decoding alone."
+    "identical": (
+        "At temperature 0: how many of the n prompts got, token for token, the output of the target decoding alone. "
+        "`largest_gap`: over the others, the largest difference of the target's two logits at the first token that "
+        "differs."
     ),
     "lossless": (
         "The verifier leaves the target's output distribution unchanged. With lossless: false the outputs follow "

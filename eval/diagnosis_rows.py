@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from draftsmith_core.prompts import token_runs
 from draftsmith_core.tokenization import Tokenizer
-from eval.bootstrap import PromptSums, bounds, difference, estimate, interval, signs
+from eval.bootstrap import PromptSums, difference, estimate, interval
 from eval.diagnose import BINS, Diagnosis
-from eval.groups import Group, Measured, Setting, joined
-from eval.schema import CalibrationRow, CandidatesRow, DiagnosisRows, LostToken, ViewedText, WhyRow
+from eval.rows import Group, Measured, Setting, joined
+from eval.schema import Estimate, Row, ViewedText
 from eval.suites import Suite
 
 ENTROPY_BITS = (0.5, 1.5, 3.0)
@@ -30,30 +30,31 @@ _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 _Bin = Callable[[float, int, str, float], tuple[int, str]]
 
 
-def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int], str]) -> DiagnosisRows:
-    """Every row, each about all sets of a kind but the viewed texts; `text_of` gives the text of a token."""
+def diagnosis_rows(
+    setting: Setting, measured: Measured, text_of: Callable[[int], str]
+) -> tuple[list[Row], list[ViewedText]]:
+    """Rows about all sets of a kind, and the texts to view. `text_of` gives the text of a token."""
     similar = similarities(setting.suites)
-    rows = DiagnosisRows(why=[], lost=[], calibration=[], candidates=[], viewed=[])
+    rows: list[Row] = []
+    viewed: list[ViewedText] = []
     for group in setting.groups():
-        if group.domain is not None:
+        if not group.pooled:
+            viewed += _viewed(setting, measured, group.suites[0], group.temperature, text_of)
             continue
-        found = {draft: _diagnoses(measured, group, draft) for draft in setting.drafts}
+        diagnoses = {draft: _diagnoses(measured, group, draft) for draft in setting.drafts}
         texts = [
             [text_of(token) for token in output]
             for suite in group.suites
             for output in measured.baselines[suite.name, group.temperature]["output_ids"]
         ]
         near = [value for suite in group.suites for value in similar[suite.name]]
-        for draft, own in found.items():
-            base = None if draft == setting.base else found[setting.base]
-            rows["why"] += _why(group, draft, own, base, texts, near)
-            rows["calibration"].append(_calibration(group, draft, own))
-            rows["candidates"] += _candidates(group, draft, own)
-            if base is not None:
-                rows["lost"] += _lost(group, draft, own, base, texts)
-        for suite in group.suites:
-            rows["viewed"] += _viewed(setting, measured, suite, group.temperature, text_of)
-    return rows
+        for draft, own in diagnoses.items():
+            base = None if draft == setting.base else diagnoses[setting.base]
+            rows += _binned_alphas(group, draft, own, base, texts, near)
+            rows += _calibration(group, draft, own)
+            rows += _candidates(group, draft, own)
+            rows += _lost(group, draft, own, base, texts) if base is not None else []
+    return rows, viewed
 
 
 def _diagnoses(measured: Measured, group: Group, draft: str) -> list[Diagnosis]:
@@ -115,17 +116,15 @@ BY: dict[str, _Bin] = {
 }
 
 
-def _why(
+def _binned_alphas(
     group: Group,
     draft: str,
     own: Sequence[Diagnosis],
     base: Sequence[Diagnosis] | None,
     texts: list[list[str]],
     near: list[float],
-) -> list[WhyRow]:
-    rows: list[WhyRow] = []
+) -> Iterator[Row]:
     entropies, alphas = joined(own, "entropy"), joined(own, "alpha")
-    base_alphas = None if base is None else joined(base, "alpha")
     for by, bin_of in BY.items():
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by.startswith("entropy") and group.temperature == 0:
@@ -138,15 +137,13 @@ def _why(
             for row, (tokens, bits) in enumerate(zip(texts, entropies, strict=True))
         ]
         for wanted in sorted({each for row in bins for each in row}):
+            name = f"{by}: {wanted[1]}"
             sums = _binned(alphas, bins, wanted)
-            gain = None if base_alphas is None else difference(sums, _binned(base_alphas, bins, wanted), group.picks)
-            alpha = estimate(sums, group.picks)
-            rows.append(
-                {**group.of_draft(draft), "by": by, "bin": wanted[1], "alpha": alpha, "gain": gain, "sign": None}
-            )
-    for row, sign in zip(rows, signs([bounds(row["gain"]) for row in rows]), strict=True):
-        row["sign"] = sign
-    return rows
+            yield group.row("alpha", draft, estimate(sums, group.picks), part=name)
+            yield group.row("positions", draft, sums.denominator_P.sum(), part=name)
+            if base is not None:
+                gain = difference(sums, _binned(joined(base, "alpha"), bins, wanted), group.picks)
+                yield group.row("gain", draft, gain, part=name)
 
 
 def _binned(
@@ -159,21 +156,17 @@ def _binned(
     return PromptSums.of([sum(values) for values in pairs], [len(values) for values in pairs])
 
 
-def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> CalibrationRow:
+def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> Iterator[Row]:
     sums_PB3 = np.asarray(joined(own, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
     # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
     ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
     low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
-    bins = [
-        {
-            "mass": float(mass),
-            "confidence": float(sure / mass) if mass else None,
-            "acceptance": float(accepted / mass) if mass else None,
-        }
-        for mass, sure, accepted in pooled_B3
-    ]
-    return {**group.of_draft(draft), "ece": float(_ece(pooled_B3)), "low": low, "high": high, "bins": bins}
+    yield group.row("ece", draft, Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)))
+    for tenth, (mass, sure, accepted) in enumerate(pooled_B3):
+        yield group.row("drafted_mass", draft, mass, at=tenth)
+        yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)
+        yield group.row("acceptance", draft, accepted / mass if mass else None, at=tenth)
 
 
 def _ece(sums_B3: Any) -> Any:
@@ -183,41 +176,33 @@ def _ece(sums_B3: Any) -> Any:
         return np.abs(sums_B3[..., 2] - sums_B3[..., 1]).sum(-1) / sums_B3[..., 0].sum(-1)
 
 
-def _candidates(group: Group, draft: str, own: Sequence[Diagnosis]) -> list[CandidatesRow]:
+def _candidates(group: Group, draft: str, own: Sequence[Diagnosis]) -> Iterator[Row]:
     counts = [len(values) for values in joined(own, "alpha")]
-    ways: list[tuple[str, list[Any], list[int]]] = [("most probable", joined(own, "best"), counts)]
+    ways: list[tuple[str, list[Any], list[int]]] = [("candidates_best", joined(own, "best"), counts)]
     if group.temperature:
-        ways.append(("drawn", joined(own, "drawn"), joined(own, "drawn_count")))
-    rows: list[CandidatesRow] = []
-    for way, sums, below in ways:
-        figures = [PromptSums.of([prompt[k - 1] for prompt in sums], below) for k in SHOWN_CANDIDATES]
-        acceptance = [estimate(each, group.picks) for each in figures]
-        rows.append({**group.of_draft(draft), "way": way, "k": list(SHOWN_CANDIDATES), "acceptance": acceptance})
-    return rows
+        ways.append(("candidates_drawn", joined(own, "drawn"), joined(own, "drawn_count")))
+    for figure, sums, below in ways:
+        for k in SHOWN_CANDIDATES:
+            found = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
+            yield group.row(figure, draft, found, at=k)
 
 
 def _lost(
     group: Group, draft: str, own: Sequence[Diagnosis], base: Sequence[Diagnosis], texts: list[list[str]]
-) -> list[LostToken]:
+) -> Iterator[Row]:
     """The tokens of the text at which most acceptance was lost in all, worst first."""
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for tokens, new, old in zip(texts, joined(own, "alpha"), joined(base, "alpha"), strict=True):
         for text, a, b in zip(tokens, new, old, strict=True):
             seen[text].append((a, b))
-    rows: list[LostToken] = []
-    for text, pairs in seen.items():
-        alpha, base_alpha = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        row: LostToken = {
-            **group.of_draft(draft),
-            "token": text,
-            "count": len(pairs),
-            "alpha": alpha,
-            "base_alpha": base_alpha,
-            "change": sum(a - b for a, b in pairs),
-        }
-        if len(pairs) >= LEAST_SEEN and row["change"] < 0:
-            rows.append(row)
-    return sorted(rows, key=lambda row: (row["change"], row["token"]))[:LISTED]
+    changes = {text: sum(a - b for a, b in pairs) for text, pairs in seen.items() if len(pairs) >= LEAST_SEEN}
+    worst = sorted((change, text) for text, change in changes.items() if change < 0)[:LISTED]
+    for change, text in worst:
+        count = len(seen[text])
+        alpha, base_alpha = (sum(values) / count for values in zip(*seen[text], strict=True))
+        figures = {"lost": change, "lost_alpha": alpha, "lost_base_alpha": base_alpha}
+        for figure, value in figures.items():
+            yield group.row(figure, draft, value, part=text, n=count)
 
 
 def _viewed(

@@ -22,10 +22,9 @@ from draftsmith_core.provenance import command_line, provenance
 from draftsmith_core.runs import Run
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
-from eval import assemble, measure, remarks
+from eval import measure, remarks, rows
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
-from eval.groups import Setting
 from eval.measure_all import Cells, Evaluation, measure_all
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
@@ -67,9 +66,9 @@ def evaluate(config: EvalConfig) -> Results:
         notes += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         notes += announce(remarks.of_target(config.target, pair.target), strict=False)
         measured = measure_all(work)
-        busy = remarks.of_timing(assemble.speed_conditions(measured, cpus := os.cpu_count() or 1), cpus)
+        busy = remarks.of_timing(rows.timing_conditions(measured, cpus := os.cpu_count() or 1), cpus)
         notes += announce(busy, strict=False)
-        setting = Setting(
+        setting = rows.Setting(
             suites=suites,
             drafts=list(pair.drafts),
             base=work.request.base,
@@ -80,7 +79,7 @@ def evaluate(config: EvalConfig) -> Results:
         )
 
         def write() -> None:
-            document = assemble.assemble(
+            document = rows.assemble(
                 setting,
                 measured,
                 config=asdict(config),
@@ -90,7 +89,7 @@ def evaluate(config: EvalConfig) -> Results:
                 remarks=notes,
                 diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
             )
-            write_json_atomic(out / "results.json", document)
+            Results(document, out).write()
             results = Results.load(out)
             write_report(results)
             track(config, results)

@@ -21,13 +21,20 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.acceptance import Continuation
 from eval.request import Method
-from eval.schema import Identical
 
 WARM_UP_TOKENS = 8
 # Prompts on which drafting and verifying are told apart, and the most nodes of the tree of one level.
 COST_PROMPTS, MOST_NODES = 2, 64
 # What is kept of `decode.stats`, per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum", "accepted_by_depth", "reached_by_depth")
+
+
+class Identical(TypedDict):
+    """Greedy outputs that equal the target's own, and the largest gap between its two logits where others part."""
+
+    same: int
+    of: int
+    largest_gap: float | None
 
 
 class BaselineMeasurement(TypedDict):

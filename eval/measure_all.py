@@ -16,11 +16,11 @@ from eval import measure
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.groups import Measured
 from eval.headroom import RootStep
 from eval.model_rows import identity, machine
 from eval.predict import predicted_methods
 from eval.request import EvalRequest, Method
+from eval.rows import Measured
 from eval.schema import ModelRow
 from eval.suites import Suite
 

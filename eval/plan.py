@@ -299,12 +299,11 @@ def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: int) -> 
     alone, *rates = [PromptSums.of(*counts) for counts in zip(emitted, seconds, strict=True)]
     rows: list[dict[str, Any]] = [{"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}]
     for finalist, rate in zip(finalists, rates, strict=True):
-        speedup = quotient(rate, alone, picks)
         rows.append(
             {
                 "tree": finalist.name,
                 "tokens_per_s": rate.pooled,
-                "speedup": {key: speedup[key] for key in ("value", "low", "high", "prompts")},
+                "speedup": quotient(rate, alone, picks),
                 "predicted_or_tried": finalist.rate,
                 "family": finalist.family,
             }

@@ -17,7 +17,7 @@ from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from eval.config import EvalConfig
-from eval.schema import ModelRow, Remark, SpeedConditions
+from eval.schema import Conditions, ModelRow, Remark
 from eval.suites import Suite
 
 # Two prompts are near-duplicates when they share this much of their runs of so many tokens (Jaccard similarity).
@@ -157,7 +157,7 @@ def loaded(load: Sequence[float], cpus: int) -> bool:
     return max(load, default=0.0) > cpus + 1
 
 
-def of_timing(conditions: Sequence[SpeedConditions], cpus: int) -> list[Remark]:
+def of_timing(conditions: Sequence[Conditions], cpus: int) -> list[Remark]:
     """Clock times taken on a busy machine: its load, or rounds that differ among themselves."""
     remarks = []
     load = max((value for row in conditions for value in row["load"]), default=0.0)

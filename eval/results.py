@@ -1,45 +1,38 @@
-"""Reading what an evaluation found: one place that looks figures up by draft, domain, temperature and method.
+"""Read results.json: one tidy table of figures, and a few names for those that people ask for.
 
 results = Results.load("out/eval")
 results.alpha("jsd", "code", temperature=1.0)["value"]
-results.decoding("jsd", "id", tree="chain:4")["tau"]
-results.to_frame("decoding").pivot_table(...)
+results.tau("jsd", "id", tree="chain:4")
+results.to_frame("alpha", "gain").pivot(columns="figure", values="value", index=["draft", "domain", "temperature"])
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json_value
-from eval.schema import (
-    SCHEMA_VERSION,
-    AlphaRow,
-    DecodingRow,
-    Difference,
-    Estimate,
-    PredictionRow,
-    ResultsDocument,
-    SpeedRow,
-    SuiteKind,
-    TransferRow,
-)
+from draftsmith_core.errors import InputError, nearest
+from draftsmith_core.io import read_json_value, write_text_atomic
+from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, Row, SuiteKind
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-KINDS: tuple[SuiteKind, ...] = ("id", "ood")
-FRAMES = tuple("alpha decoding predictions speed costs transfer why lost baselines suites models".split())
+_Method = tuple[str | None, str | None]
+_Cell = tuple[str, str, float, str | None, str | None]
+_Key = tuple[str, str, str, float, str | None, str | None, int | None, str | None]
 
 
 @dataclass(frozen=True)
 class Results:
-    """The results of one evaluation. `document` is all of results.json, `directory` where it was written.
+    """The results of one evaluation. `document` is results.json, `directory` is where it was written.
 
     A `domain` is the name of a prompt set, or "id" or "ood" for all sets of that kind pooled. `temperature` None is
-    the highest that was measured. `tree` and `verifier` may be left out when only one was measured. A name that is
-    not there raises InputError, which lists those that are.
+    the highest that was measured. `tree` and `verifier` may be left out if only one was measured. A name that was not
+    measured raises InputError, which lists those that were. A figure is a row of the table (`eval.schema.Row`):
+    `row["value"]` with the 95 % interval `row["low"]`, `row["high"]` over `row["n"]` prompts.
     """
 
     document: ResultsDocument
@@ -55,6 +48,17 @@ class Results:
         if version != SCHEMA_VERSION:
             raise InputError(f"{file}: made by another version (schema {version}); evaluate again")
         return cls(document, file.parent)
+
+    def write(self) -> None:
+        """Write results.json whole, with one line per row of its tables."""
+        parts = []
+        for key, value in self.document.items():
+            text = json.dumps(value, indent=1, ensure_ascii=False)
+            if isinstance(value, list):
+                lines = (json.dumps(each, ensure_ascii=False) for each in value)
+                text = "[" + ",".join(f"\n  {line}" for line in lines) + "\n ]"
+            parts.append(f" {json.dumps(key)}: {text}")
+        write_text_atomic(self.directory / "results.json", "{\n" + ",\n".join(parts) + "\n}\n")
 
     @property
     def base(self) -> str:
@@ -78,178 +82,199 @@ class Results:
 
     @property
     def top_temperature(self) -> float:
-        """The highest temperature, which a figure is about when none is named."""
+        """The highest temperature, the default of every figure."""
         return max(self.temperatures)
+
+    @property
+    def kinds(self) -> list[SuiteKind]:
+        """The kinds of prompt sets that were measured, ID first."""
+        return [kind for kind in KINDS if self.domains(kind)]
+
+    @property
+    def methods(self) -> list[tuple[str, str]]:
+        """Tree and verifier of every decoding method."""
+        return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
 
     def domains(self, kind: SuiteKind | None = None) -> list[str]:
         """Names of the prompt sets, of one kind or of both, ID first."""
         return [suite["name"] for suite in self.document["suites"] if kind in (None, suite["kind"])]
 
     def kind(self, domain: str) -> SuiteKind:
-        """Whether a domain is in distribution ("id") or out of it ("ood")."""
-        return next(suite["kind"] for suite in self.document["suites"] if suite["name"] == self._domain(domain))
+        """Whether a prompt set is in distribution ("id") or out of it ("ood")."""
+        return next(suite["kind"] for suite in self.document["suites"] if suite["name"] == domain)
 
-    def has(self, kind: SuiteKind) -> bool:
-        """Whether any prompt set of this kind was measured."""
-        return bool(self.domains(kind))
-
-    def alpha_row(self, draft: str, domain: str, temperature: float | None = None) -> AlphaRow:
-        """The row of expected acceptance of one draft, as results.json has it."""
-        rows = self._pooled_or_not(domain, "alpha", "overall_alpha")
-        row: AlphaRow = self._one(rows, draft, domain, temperature)
-        return row
-
-    def alpha(self, draft: str, domain: str, temperature: float | None = None) -> Estimate:
-        """Expected acceptance of one draft token, a share of 1, with its 95 % interval and counts."""
-        return self.alpha_row(draft, domain, temperature)["alpha"]
-
-    def gain(self, draft: str, domain: str, temperature: float | None = None) -> Difference | None:
-        """alpha minus the base draft's, paired by prompt, with its 95 % interval; None for the base itself."""
-        return self.alpha_row(draft, domain, temperature)["gain"]
-
-    def decoding(
-        self,
-        draft: str,
-        domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
-    ) -> DecodingRow:
-        """What was counted while decoding: tau (tokens per target call), accept@d, outputs equal to the target's."""
-        rows = self._pooled_or_not(domain, "decoding", "overall_decoding")
-        method = self._method(tree, verifier)
-        row: DecodingRow = self._one(rows, draft, domain, temperature, **method)
-        return row
-
-    def predicted(
-        self,
-        draft: str,
-        domain: str,
-        temperature: float | None = None,
-        tree: str = "chain:4",
-        verifier: str = "speculative",
-    ) -> PredictionRow | None:
-        """tau of a tree as predicted without decoding, with its intervals; None where it was not predicted. Every chain
-        of 1 to 16 tokens is there, under `speculative` and `block`, and the trees that were decoded.
-        """
-        rows = self.document["predictions"]
-        row: PredictionRow | None = self._one(rows, draft, domain, temperature, tree=tree, verifier=verifier)
-        return row
-
-    def speed(
-        self,
-        draft: str | None,
-        domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
-    ) -> SpeedRow | None:
-        """Tokens per second and speedup at batch 1; `draft` None is the target alone. None when nothing was timed."""
-        rows = self.document["speed"]["domains" if self._domain(domain) else "overall"]
-        if not rows:
-            return None
-        method = {"tree": None, "verifier": None} if draft is None else self._method(tree, verifier)
-        row: SpeedRow = self._one(rows, draft, domain, temperature, **method)
-        return row
+    def lossless(self, verifier: str | None) -> bool:
+        """Whether outputs under a verifier follow the target's distribution; the target's own (None) do."""
+        rules = {method["verifier"]: bool(method["lossless"]) for method in self.document["methods"]}
+        return verifier is None or rules[verifier]
 
     def busy(self, domain: str, temperature: float) -> bool:
-        """Whether the machine was too busy for the clock times of one set at one temperature to be relied on."""
-        rows = self.document["speed"]["conditions"]
+        """Whether the machine was too busy to rely on the timings of one set at one temperature."""
+        rows = self.document["conditions"]
         return any(row["busy"] for row in rows if (row["domain"], row["temperature"]) == (domain, temperature))
 
-    def transfer(self, draft: str, domain: str = "ood", temperature: float | None = None) -> TransferRow | None:
-        """Gain out of distribution over gain in distribution; None for the base, and when no OOD set was measured."""
-        ood = self.domains("ood")
-        if draft == self.base or not ood:
-            return None
-        name = self._domain(domain)
-        # A single OOD set is not pooled with anything, so that its own row is the only one.
-        name = ood[0] if name is None and len(ood) == 1 else name
-        rows = [{**row, "kind": "ood"} for row in self.document["transfer"]]
-        row: TransferRow = self._one(rows, draft, name or "ood", temperature)
-        return row
+    def figure(
+        self,
+        figure: str,
+        draft: str,
+        domain: str,
+        temperature: float | None = None,
+        tree: str | None = None,
+        verifier: str | None = None,
+        *,
+        at: int | None = None,
+        part: str | None = None,
+    ) -> Row | None:
+        """Any figure by its name in the table; None if there is none, as for the gain of the base over itself."""
+        return self._index.get((figure, *self._cell(figure, draft, domain, temperature, tree, verifier), at, part))
+
+    def series(
+        self,
+        figure: str,
+        draft: str,
+        domain: str,
+        temperature: float | None = None,
+        tree: str | None = None,
+        verifier: str | None = None,
+    ) -> list[Row]:
+        """The rows of a figure that has several, such as `accept` by depth, in the order of `at`."""
+        cell = self._cell(figure, draft, domain, temperature, tree, verifier)
+        return [row for row in self.rows(figure) if _cell_of(row) == cell]
+
+    def alpha(self, draft: str, domain: str, temperature: float | None = None) -> Row:
+        """Expected acceptance of one draft token."""
+        return _there(self.figure("alpha", draft, domain, temperature))
+
+    def gain(self, draft: str, domain: str, temperature: float | None = None) -> Row | None:
+        """alpha minus the base draft's, paired by prompt; None for the base itself."""
+        return self.figure("gain", draft, domain, temperature)
+
+    def transfer(self, draft: str, domain: str = "ood", temperature: float | None = None) -> Row | None:
+        """Gain out of distribution over gain in distribution; None for the base, and if no OOD set was measured."""
+        return self.figure("transfer", draft, domain, temperature) if self.domains("ood") else None
+
+    def why_undefined(self, transfer: Row) -> str | None:
+        """Say why a transfer has no value; None if it has one."""
+        from eval.bootstrap import why_undefined
+
+        draft, temperature = transfer["draft"], transfer["temperature"]
+        sides = [_there(self.gain(draft, domain, temperature)) for domain in ("id", transfer["domain"])]
+        return why_undefined(*sides)
+
+    def tau(
+        self,
+        draft: str,
+        domain: str,
+        temperature: float | None = None,
+        tree: str | None = None,
+        verifier: str | None = None,
+    ) -> Row:
+        """Measured tokens per target call."""
+        return _there(self.figure("tau", draft, domain, temperature, tree, verifier))
+
+    def speedup(
+        self,
+        draft: str,
+        domain: str,
+        temperature: float | None = None,
+        tree: str | None = None,
+        verifier: str | None = None,
+    ) -> Row | None:
+        """Tokens per second over the target's own at batch 1; None if nothing was timed."""
+        return self.figure("speedup", draft, domain, temperature, tree, verifier)
+
+    def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
+        """Another figure of the same draft, set, temperature, method and part as a row."""
+        return self._index.get((figure, *_cell_of(row), at, row["part"]))
+
+    def rows(self, *figures: str) -> Iterator[Row]:
+        """All rows of some figures."""
+        return (row for row in self.document["rows"] if row["figure"] in figures)
+
+    def counts(self, of: str) -> dict[_Cell, Counts]:
+        """Per-prompt sums of one measurement by draft, set, temperature, tree and verifier."""
+        return {_cell_of(counts): counts for counts in self.document["counts"] if counts["of"] == of}
 
     def require(self, *requirements: str) -> None:
-        """Return when all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
-        (`eval.require` says how); RequirementError with one line for each figure that does not meet one.
+        """Return if all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
+        (see `eval.require`). RequirementError has one line for each figure that does not meet one.
         """
         from eval.require import require  # which reads Results
 
         require(self, requirements)
 
-    def to_frame(self, table: str) -> "DataFrame":
-        """One table as a pandas DataFrame, one row per measurement: figures as columns with `_low` and `_high`.
+    def to_frame(self, *figures: str) -> "DataFrame":
+        """The table as a pandas DataFrame, or the rows of some figures without the columns that are empty there.
 
-        Tables: alpha, decoding, predictions, speed, costs, transfer, why, lost (of the diagnosis), baselines, suites,
-        models. Sets of a kind pooled have domain None.
+        Columns: figure, draft, domain, kind, temperature, tree, verifier, at, part, value, low, high, n.
         """
-        if table not in FRAMES:
-            raise InputError(f"to_frame: no table {table!r}; there are {', '.join(FRAMES)}")
         # pandas takes half a second to import, and only this needs it.
         import pandas
 
-        found: Any = self.document
-        tables: dict[str, Any] = {
-            **found,
-            **{name: found[name] + found[f"overall_{name}"] for name in ("alpha", "decoding")},
-            **(found["diagnosis"] or {"why": [], "lost": []}),
-            "speed": found["speed"]["domains"] + found["speed"]["overall"],
-            "costs": found["speed"]["costs"],
-            "models": [{"role": role, **row} for role, row in found["models"].items()],
-        }
-        return pandas.DataFrame([_flat(row) for row in tables[table]])
+        frame = pandas.DataFrame(self.document["rows"], columns=list(Row.__annotations__))
+        if not figures:
+            return frame
+        known = sorted(set(frame["figure"]))
+        for figure in figures:
+            if figure not in known:
+                raise InputError(f"to_frame: no figure {figure!r}; {nearest(figure, known)}")
+        frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
+        empty = [name for name in ("tree", "verifier", "at", "part") if frame[name].isna().all()]
+        return frame.drop(columns=[*empty, *(["figure"] if len(figures) == 1 else [])])
 
-    def _domain(self, domain: str) -> str | None:
-        """The name of a prompt set, or None for "id" and "ood", all sets of a kind. A set's own name comes first."""
-        if domain in self.domains():
-            return domain
-        kinds = [kind for kind in KINDS if self.has(kind)]
-        if domain in kinds:
-            return None
-        raise InputError(f"domain {domain!r}: not measured; there are {', '.join([*self.domains(), *kinds])}")
+    @cached_property
+    def _index(self) -> dict[_Key, Row]:
+        return {(row["figure"], *_cell_of(row), row["at"], row["part"]): row for row in self.document["rows"]}
 
-    def _pooled_or_not(self, domain: str, own: str, pooled: str) -> Any:
-        document: Any = self.document
-        return document[own if self._domain(domain) else pooled]
+    @cached_property
+    def _per_method(self) -> dict[str, list[_Method]]:
+        """The methods of every figure that has some: those that were decoded first."""
+        found: dict[str, dict[_Method, None]] = {}
+        for row in self.document["rows"]:
+            if row["tree"] is not None:
+                found.setdefault(row["figure"], dict.fromkeys(self.methods))[row["tree"], row["verifier"]] = None
+        return {figure: list(methods) for figure, methods in found.items()}
 
-    def _method(self, tree: str | None, verifier: str | None) -> dict[str, str]:
-        """The one tree and verifier that were asked for; InputError when none or several fit."""
-        methods = self.document["methods"]
-        fit = [m for m in methods if tree in (None, m["tree"]) and verifier in (None, m["verifier"])]
-        if len(fit) != 1:
-            asked = " ".join(word for word in (tree, verifier) if word) or "no tree named"
-            problem = "several fit, name one" if fit else "not measured"
-            known = ", ".join(f"{m['tree']} {m['verifier']}" for m in fit or methods)
-            raise InputError(f"{asked}: {problem} of: {known}" if fit else f"{asked}: {problem}; there are {known}")
-        return {"tree": fit[0]["tree"], "verifier": fit[0]["verifier"]}
-
-    def _one(self, rows: Any, draft: str | None, domain: str, temperature: float | None, **method: str | None) -> Any:
-        if draft is not None and draft not in self.drafts:
-            raise InputError(f"draft {draft!r}: not measured; there are {', '.join(self.drafts)}")
+    def _cell(
+        self,
+        figure: str,
+        draft: str,
+        domain: str,
+        temperature: float | None,
+        tree: str | None,
+        verifier: str | None,
+    ) -> _Cell:
         temperature = self.top_temperature if temperature is None else temperature
-        if temperature not in self.temperatures:
-            known = ", ".join(f"{t:g}" for t in self.temperatures)
-            raise InputError(f"temperature {temperature:g}: not measured; there are {known}")
-        name = self._domain(domain)
-        wanted = {"draft": draft, "domain": name, "temperature": temperature, **method}
-        if name is None:
-            wanted["kind"] = domain
-        return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+        for name, value, known in (
+            ("draft", draft, [*self.drafts, TARGET]),
+            ("domain", domain, [*self.domains(), *self.kinds]),
+            ("temperature", temperature, self.temperatures),
+        ):
+            if value not in known:
+                listed = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in known)
+                raise InputError(f"{name} {value!r}: not measured; there are {listed}")
+        method: _Method = (None, None)
+        if figure in self._per_method and draft != TARGET:
+            method = self._method(figure, tree, verifier)
+        return draft, domain, temperature, *method
+
+    def _method(self, figure: str, tree: str | None, verifier: str | None) -> _Method:
+        """The one tree and verifier that were asked for; InputError if none or several fit."""
+        for known in (self.methods, self._per_method[figure]):
+            fit = [each for each in known if tree in (None, each[0]) and verifier in (None, each[1])]
+            if len(fit) == 1:
+                return fit[0]
+            if fit:
+                break
+        wanted = " ".join(word for word in (tree, verifier) if word) or "no tree named"
+        listed = ", ".join(f"{each[0]} {each[1]}" for each in fit or self.methods)
+        raise InputError(f"{wanted}: " + (f"several fit: {listed}" if fit else f"not measured; there are {listed}"))
 
 
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of a table: intervals and counts become columns; per-prompt lists stay in the document."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if key == "accept_at":
-            for depth, at in enumerate(value, 1):
-                flat |= _flat({f"accept@{depth}": at})
-        elif key == "counts":
-            flat |= value
-        elif isinstance(value, dict) and "value" in value:
-            flat |= {key: value["value"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
-        elif isinstance(value, dict) and key != "per_prompt":
-            flat |= {f"{key}_{name}": inner for name, inner in value.items()}
-        elif not isinstance(value, dict | list) and key not in ("per_prompt", "identical_outputs"):
-            flat[key] = value
-    return flat
+def _cell_of(row: Any) -> _Cell:
+    return row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]
+
+
+def _there(row: Row | None) -> Row:
+    assert row is not None
+    return row

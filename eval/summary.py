@@ -1,83 +1,80 @@
 """The compact object that `eval --json` prints."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from eval.decision import Decision, decide
+from eval.decision import decide
 from eval.results import Results
-from eval.schema import Interval
-
-
-def _bounds(figure: Interval | None) -> list[float | None] | None:
-    return [figure["low"], figure["high"]] if figure else None
+from eval.schema import Row
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Files, the decision, alpha and gain per draft, domain and temperature with what was decoded, transfer."""
-    document = results.document
-    untyped: Any = document
+    """Files, the decision, and the main figures with their intervals per draft, set and temperature."""
+    document, decision = results.document, decide(results)
+    sets = results.domains()
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
-        "decision": _decided(decide(results)),
+        "decision": {
+            "verdict": decision.verdict,
+            "setting": asdict(decision.setting) if decision.setting else None,
+            "cells": [
+                {
+                    **{key: getattr(cell, key) for key in ("domain", "temperature", "sign")},
+                    **_figure("speedup", cell.speedup),
+                    "busy": cell.busy,
+                }
+                for cell in decision.cells
+            ],
+            **_figure("over_base", decision.over_base),
+        },
         "remarks": [remark["text"] for remark in document["remarks"]],
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
         "cells": [
             {
                 **{key: row[key] for key in ("draft", "domain", "kind", "temperature")},
-                **_figures(row, "alpha", "gain"),
-                "decoding": [_decoding(results, row, method) for method in document["methods"]],
+                **_figure("alpha", row),
+                **_figure("gain", results.gain(row["draft"], row["domain"], row["temperature"])),
+                "decoding": [_decoding(results, row, *method) for method in results.methods],
             }
-            for row in untyped["alpha"]
+            for row in results.rows("alpha")
+            if row["domain"] in sets and row["part"] is None
         ],
         "transfer": [
             {
                 **{key: row[key] for key in ("draft", "domain", "temperature")},
-                "transfer": row["value"],
-                "transfer_ci": _bounds(row),
-                "undefined": row["undefined"],
+                **_figure("transfer", row),
+                "undefined": results.why_undefined(row),
             }
-            for row in untyped["transfer"]
+            for row in results.rows("transfer")
         ],
     }
 
 
-def _decided(decision: Decision) -> dict[str, Any]:
+def _figure(name: str, found: Any) -> dict[str, Any]:
+    """A figure and, beside it, its interval."""
+    return {name: found and found["value"], f"{name}_ci": found and [found["low"], found["high"]]}
+
+
+def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str, Any]:
+    def figure(name: str) -> Row | None:
+        return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
+
+    def value(name: str) -> float | None:
+        return (found := figure(name)) and found["value"]
+
+    run, same = figure("tau_run"), figure("identical")
+    identical = same and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": value("largest_gap")}
     return {
-        "verdict": decision.verdict,
-        "setting": asdict(decision.setting) if decision.setting else None,
-        "cells": [
-            {
-                **{key: getattr(cell, key) for key in ("domain", "temperature", "sign")},
-                **_figures({"speedup": cell.speedup}, "speedup"),
-                "busy": cell.busy,
-            }
-            for cell in decision.cells
-        ],
-        **_figures({"over_base": decision.over_base}, "over_base"),
-    }
-
-
-def _figures(row: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Each figure and, beside it, its interval; None for what there is none of."""
-    found: dict[str, Any] = {}
-    for key in keys:
-        found |= {key: row[key] and row[key]["value"], f"{key}_ci": _bounds(row[key])}
-    return found
-
-
-def _decoding(results: Results, row: Any, method: dict[str, Any]) -> dict[str, Any]:
-    at = (row["draft"], row["domain"], row["temperature"], method["tree"], method["verifier"])
-    decoded, timed, predicted = results.decoding(*at), results.speed(*at), results.predicted(*at)
-    return {
-        **{key: method[key] for key in ("tree", "verifier", "lossless")},
-        **_figures(decoded, "tau"),
-        "tau_predicted": predicted and predicted["tau"]["value"],
-        "tau_predicted_run": predicted and [predicted["run_low"], predicted["run_high"]],
-        "identical_outputs": decoded["identical_outputs"],
-        **_figures(timed or {"speedup": None}, "speedup"),
-        "tokens_per_s": timed and timed["tokens_per_s"],
-        "latency_s_per_token": timed and timed["latency_s_per_token"],
+        "tree": tree,
+        "verifier": verifier,
+        "lossless": results.lossless(verifier),
+        **_figure("tau", figure("tau")),
+        "tau_predicted": value("tau_predicted"),
+        "tau_predicted_run": run and [run["low"], run["high"]],
+        "identical_outputs": identical,
+        **_figure("speedup", figure("speedup")),
+        "tokens_per_s": value("tokens_per_s"),
+        "latency_s_per_token": value("latency_s_per_token"),
     }

@@ -1,15 +1,12 @@
 """An evaluation in Weights & Biases: its figures, tables and pictures."""
 
-from typing import Any
-
 from draftsmith_core import wandb_runs
 from draftsmith_core.io import hash_json
 from eval.config import EvalConfig
 from eval.results import Results
-from eval.schema import ResultsDocument
 
-# Tables of `Results.to_frame` that are logged.
-TABLES = ("alpha", "decoding", "predictions", "speed", "costs", "transfer", "why", "lost")
+# Figures of which a table is logged.
+TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")
 
 
 def track(config: EvalConfig, results: Results) -> None:
@@ -28,32 +25,21 @@ def track(config: EvalConfig, results: Results) -> None:
     with wandb_runs.without_prompts():
         options = wandb_runs.run_options(out, out.resolve().name, run_id, "eval")
         with wandb.init(project=config.project, config=settings, **options) as run:
-            run.summary.update(figures(document))
-            frames = {f"tables/{name}": results.to_frame(name) for name in TABLES}
-            run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items() if len(frame)})
+            run.summary.update(figures(results))
+            known = {row["figure"] for row in document["rows"]}
+            frames = {f"tables/{name}": results.to_frame(name) for name in TABLES if name in known}
+            run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items()})
             run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
 
 
-def figures(document: ResultsDocument) -> dict[str, float]:
-    """Every figure under one flat name, such as `alpha/mine/prose/T1` or `tau/mine/all ood/T0/chain:4/speculative`.
+def figures(results: Results) -> dict[str, float]:
+    """Every figure under one flat name, such as `alpha/mine/prose/T1` or `tau/mine/ood/T0/chain:4/speculative`.
 
-    tau and speedup depend on the tree and the verifier, alpha and transfer do not. What is not defined is left out.
+    Figures that are not defined are left out.
     """
-    found: dict[str, float | None] = {}
-    for row in (*document["alpha"], *document["overall_alpha"]):
-        found[f"alpha/{_name(row)}"] = row["alpha"]["value"]
-        if row["gain"] is not None:
-            found[f"gain/{_name(row)}"] = row["gain"]["value"]
-    for decoded in (*document["decoding"], *document["overall_decoding"]):
-        found[f"tau/{_name(decoded)}/{decoded['tree']}/{decoded['verifier']}"] = decoded["tau"]["value"]
-    for timed in (*document["speed"]["domains"], *document["speed"]["overall"]):
-        if timed["speedup"] is not None:
-            found[f"speedup/{_name(timed)}/{timed['tree']}/{timed['verifier']}"] = timed["speedup"]["value"]
-    for share in document["transfer"]:
-        found[f"transfer/{_name({**share, 'kind': 'ood'})}"] = share["value"]
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _name(row: Any) -> str:
-    # Names of sets have no spaces, so no set is called `all id`.
-    return f"{row['draft']}/{row['domain'] or 'all ' + row['kind']}/T{row['temperature']:g}"
+    named: dict[str, float] = {}
+    for row in results.rows("alpha", "gain", "tau", "speedup", "transfer"):
+        words = (row["figure"], row["draft"], row["domain"], f"T{row['temperature']:g}", row["tree"], row["verifier"])
+        if row["value"] is not None and row["part"] is None:
+            named["/".join(filter(None, words))] = row["value"]
+    return named

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
-from eval.assemble import assemble
-from eval.groups import Measured, Setting
 from eval.headroom import RootMeasurement, RootStep
 from eval.request import Method
 from eval.results import Results
-from eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
+from eval.rows import Measured, Setting, assemble
+from eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
 from eval.suites import Suite
 
 
@@ -45,6 +44,7 @@ def made_up(
     offered: bool = True,
     trees: Sequence[str] = ("chain:2",),
     verifiers: Sequence[str] = ("speculative",),
+    timed: bool = True,
 ) -> ResultsDocument:
     """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
     rng = np.random.default_rng(0)
@@ -114,12 +114,9 @@ def made_up(
                     flat = {"target_calls": [15] * 2, "depth_sum": [15] * 2, "decode_s": [0.13 * 15] * 2}
                     if temperature and method == methods[0]:
                         one_level.append({**cell, **flat, "emitted": [20] * 2, "prefill_s": [0.1] * 2})
-            measured.speeds[at] = {
-                "prompt_ids": [prompt.id for prompt in suite.prompts],
-                "runs": runs,
-                "one_level": one_level,
-                "load": [0.5, 0.6],
-            }
+            if timed:
+                ids = [prompt.id for prompt in suite.prompts]
+                measured.speeds[at] = {"prompt_ids": ids, "runs": runs, "one_level": one_level, "load": [0.5, 0.6]}
     setting = Setting(
         suites=sets,
         drafts=list(gains),
@@ -153,3 +150,10 @@ def view(*args: Any, **options: Any) -> Results:
 
 BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
 BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
+
+
+def timeless(document: Any) -> dict[str, Any]:
+    """A results document without what two equal runs may differ in: the clock, and remarks on it."""
+    kept = {key: value for key, value in document.items() if key not in ("clock", "conditions", "remarks")}
+    kept["rows"] = [row for row in document["rows"] if row["figure"] not in CLOCK]
+    return {**kept, "counts": [each for each in document["counts"] if each["of"] != "speed"]}

@@ -15,7 +15,7 @@ from drafts.draft_vocabulary import FILE, draft_vocabulary, trim
 from drafts.load import load_pair
 from draftsmith.alignment.config import Policy, TrainChoices
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
-from eval.schema import Difference, Estimate
+from eval.schema import Estimate
 from tests.test_align import SMALL
 
 Door = Callable[..., tuple[int, str, str]]
@@ -26,13 +26,10 @@ def point(weight: float, id_change: float, general_change: float, low: float) ->
         "value": 0.5,
         "low": 0.4,
         "high": 0.6,
-        "mean_per_prompt": 0.5,
-        "numerator": 1.0,
-        "denominator": 2.0,
-        "prompts": 8,
+        "n": 8,
     }
-    change: Difference = {"value": id_change, "low": id_change - 0.01, "high": id_change + 0.01, "prompts": 8}
-    general: Difference = {"value": general_change, "low": low, "high": general_change + 0.01, "prompts": 8}
+    change: Estimate = {"value": id_change, "low": id_change - 0.01, "high": id_change + 0.01, "n": 8}
+    general: Estimate = {"value": general_change, "low": low, "high": general_change + 0.01, "n": 8}
     return Point(weight, figure, figure, change, general)
 
 

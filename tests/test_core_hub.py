@@ -254,20 +254,11 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint: Path, tm
     results = {
         "base": "base",
         "drafts": ["base", "mine"],
-        "alpha": [
-            {"draft": draft, "domain": "code", "kind": "ood", "temperature": 1.0, "alpha": estimate(value)}
-            for draft, value in (("base", 0.4), ("mine", 0.5))
-        ],
-        "decoding": [
-            {
-                "draft": d,
-                "domain": "code",
-                "temperature": 1.0,
-                "tree": "chain:2",
-                "verifier": "block",
-                "tau": estimate(t),
-            }
-            for d, t in (("base", 1.5), ("mine", None))
+        "suites": [{"name": "code"}],
+        "rows": [
+            {"figure": figure, "draft": draft, "domain": "code", "kind": "ood", "temperature": 1.0, **estimate(value)}
+            | {"tree": "chain:2", "verifier": "block", "part": None}
+            for draft, figure, value in (("base", "alpha", 0.4), ("mine", "alpha", 0.5), ("mine", "tau", None))
         ],
     }
     file = tmp_path / "results.json"

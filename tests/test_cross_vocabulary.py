@@ -20,6 +20,7 @@ from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
+from eval.results import Results
 from train.data import load_examples
 
 Door = Callable[..., tuple[int, str, str]]
@@ -124,12 +125,12 @@ def test_eval_gives_its_alpha(
         *("--bootstrap", 100, "--device", "cpu"),
     )
     assert code == 0, err
-    results = json.loads((tmp_path / "eval" / "results.json").read_text())
+    results = Results.load(tmp_path / "eval")
     assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
-    rows = {row["draft"]: row for row in results["alpha"]}
-    assert 0 < rows["foreign"]["alpha"]["value"] < 1
-    assert 0 < rows["foreign"]["missing_mass"]["value"] < 1 - rows["foreign"]["alpha"]["value"]
-    assert rows["own"]["missing_mass"]["value"] == 0
+    alpha, missing = (results.figure(name, "foreign", "p") for name in ("alpha", "missing_mass"))
+    assert alpha and missing and 0 < (missing["value"] or 0) < 1 - (alpha["value"] or 1)
+    own = results.figure("missing_mass", "own", "p")
+    assert own is not None and own["value"] == 0
     assert "What cannot be drafted" in (tmp_path / "eval" / "report.html").read_text()
 
 

@@ -12,14 +12,15 @@ import torch
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation
+from eval.bootstrap import bounds, signs
 from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
-from eval.groups import Measured, Setting
 from eval.report.page import render_page
 from eval.report.viewer import MOST_TOKENS, viewed_texts
 from eval.request import Method
 from eval.results import Results
-from eval.schema import SuiteKind
+from eval.rows import Measured, Setting
+from eval.schema import Row, SuiteKind
 from eval.suites import Suite
 from tests.results_made_up import BASE, BOTH, made_up
 
@@ -147,30 +148,37 @@ def text_of(token: int) -> str:
     return {5: "7", 6: " a"}[token]
 
 
+def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
+    return {(row["figure"], row["draft"], row["part"] or row["at"]): row for row in rows}
+
+
 def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
-    rows = diagnosis_rows(*world(-0.3), text_of)
-    why = {(row["draft"], row["by"], row["bin"]): row for row in rows["why"]}
-    digits, words = (why["mine", "class of the token", name] for name in ("digits", "words"))
-    assert digits["gain"] is not None and digits["gain"]["value"] == pytest.approx(-0.3)
-    assert (digits["sign"], words["sign"], why["base", "class of the token", "digits"]["sign"]) == (-1, 0, None)
-    assert ("mine", "position in the answer", "4 to 16") in why and ("mine", "position in the answer", "below 4") in why
-    assert why["mine", "entropy of the target, bits", "0.5 to 1.5"]["alpha"]["denominator"] == 120
-    (lost,) = rows["lost"]
-    assert (lost["draft"], lost["token"], lost["count"]) == ("mine", "7", 60)
-    assert lost["change"] == pytest.approx(-18.0) and lost["base_alpha"] - lost["alpha"] == pytest.approx(0.3)
-    ece = rows["calibration"][0]
-    assert ece["ece"] == pytest.approx(0.25) and ece["low"] == pytest.approx(0.25)
-    assert ece["bins"][5] == pytest.approx({"mass": 96.0, "confidence": 0.55, "acceptance": 0.8})
-    ways = {(row["draft"], row["way"]): [each["value"] for each in row["acceptance"]] for row in rows["candidates"]}
-    assert ways["mine", "most probable"] == pytest.approx([k / 64 for k in (1, 2, 4, 8, 16, 32, 64)])
-    assert ways["mine", "drawn"] == pytest.approx([0.5] * 7)
-    assert diagnosis_rows(*world(0.3), text_of)["lost"] == []
+    rows = by_part(diagnosis_rows(*world(-0.3), text_of)[0])
+    digits, words = (rows["gain", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
+    assert digits["value"] == pytest.approx(-0.3) and signs([bounds(digits), bounds(words)]) == [-1, 0]
+    assert ("gain", "base", "class of the token: digits") not in rows
+    assert {("gain", "mine", f"position in the answer: {name}") for name in ("4 to 16", "below 4")} <= set(rows)
+    assert rows["positions", "mine", "entropy of the target, bits: 0.5 to 1.5"]["value"] == 120
+    lost, new, old = (rows[name, "mine", "7"] for name in ("lost", "lost_alpha", "lost_base_alpha"))
+    assert lost["n"] == 60 and lost["value"] == pytest.approx(-18.0)
+    assert old["value"] - new["value"] == pytest.approx(0.3)
+    assert [part for figure, _, part in rows if figure == "lost"] == ["7"]
+    ece = rows["ece", "base", None]
+    assert ece["value"] == pytest.approx(0.25) and ece["low"] == pytest.approx(0.25)
+    sixth = [rows[name, "base", 5]["value"] for name in ("drafted_mass", "confidence", "acceptance")]
+    assert sixth == pytest.approx([96.0, 0.55, 0.8])
+    for k in (1, 2, 4, 8, 16, 32, 64):
+        assert rows["candidates_best", "mine", k]["value"] == pytest.approx(k / 64)
+        assert rows["candidates_drawn", "mine", k]["value"] == pytest.approx(0.5)
+    assert not any(row["figure"] == "lost" for row in diagnosis_rows(*world(0.3), text_of)[0])
 
 
 @pytest.fixture
 def shown() -> Results:
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    document["diagnosis"] = diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
+    rows, texts = diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
+    document["rows"] += rows
+    document["texts"] = texts
     return Results(document, Path())
 
 
@@ -192,9 +200,9 @@ def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
 
 
 def test_the_viewer_stays_small(shown: Results) -> None:
-    diagnosis: Any = shown.document["diagnosis"]
-    (row,) = [row for row in diagnosis["viewed"] if row["draft"] == "mine"]
-    diagnosis["viewed"] = [{**row, "tokens": row["tokens"] * 9, "domain": f"d{index}"} for index in range(40)]
+    (text,) = [text for text in shown.document["texts"] if text["draft"] == "mine"]
+    texts: Any = [{**text, "tokens": text["tokens"] * 9, "domain": f"d{index}"} for index in range(40)]
+    shown.document["texts"] = texts
     assert sum(len(text.tokens) for text in viewed_texts(shown)) == MOST_TOKENS
     assert len(render_page(shown)) < 600_000
 
@@ -211,6 +219,6 @@ def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:
         cold.baselines[name, 0.0] = baseline
     for (name, _, draft), found in measured.alphas.items():
         cold.alphas[name, 0.0, draft] = found
-    rows = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
-    assert not any(row["by"].startswith("entropy") for row in rows["why"])
-    assert {row["way"] for row in rows["candidates"]} == {"most probable"}
+    rows, _ = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
+    assert rows and not any((row["part"] or "").startswith("entropy") for row in rows)
+    assert not any(row["figure"] == "candidates_drawn" for row in rows)

@@ -231,15 +231,18 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalCon
         "medusa",
     ]
     assert results["models"]["padded"]["vocabulary"] == 300
-    assert len(results["decoding"]) == 4 * 3 * 2
-    for row in results["decoding"]:
-        # Lossless, whatever drafts: at temperature 0 the target's own outputs.
-        assert row["lossless"] is True
-        assert row["identical_outputs"] == (None if row["temperature"] else {"same": 3, "of": 3, "largest_gap": None})
-    assert all(0 < row["alpha"]["value"] < 1 for row in results["alpha"] if row["temperature"])
-    for row in results["speed"]["domains"]:
-        assert row["latency_s_per_token"] == pytest.approx(row["decode_s"] / row["tokens"])
-        assert row["tokens_per_s"] == pytest.approx(1 / row["latency_s_per_token"])
+    rows = [row for row in results["rows"] if row["domain"] != row["kind"] and row["part"] is None]
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        values.setdefault(row["figure"], []).append(row["value"])
+    assert len(values["tau"]) == 4 * 3 * 2
+    # Lossless, whatever drafts: at temperature 0 the target's own outputs.
+    assert all(method["lossless"] for method in results["methods"]) and values["identical"] == [3] * 4 * 3
+    assert all(0 < row["value"] < 1 for row in rows if row["figure"] == "alpha" and row["temperature"])
+    for latency, rate, seconds, tokens in zip(
+        *(values[name] for name in ("latency_s_per_token", "tokens_per_s", "decode_s", "tokens")), strict=True
+    ):
+        assert latency == pytest.approx(seconds / tokens) and rate == pytest.approx(1 / latency)
     assert results["clock"]["peak_memory_bytes"] > sum(m["memory_bytes"] for m in results["models"].values())
     assert summary["peak_memory_bytes"] == results["clock"]["peak_memory_bytes"]
     assert all(row["latency_s_per_token"] > 0 for cell in summary["cells"] for row in cell["decoding"])
@@ -262,15 +265,13 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
     results = results_of(config)
     assert [method["lossless"] for method in results["methods"]] == [False, True]
     assert [method["lossless"] for method in summary["cells"][0]["decoding"]] == [False, True]
-    assert [row["lossless"] for row in results["speed"]["domains"]] == [True, False, True]
     evaluate(config)
     assert results_of(config)["clock"]["cells_measured"] == 0
     tree.write_text('{"parents": [-1, 0]}')
     evaluate(config)
     # The target's outputs are kept; predictions (with alpha), decoding, twice, and the clock are of another tree.
     assert results_of(config)["clock"]["cells_measured"] == 4
-    depths = {len(row["accept_at"]) for row in results_of(config)["decoding"]}
-    assert depths == {2}
+    assert {row["at"] for row in results_of(config)["rows"] if row["figure"] == "accept"} == {1, 2}
 
 
 def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world: EvalConfig, tmp_path: Path) -> None:
@@ -296,8 +297,8 @@ def test_a_target_in_four_bits_is_measured_as_itself(world: EvalConfig, tmp_path
     evaluate(config)
     whole = {key: row for key, row in results_of(config)["models"].items()}
     assert {key: row["quantize"] for key, row in whole.items()} == {"target": "nf4", "base": "none", "eagle": "none"}
-    for row in results_of(config)["decoding"]:
-        assert row["identical_outputs"] == {"same": 3, "of": 3, "largest_gap": None}
+    same = [(row["value"], row["n"]) for row in results_of(config)["rows"] if row["figure"] == "identical"]
+    assert same and set(same) == {(3, 3)}
     evaluate(replace(config, quantize_draft=None))
     small = results_of(config)["models"]
     assert small["base"]["quantize"] == "nf4" and small["base"]["fingerprint"] != whole["base"]["fingerprint"]

@@ -105,7 +105,7 @@ def test_the_best_three_are_of_three_families_where_there_are_so_many() -> None:
 
 
 def _timed(value: float, low: float | None, high: float | None) -> dict[str, Any]:
-    return {"value": value, "low": low, "high": high, "prompts": 8}
+    return {"value": value, "low": low, "high": high, "n": 8}
 
 
 def test_whether_it_pays_is_judged_on_the_interval() -> None:

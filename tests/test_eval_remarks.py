@@ -14,7 +14,7 @@ from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_pro
 from draftsmith_core.tokenization import load_tokenizer
 from eval import remarks
 from eval.config import EvalConfig
-from eval.schema import ModelRow, SpeedConditions, SuiteKind
+from eval.schema import Conditions, ModelRow, SuiteKind
 from eval.suites import Suite, load_suites
 
 TEXT = tuple(range(100, 140))
@@ -72,7 +72,7 @@ def test_drafts_that_are_not_smaller_or_are_the_same() -> None:
 
 
 def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
-    quiet = SpeedConditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03, busy=False)
+    quiet = Conditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03, busy=False)
     assert remarks.of_timing([quiet], cpus=2) == [] == remarks.of_timing([], cpus=2)
     loaded, uneven = quiet | {"load": [2.0, 3.4]}, quiet | {"spread": 0.4}
     (one,) = remarks.of_timing([quiet, loaded], cpus=2)

@@ -18,7 +18,7 @@ from eval.report.findings import lead
 from eval.report.formats import memory, number, percent, signed
 from eval.report.page import render_page
 from eval.report.theme import LIGHT, Look, roles_of
-from eval.results import FRAMES, Results
+from eval.results import Results
 from eval.schema import SuiteKind
 from tests.results_made_up import BASE, BOTH, made_up, view
 
@@ -79,16 +79,19 @@ def timed(
 ) -> Results:
     """Results on prose and code at T = 0 and 1 whose speedups are given by draft, tree, set and temperature."""
     found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=TREES, verifiers=("exact",))
-    for row in found["speed"]["domains"]:
-        if row["speedup"] is not None and row["per_prompt"] is not None:
-            key = (str(row["draft"]), str(row["tree"]), str(row["domain"]), row["temperature"])
-            value, low, high = speeds.get(key, (0.5, 0.48, 0.52))
-            row["speedup"] |= {"value": value, "low": low, "high": high}
+
+    def speed(row: Any) -> tuple[float, float | None, float | None]:
+        return speeds.get((row["draft"], row["tree"], row["domain"], row["temperature"]), (0.5, 0.48, 0.52))
+
+    for row in found["rows"]:
+        if row["figure"] == "speedup":
+            row["value"], row["low"], row["high"] = speed(row)
+    for counts in found["counts"]:
+        if counts["of"] == "speed" and counts["tree"]:
             # The base's times vary from prompt to prompt.
-            row["per_prompt"]["decode_s"] = [
-                2.0 / value * (1 + (row["draft"] == "base") * (-1) ** i / 2) for i in range(24)
-            ]
-    for condition in found["speed"]["conditions"]:
+            noise = [1 + (counts["draft"] == "base") * (-1) ** i / 2 for i in range(24)]
+            counts["per_prompt"]["decode_s"] = [2.0 / speed(counts)[0] * each for each in noise]
+    for condition in found["conditions"]:
         condition["busy"] = busy
     return Results(found, Path())
 
@@ -104,12 +107,12 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is() -> Non
     head = lead(timed(everywhere("mine", "kary:2,1", *FAST)))
     assert head.headline == "Ship mine: 1.40 times the target alone"
     assert head.detail.startswith(
-        "Decode with kary:2,1 and exact: it pays on every set at every temperature measured. "
+        "Decode with kary:2,1 and exact: it is faster than the target alone on every set at every temperature. "
         "All sets together, it is 2.80 (2."
     )
     assert head.detail.endswith(") times as fast as base with its own fastest method.")
     labels = ["prose (ID), T = 0", "prose (ID), T = 1", "code (OOD), T = 0", "code (OOD), T = 1"]
-    assert head.cells == [(label, "Pays: 1.40 (1.30 to 1.50) times the target alone.") for label in labels]
+    assert head.cells == [(label, "Faster: 1.40 (1.30 to 1.50) times the target alone.") for label in labels]
 
 
 def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said() -> None:
@@ -120,7 +123,7 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     equal = everywhere("mine", "chain:2", *(1.6, 1.5, 1.7)) | everywhere("base", "kary:2,1", *FAST)
     equal |= {("base", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
     head = lead(timed(equal))
-    assert "it is not measurably faster than base with its own fastest method: 1.07 (0." in head.detail, head.detail
+    assert "it is not measurably faster than base with its own fastest method (1.07 (0." in head.detail, head.detail
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
         "Fastest there: base with kary:2,1 and exact, 1.90 (1.80 to 2.00)."
     )
@@ -131,11 +134,11 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
     speeds |= {("mine", "chain:2", "code", 0.0): SLOW, ("mine", "chain:2", "code", 1.0): UNSURE}
     head = lead(timed(speeds, busy=True))
     assert head.headline == "Ship mine for prose: 1.40 times the target alone"
-    assert "It costs time on code at T = 0: decode without a draft." in head.detail
-    assert "No speedup is shown on code at T = 1: time more prompts" in head.detail
+    assert "It is slower on code at T = 0: decode without a draft there." in head.detail
+    assert "No clear speedup on code at T = 1: time more prompts" in head.detail
     # Clock times of a busy machine are marked: in the detail, in every cell and in the table of speeds.
     assert head.detail.endswith(
-        "The machine was busy while the clock ran: time again on a quiet one before you rely on this."
+        "The machine was busy during timing: repeat on a quiet machine before you rely on this."
     )
     assert all(text.endswith("The machine was busy.") for _, text in head.cells)
     assert render_page(timed(speeds, busy=True)).count("<td>busy</td>") == 20
@@ -144,7 +147,7 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
 @pytest.mark.parametrize(
     ("speed", "verdict", "headline"),
     [
-        (SLOW, "none_beats_none", "Do not ship: no draft beats no draft"),
+        (SLOW, "none_beats_none", "Do not ship: every draft is slower than the target alone"),
         (UNSURE, "not_shown", "Do not ship: no draft is measurably faster than the target alone"),
         ((1.3, None, None), "too_few", "Not decided: too few prompts were timed"),
     ],
@@ -160,9 +163,7 @@ def test_what_is_not_shown_is_not_shipped(
 
 
 def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided() -> None:
-    found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    found["speed"] = {"domains": [], "overall": [], "conditions": [], "costs": []}
-    head = lead(Results(found, Path()))
+    head = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, timed=False))
     assert head.headline == "Not decided: nothing was timed" and head.cells == []
     assert decide(view({"base": BASE}, BOTH, verifiers=("typical",))).verdict == "not_timed"
 
@@ -177,22 +178,23 @@ def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -
 
 def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve() -> None:
     results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    costs = results.document["speed"]["costs"]
-    cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in costs]
+    calls, verifying = (list(results.rows(name)) for name in ("draft_call", "verify"))
+    cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in calls]
     assert cells == [(draft, domain, 1.0, "chain:2") for domain in BOTH for draft in ("base", "mine")]
     # A step of .15 s makes two forwards of the draft, one of .13 s on as many nodes makes one; the target's is .1 s.
-    assert all(row["draft_call"] == pytest.approx(0.2) and row["verify"] == pytest.approx(1.1) for row in costs)
+    assert [row["value"] for row in calls] == pytest.approx([0.2] * 4)
+    assert [row["value"] for row in verifying] == pytest.approx([1.1] * 4)
     figure = cost_figure(results, Look(LIGHT, roles_of(["base", "mine"], "base")))
     assert figure is not None
     for ax, domain in zip(figure.axes, BOTH, strict=True):
         assert ax.get_title(loc="left") == {"prose": "prose", "code": "code (OOD)"}[domain] and len(ax.collections) == 2
         for draft in ("base", "mine"):
-            row = results.decoding(draft, domain)
-            calls = row["counts"]["depth_sum"] / row["counts"]["target_calls"]
-            timed = results.speed(draft, domain)
-            assert timed is not None and timed["speedup"] is not None and row["tau"]["value"] is not None
-            expected = row["tau"]["value"] / (calls * 0.2 + 1.1)
-            assert timed["speedup"]["value"] == pytest.approx(expected)
+            tau, depths, steps, speedup = (
+                (results.figure(name, draft, domain) or {"value": None})["value"] or 0.0
+                for name in ("tau", "depth_sum", "target_calls", "speedup")
+            )
+            expected = tau / (depths / steps * 0.2 + 1.1)
+            assert speedup == pytest.approx(expected)
             marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
             assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
         assert {text.get_text() for text in ax.texts} == {
@@ -205,8 +207,8 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
 
 def test_the_lines_of_a_chart_reach_the_marks_of_drafts_that_cost_more_than_their_target() -> None:
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    for row in document["speed"]["costs"]:
-        row["draft_call"] = 30.0
+    for row in document["rows"]:
+        row["value"] = 30.0 if row["figure"] == "draft_call" else row["value"]
     figure = cost_figure(Results(document, Path()), Look(LIGHT, roles_of(["base", "mine"], "base")))
     assert figure is not None
     for ax in figure.axes:
@@ -229,9 +231,7 @@ def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
 
 
 def test_a_chart_without_a_clock_has_no_marks() -> None:
-    document = made_up({"base": BASE}, {"prose": "id"})
-    document["speed"] = {"domains": [], "overall": [], "conditions": [], "costs": []}
-    figure = cost_figure(Results(document, Path()), Look(LIGHT, roles_of(["base"], "base")))
+    figure = cost_figure(view({"base": BASE}, {"prose": "id"}, timed=False), Look(LIGHT, roles_of(["base"], "base")))
     assert figure is not None and len(figure.axes[0].texts) == 3
 
 
@@ -277,9 +277,9 @@ def test_everything_from_outside_is_escaped() -> None:
 def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft() -> None:
     drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
     found = made_up(drafts, BOTH, same=20, gap=3.0, verifiers=("typical", "exact"))
-    for row in found["decoding"]:
-        if row["verifier"] == "exact" and row["identical_outputs"]:
-            row["identical_outputs"] = {"same": 24, "of": 24, "largest_gap": None}
+    for row in found["rows"]:
+        if row["figure"] == "identical" and row["verifier"] == "exact":
+            row["value"] = row["n"]
     page = render_page(Results(found, Path()))
     rows = re.findall(r"<tr>.*?</tr>", page)
     lossy = [row for row in rows if "typical" in row]
@@ -304,8 +304,11 @@ def test_memory_latency_and_quantisation_are_shown() -> None:
     page = render_page(Results(found, Path()))
     assert "held 1.23 GB, all of the process included" in page
     assert "<td>4.12 MB</td>" in page and "nf4, float32" in page and "Draft alignment for t in nf4 ·" in page
-    speed = found["speed"]["domains"][0]
-    assert speed["tokens_per_s"] == pytest.approx(10) and speed["latency_s_per_token"] == pytest.approx(0.1)
+    rate, latency = (
+        Results(found, Path()).figure(name, "target", "prose") for name in ("tokens_per_s", "latency_s_per_token")
+    )
+    assert rate is not None and latency is not None
+    assert [rate["value"], latency["value"]] == pytest.approx([10, 0.1])
     assert "<td>10.0</td><td>100</td>" in page
 
 
@@ -358,13 +361,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     suites: dict[str, SuiteKind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
     trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
     (root / "large.html").write_text(render_page(view(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
-    long = [{"text": "word ", "alpha": i / 64, "p": 0.5, "q": 0.25, "guesses": [{"text": "x" * 80, "q": 0.5, "p": 0.1}]}
-            for i in range(64)]  # fmt: skip
+    guess = {"text": "x" * 80, "q": 0.5, "p": 0.1, "taken": False}
+    long = [{"text": "word ", "alpha": i / 64, "p": 0.5, "q": 0.25, "guesses": [guess]} for i in range(64)]
     explained = made_up({"base": BASE}, {"prose": "id"})
-    explained["diagnosis"] = {
-        "why": [], "lost": [], "calibration": [], "candidates": [],
-        "viewed": [{"draft": "base", "domain": "prose", "temperature": 1.0, "prompt_id": "p" * 90, "tokens": long}],
-    }  # fmt: skip
+    explained["texts"] = [
+        {"draft": "base", "domain": "prose", "temperature": 1.0, "prompt_id": "p" * 90, "tokens": long}
+    ]
     (root / "viewer.html").write_text(render_page(Results(explained, Path())))
     return root
 
@@ -382,7 +384,7 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
     )
     scroll, figures, heading = re.fullmatch(r"scroll=(\d+) figures=(\d+) h1=(.+)", said).groups()  # type: ignore[union-attr]
     assert int(scroll) <= width
-    assert int(figures) == {"small": 4, "large": 5, "viewer": 6}[name]
+    assert int(figures) == {"small": 4, "large": 5, "viewer": 4}[name]
     assert "hip" in heading or "decided" in heading
 
 
@@ -447,33 +449,20 @@ def results() -> Results:
 
 
 def test_every_figure_is_the_one_that_was_asked_for(results: Results) -> None:
-    document = results.document
-    for row in document["alpha"]:
-        domain = str(row["domain"])
-        assert results.alpha(row["draft"], domain, row["temperature"]) is row["alpha"]
-        assert results.gain(row["draft"], domain, row["temperature"]) is row["gain"]
-    for decoded in document["decoding"]:
-        found = results.decoding(
-            decoded["draft"], str(decoded["domain"]), decoded["temperature"], decoded["tree"], decoded["verifier"]
-        )
-        assert found is decoded
-    for pooled in document["overall_alpha"]:
-        assert results.alpha(pooled["draft"], pooled["kind"], pooled["temperature"]) is pooled["alpha"]
-    timed = results.speed("mine", "ood", 0.0, tree="kary:2,1")
-    assert timed is not None and (timed["kind"], timed["tree"]) == ("ood", "kary:2,1")
-    alone = results.speed(None, "prose")
-    assert alone is not None and alone["draft"] is None and alone["temperature"] == 1.0
-    code, pooled_transfer = results.transfer("mine", "code"), results.transfer("mine")
-    assert code is not None and code["domain"] == "code"
-    assert pooled_transfer is not None and pooled_transfer["domain"] is None
-    assert results.transfer("base") is None and results.gain("base", "id") is None
-
-
-def test_one_ood_set_is_all_of_them() -> None:
-    one = Results(made_up(GAINS, {"prose": "id", "code": "ood"}), Path())
-    assert one.transfer("mine") is not None and one.transfer("mine") == one.transfer("mine", "code")
+    for row in results.document["rows"]:
+        cell = (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
+        assert results.figure(row["figure"], *cell, at=row["at"], part=row["part"]) is row
+        assert results.beside(row, row["figure"], row["at"]) is row
+    alpha = results.alpha("mine", "code", 1.0)
+    assert results.beside(alpha, "gain") is results.gain("mine", "code") and results.gain("base", "id") is None
+    assert [row["at"] for row in results.series("accept", "mine", "code", tree="chain:2")] == [1, 2]
+    timed = results.speedup("mine", "ood", 0.0, tree="kary:2,1")
+    assert timed is not None and (timed["domain"], timed["tree"]) == ("ood", "kary:2,1")
+    alone = results.figure("tokens_per_s", "target", "prose")
+    assert alone is not None and alone["tree"] is None and alone["temperature"] == 1.0
+    assert results.transfer("mine") is results.figure("transfer", "mine", "ood") and results.transfer("base") is None
     # With one method there is nothing to name.
-    assert one.decoding("mine", "code")["tree"] == "chain:2"
+    assert view(GAINS, BOTH).tau("mine", "code")["tree"] == "chain:2"
 
 
 @pytest.mark.parametrize(
@@ -482,42 +471,39 @@ def test_one_ood_set_is_all_of_them() -> None:
         (lambda r: r.alpha("other", "code"), "draft 'other': not measured; there are base, mine"),
         (lambda r: r.alpha("mine", "poems"), "domain 'poems': not measured; there are prose, code, talk, id, ood"),
         (lambda r: r.alpha("mine", "code", temperature=0.5), "temperature 0.5: not measured; there are 0, 1"),
-        (
-            lambda r: r.decoding("mine", "code"),
-            "no tree named: several fit, name one of: chain:2 exact, kary:2,1 exact",
-        ),
-        (lambda r: r.decoding("mine", "code", tree="chain:9"), "chain:9: not measured; there are chain:2 exact"),
-        (lambda r: r.to_frame("speeds"), "no table 'speeds'; there are alpha, decoding"),
+        (lambda r: r.tau("mine", "code"), "no tree named: several fit: chain:2 exact, kary:2,1 exact"),
+        (lambda r: r.tau("mine", "code", tree="chain:9"), "chain:9: not measured; there are chain:2 exact"),
+        (lambda r: r.to_frame("speedups"), "no figure 'speedups'; did you mean speedup?"),
     ],
 )
-def test_a_name_that_is_not_there_is_answered_with_those_that_are(results: Results, ask: object, said: str) -> None:
-    assert callable(ask)
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(results: Results, ask: Any, said: str) -> None:
     with pytest.raises(InputError) as caught:
         ask(results)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_tables_have_a_row_per_measurement_and_a_column_per_figure(results: Results) -> None:
-    rows = {table: len(results.to_frame(table)) for table in FRAMES}
-    # 2 drafts x (3 sets + ID + OOD) x 2 temperatures; decoding by two trees; the target alone is timed too.
-    assert rows == {
-        "alpha": 20, "decoding": 40, "predictions": 0, "speed": 50, "costs": 6, "transfer": 6, "why": 0, "lost": 0,
-        "baselines": 6, "suites": 3, "models": 3,
-    }  # fmt: skip
-    frame = results.to_frame("alpha").set_index(["draft", "domain", "temperature"])
-    estimate = results.alpha("mine", "code", 1.0)
-    found = frame.loc[("mine", "code", 1.0)]
-    assert (found.alpha, found.alpha_low, found.alpha_high) == (estimate["value"], estimate["low"], estimate["high"])
-    decoded = results.to_frame("decoding")
-    assert {"tau", "tau_low", "accept@1", "accept@2", "target_calls", "tree", "lossless"} <= set(decoded.columns)
-    assert "per_prompt" not in decoded.columns
+def test_the_table_is_a_frame(results: Results) -> None:
+    everything = results.to_frame()
+    assert list(everything.columns)[:5] == ["figure", "draft", "domain", "kind", "temperature"]
+    assert len(everything) == len(results.document["rows"])
+    alphas = results.to_frame("alpha")
+    assert list(alphas.columns) == ["draft", "domain", "kind", "temperature", "value", "low", "high", "n"]
+    # 2 drafts x (3 sets + ID + OOD) x 2 temperatures.
+    assert len(alphas) == 20
+    found, row = (
+        alphas.set_index(["draft", "domain", "temperature"]).loc[("mine", "code", 1.0)],
+        results.alpha("mine", "code"),
+    )
+    assert (found.value, found.low, found.high, found.n) == (row["value"], row["low"], row["high"], 24)
+    depths = results.to_frame("accept").query("domain != kind")
+    wide = depths.pivot(index=["draft", "domain", "temperature", "tree"], columns="at", values="value")
+    assert list(wide.columns) == [1, 2] and len(wide) == 2 * 3 * 2 * 2
 
 
 def test_loading_by_file_or_directory_and_nothing_else(results: Results, tmp_path: Path) -> None:
-    text = json.dumps(results.document)
-    (tmp_path / "results.json").write_text(text)
+    Results(results.document, tmp_path).write()
     found = [Results.load(where).document for where in (tmp_path, str(tmp_path / "results.json"))]
-    assert found == [json.loads(text)] * 2
+    assert found == [json.loads(json.dumps(results.document))] * 2
     with pytest.raises(InputError, match=r"gone/results\.json: no such file"):
         Results.load(tmp_path / "gone")
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,52 +11,30 @@ from draftsmith_core.errors import InputError, RequirementError
 from eval.config import EvalConfig
 from eval.request import check
 from eval.results import Results
+from tests.results_made_up import BASE, BOTH, made_up
 
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
-# (draft, domain): alpha and its interval at T=1; at T=0 all of it is 0.1 higher.
-ALPHA: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
-    ("base", "prose"): (0.30, 0.28, 0.32),
-    ("base", "code"): (0.20, 0.18, 0.22),
-    ("mine", "prose"): (0.50, 0.45, 0.55),
-    ("mine", "code"): (0.25, None, None),
-}
-
-
-def _alpha_row(draft: str, domain: str, temperature: float, kind: str) -> dict[str, Any]:
-    value, low, high = (None if x is None else x + 0.1 * (1 - temperature) for x in ALPHA[draft, domain])
-    gain = {"value": 0.2, "low": 0.01, "high": 0.3, "prompts": 4} if draft == "mine" else None
-    return {
-        "draft": draft,
-        "domain": None if domain == kind else domain,
-        "kind": kind,
-        "temperature": temperature,
-        "alpha": {"value": value, "low": low, "high": high},
-        "gain": gain,
-    }
 
 
 @pytest.fixture
 def results() -> Results:
-    rows = [
-        _alpha_row(draft, domain, t, {"prose": "id", "code": "ood"}[domain])
-        for draft, domain in ALPHA
-        for t in (0.0, 1.0)
-    ]
-    document: Any = {
-        "base": "base",
-        "drafts": ["base", "mine"],
-        "temperatures": [0.0, 1.0],
-        "methods": [{"tree": "chain:4", "verifier": "speculative"}],
-        "suites": [{"name": "prose", "kind": "id"}, {"name": "code", "kind": "ood"}],
-        "alpha": rows,
-        "overall_alpha": [{**row, "domain": None} for row in rows],
-        "transfer": [
-            {"draft": "mine", "domain": "code", "temperature": t, "value": None, "low": None, "high": None}
-            | {"undefined": "the gain in distribution has no interval"}
-            for t in (0.0, 1.0)
-        ],
-        "speed": {"domains": [], "overall": []},
+    """Figures at T=1; at T=0 all of alpha is 0.1 higher. Nothing was timed."""
+    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=("chain:4",), timed=False)
+    alphas: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
+        ("base", "id"): (0.30, 0.28, 0.32),
+        ("base", "ood"): (0.20, 0.18, 0.22),
+        ("mine", "id"): (0.50, 0.45, 0.55),
+        ("mine", "ood"): (0.25, None, None),
     }
+    for row in document["rows"]:
+        if row["figure"] == "alpha":
+            more = 0.1 * (1 - row["temperature"])
+            value, low, high = (x if x is None else x + more for x in alphas[row["draft"], row["kind"]])
+            row |= {"value": value, "low": low, "high": high}
+        elif row["figure"] == "gain":
+            row |= {"value": 0.2, "low": 0.01 if row["kind"] == "ood" else None, "high": 0.3}
+        elif row["figure"] == "transfer":
+            row |= {"value": None, "low": None, "high": None}
     return Results(document, Path("nowhere"))
 
 
@@ -80,7 +57,7 @@ def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results: Res
 def test_what_is_left_open_is_required_of_every_draft_but_the_base(results: Results) -> None:
     assert len(_unmet(results, "alpha[prose] >= 0.9")) == 2  # two temperatures, one draft
     assert len(_unmet(results, "alpha >= 0.9")) == 4  # two prompt sets
-    assert not _unmet(results, "alpha[prose draft=base T=1] >= 0.28", "gain[id] > 0")
+    assert not _unmet(results, "alpha[prose draft=base T=1] >= 0.28", "gain[ood] > 0")
 
 
 def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
@@ -99,7 +76,7 @@ def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
         ("alpha >= half", "expected FIGURE[DOMAIN] >= NUMBER"),
         ("alhpa > 0", "did you mean alpha?"),
         ("alpha[prse] > 0", "did you mean prose?"),
-        ("alpha[prose code] > 0", "two values for domain"),
+        ("alpha[prose code] > 0", "'code' selects nothing; alpha takes one prompt set and draft=, T="),
         ("alpha[prose tree=chain:4] > 0", "'tree=chain:4' selects nothing"),
         ("tau[prose tree=chain:9] > 0", "tree 'chain:9' is not measured"),
         ("alpha[T=0.5] > 0", "T '0.5' is not measured; there are 0, 1"),
@@ -115,9 +92,9 @@ def test_a_wrong_requirement_is_refused_before_anything_is_measured(text: str, m
 
 
 def test_what_the_run_would_not_measure_is_refused() -> None:
-    with pytest.raises(InputError, match="nothing is timed"):
+    with pytest.raises(InputError, match="times nothing"):
         check(replace(GOOD, require=["speedup > 1"], speed_prompts=0))
-    with pytest.raises(InputError, match="there are none; add --ood"):
+    with pytest.raises(InputError, match="needs sets out of distribution; add --ood"):
         check(replace(GOOD, ood=[], require=["transfer > 1"]))
     with pytest.raises(InputError, match="no other draft"):
         check(replace(GOOD, draft=["base=b"], require=["gain > 0"]))

@@ -1,7 +1,6 @@
 """What an evaluation tells a tracker: every figure under a name of its own, and nothing that is not defined."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,49 +8,20 @@ from draftsmith_core.errors import InputError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
 from eval.tracking import figures
-
-
-def estimate(value: float | None) -> dict[str, Any]:
-    return {"value": value, "low": None, "high": None}
+from tests.results_made_up import BASE, BOTH, view
 
 
 def test_every_defined_figure_has_one_flat_name() -> None:
-    def cell(draft: str | None, domain: str | None, kind: str, temperature: float, **more: Any) -> dict[str, Any]:
-        return {"draft": draft, "domain": domain, "kind": kind, "temperature": temperature, **more}
-
-    method = {"tree": "chain:4", "verifier": "speculative"}
-    document: Any = {
-        "alpha": [
-            cell("base", "prose", "id", 0.0, alpha=estimate(0.5), gain=None),
-            cell("mine", "prose", "id", 0.0, alpha=estimate(0.7), gain=estimate(0.2)),
-            cell("mine", "prose", "id", 0.7, alpha=estimate(0.6), gain=estimate(0.1)),
-        ],
-        "overall_alpha": [cell("mine", None, "ood", 0.0, alpha=estimate(0.4), gain=estimate(None))],
-        "decoding": [cell("mine", "prose", "id", 1.0, tau=estimate(2.5), **method)],
-        "overall_decoding": [],
-        "speed": {
-            "domains": [
-                cell(None, "prose", "id", 1.0, speedup=None, tree=None, verifier=None),
-                cell("mine", "prose", "id", 1.0, speedup=estimate(1.5), **method),
-            ],
-            "overall": [cell("mine", None, "id", 1.0, speedup=estimate(None), **method)],
-        },
-        "transfer": [
-            {"draft": "mine", "domain": "code", "temperature": 1.0, "value": 0.8},
-            {"draft": "mine", "domain": None, "temperature": 1.0, "value": None},
-        ],
-    }
-    assert figures(document) == {
-        "alpha/base/prose/T0": 0.5,
-        "alpha/mine/prose/T0": 0.7,
-        "gain/mine/prose/T0": 0.2,
-        "alpha/mine/prose/T0.7": 0.6,
-        "gain/mine/prose/T0.7": 0.1,
-        "alpha/mine/all ood/T0": 0.4,
-        "tau/mine/prose/T1/chain:4/speculative": 2.5,
-        "speedup/mine/prose/T1/chain:4/speculative": 1.5,
-        "transfer/mine/code/T1": 0.8,
-    }
+    results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    named = figures(results)
+    assert named["alpha/mine/prose/T0"] == results.alpha("mine", "prose", 0.0)["value"]
+    assert named["tau/mine/ood/T1/chain:2/speculative"] == results.tau("mine", "ood")["value"]
+    assert {name.partition("/")[0] for name in named} == {"alpha", "gain", "tau", "speedup", "transfer"}
+    # 2 drafts on 2 sets and both kinds at 2 temperatures; gain and transfer are of the aligned one.
+    assert len(named) == 3 * 16 + 8 + 4
+    for row in results.rows("transfer"):
+        row["value"] = None
+    assert len(figures(results)) == len(named) - 4
 
 
 def test_a_missing_tracker_is_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.alignment.config import AlignConfig
-from eval.results import KINDS, Results
-from eval.schema import SuiteKind
+from eval.results import Results
 
 
 def _table(results: Results) -> str:
@@ -42,14 +41,13 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "temperature": results.top_temperature,
         "tree": tree,
     }
-    for kind in _kinds(results):
-        decoding, speed = results.decoding(best, kind, tree=tree), results.speed(best, kind, tree=tree)
+    for kind in results.kinds:
         found[kind] = {
             "alpha": _interval(results.alpha(best, kind)),
             "gain": _interval(results.gain(best, kind)),
-            "tau": _interval(decoding["tau"]),
-            "tau_gain": _interval(decoding["tau_gain"]),
-            "speedup": _interval(speed["speedup"]) if speed else None,
+            "tau": _interval(results.tau(best, kind, tree=tree)),
+            "tau_gain": _interval(results.figure("tau_gain", best, kind, tree=tree)),
+            "speedup": _interval(results.speedup(best, kind, tree=tree)),
         }
     return found
 
@@ -59,15 +57,14 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
     best = best_draft(config, results)
     tree = _best_tree(results, best)
     said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
-    for kind in _kinds(results):
-        gain, decoding = results.gain(best, kind), results.decoding(best, kind, tree=tree)
+    for kind in results.kinds:
+        gain, speedup = results.gain(best, kind), results.speedup(best, kind, tree=tree)
         parts = [f"alpha {figure(results.alpha(best, kind))}"]
         if gain is not None:
             parts.append(f"{figure(gain, signed=True)} over the draft it started from")
-        parts.append(f"{figure(decoding['tau'], 2)} tokens per target call")
-        speed = results.speed(best, kind, tree=tree)
-        if speed is not None and speed["speedup"] is not None:
-            parts.append(f"{figure(speed['speedup'], 2)} times the target alone")
+        parts.append(f"{figure(results.tau(best, kind, tree=tree), 2)} tokens per target call")
+        if speedup is not None:
+            parts.append(f"{figure(speedup, 2)} times the target alone")
         said.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         _table(results),
@@ -76,10 +73,6 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         f"decode with it: {shlex.join(_decode(config, results, best))}",
         f"report: {(results.directory / 'report.html').resolve()}",
     ]
-
-
-def _kinds(results: Results) -> list[SuiteKind]:
-    return [kind for kind in KINDS if results.has(kind)]
 
 
 def best_draft(config: AlignConfig, results: Results) -> str:
@@ -91,12 +84,10 @@ def _best_tree(results: Results, draft: str) -> str:
     """The tree that was fastest in distribution, or gave the most tokens per target call where nothing was timed."""
 
     def merit(tree: str) -> float:
-        speed = results.speed(draft, "id", tree=tree)
-        found = speed["speedup"] if speed else results.decoding(draft, "id", tree=tree)["tau"]
-        return found["value"] or 0.0 if found else 0.0
+        row = results.speedup(draft, "id", tree=tree) or results.tau(draft, "id", tree=tree)
+        return row["value"] or 0.0
 
-    trees: list[str] = [method["tree"] for method in results.document["methods"]]
-    return max(trees, key=merit)
+    return max((tree for tree, _ in results.methods), key=merit)
 
 
 def _decode(config: AlignConfig, results: Results, draft: str) -> list[str]:

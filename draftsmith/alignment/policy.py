@@ -32,7 +32,7 @@ from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
 from eval.estimate import measure_alphas
-from eval.schema import Difference, Estimate
+from eval.schema import Estimate
 from train.data import divide, load_examples
 
 # Share of the way from base to aligned. 0 is the base itself, 1 the aligned draft.
@@ -56,8 +56,8 @@ class Point:
     weight: float
     id: Estimate
     general: Estimate
-    id_change: Difference
-    general_change: Difference
+    id_change: Estimate
+    general_change: Estimate
 
 
 def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
@@ -119,7 +119,7 @@ def curve(
     ]
 
 
-def _figures(sums: Mapping[str, PromptSums], picks: Resamples) -> dict[str, tuple[Estimate, Difference]]:
+def _figures(sums: Mapping[str, PromptSums], picks: Resamples) -> dict[str, tuple[Estimate, Estimate]]:
     """Of every draft alpha, and its change against the first."""
     base = next(iter(sums.values()))
     return {name: (estimate(each, picks), difference(each, base, picks)) for name, each in sums.items()}
@@ -135,7 +135,7 @@ def choose(policy: Policy, points: Sequence[Point]) -> Point:
     return max(kept, key=lambda point: point.id_change["value"] or 0)
 
 
-def _no_loss(change: Difference) -> bool:
+def _no_loss(change: Estimate) -> bool:
     return change["low"] is not None and change["low"] > -TOLERANCE
 
 

@@ -95,12 +95,11 @@ def time_large(options: AlignConfig, short: bool) -> Results:
 def large_summary(results: Results) -> dict[str, Any]:
     """For `--json`: where the second report is, and by temperature the fastest draft and its speedup."""
     fastest: dict[str, dict[str, Any]] = {}
-    for row in results.document["speed"]["domains"]:
-        if row["draft"] is None or row["speedup"] is None:
-            continue
+    for row in results.rows("speedup"):
         known = fastest.get(name := f"{row['temperature']:g}")
-        if known is None or (row["speedup"]["value"] or 0.0) > (known["speedup"]["value"] or 0.0):
-            fastest[name] = {"draft": row["draft"], "tree": row["tree"], "speedup": row["speedup"]}
+        if row["domain"] in results.domains() and (known is None or (row["value"] or 0.0) > known["speedup"]["value"]):
+            speedup = {key: row[key] for key in ("value", "low", "high")}
+            fastest[name] = {"draft": row["draft"], "tree": row["tree"], "speedup": speedup}
     target = results.document["models"]["target"]
     return {
         "report": str(results.directory / "report.html"),

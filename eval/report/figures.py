@@ -1,5 +1,6 @@
-"""The dot plots of a report: one line per draft or domain, names on the left, dots with 95 % intervals, numbers on the
-right. Each is a function of the results and a look; None when there is nothing to show.
+"""Dot plots: one line per draft or set, with its name on the left, 95 % intervals, and a number on the right.
+
+Each figure is a function of the results and a look; None if there is nothing to show.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.report.formats import number, percent, shortened, tree_name
 from eval.report.theme import WIDTH, Look, drawing
-from eval.results import KINDS, Results
-from eval.schema import Difference, Estimate
+from eval.results import Results
+from eval.schema import Row
 
 # Inches per line of a dot plot, and above and below the lines.
 LINE, FRAME = 0.25, 0.75
@@ -22,11 +23,11 @@ HEADING = 36
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a heading when it has no draft; else its dots, the hollow one out of distribution, and a number."""
+    """One line: a heading if it has no draft; else dots (hollow: out of distribution) and a number."""
 
     text: str
     draft: str | None = None
-    dots: Sequence[tuple[Estimate | Difference | None, bool]] = field(default=())
+    dots: Sequence[tuple[Row | None, bool]] = field(default=())
     note: str = ""
 
 
@@ -81,7 +82,7 @@ def _plots(count: int, lines: int) -> tuple[Figure, list[Axes]]:
 def alpha_figure(results: Results, look: Look) -> Figure | None:
     """alpha of every draft on every set, ID first; a dashed line carries the base draft through each set."""
     temperatures = sorted(results.temperatures)
-    sets = [(kind, domain) for kind in KINDS for domain in results.domains(kind)]
+    sets = [(kind, domain) for kind in results.kinds for domain in results.domains(kind)]
     with drawing(look.colours):
         figure, axes = _plots(len(temperatures), len(sets) * (1 + len(results.drafts)))
         for ax, temperature in zip(axes, temperatures, strict=True):
@@ -113,43 +114,36 @@ def gain_figure(results: Results, look: Look) -> Figure | None:
             lines: list[Line] = []
             for draft in results.aligned:
                 lines.append(Line(draft))
-                for kind in KINDS:
-                    for domain in results.domains(kind):
-                        kept = results.transfer(draft, domain, temperature) if kind == "ood" else None
-                        note = "ID" if kept is None else percent(kept["value"])
-                        gain = results.gain(draft, domain, temperature)
-                        lines.append(Line(domain, draft, [(gain, kind == "ood")], note))
+                for domain in results.domains():
+                    kept = results.transfer(draft, domain, temperature)
+                    note = "ID" if kept is None else percent(kept["value"])
+                    gain = results.gain(draft, domain, temperature)
+                    lines.append(Line(domain, draft, [(gain, kept is not None)], note))
             _dot_plot(ax, look, lines, (-1.0, 1.0), reference=0.0)
-            if results.has("ood"):
+            if results.domains("ood"):
                 ax.annotate("transfer", (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
             ax.set_xlabel(f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}")
     return figure
 
 
 def tau_figure(results: Results, look: Look) -> Figure | None:
-    """Tokens per target call and, when timed, speedup, by method: ID and OOD each pooled over their sets."""
-    timed = bool(results.document["speed"]["overall"])
-    kinds = [kind for kind in KINDS if results.has(kind)]
-    panels: list[list[Line]] = [[], []]
-    for method in results.document["methods"]:
-        tree, verifier = method["tree"], method["verifier"]
-        heading = f"{tree_name(tree)} · {verifier}" + ("" if method["lossless"] else " · lossless: false")
-        for panel in panels:
-            panel.append(Line(heading))
-        for draft in results.drafts:
-            rows = [results.decoding(draft, kind, None, tree, verifier) for kind in kinds]
-            speeds = [results.speed(draft, kind, None, tree, verifier) for kind in kinds]
-            taus: list[Estimate | None] = [row["tau"] for row in rows]
-            speedups = [row["speedup"] if row else None for row in speeds]
-            for panel, values in zip(panels, (taus, speedups), strict=True):
-                dots = [(value, kind == "ood") for value, kind in zip(values, kinds, strict=True)]
-                note = " / ".join(number(value["value"] if value else None, 2) for value in values)
-                panel.append(Line(draft, draft, dots, note))
+    """Tokens per target call and, if timed, speedup, by method: ID and OOD each pooled over their sets."""
+    kinds = results.kinds
+    panels = {"tau": "tokens per target call, τ", "speedup": "speed, the target alone = 1"}
+    panels = {figure: title for figure, title in panels.items() if any(results.rows(figure))}
     with drawing(look.colours):
-        figure, axes = _plots(1 + timed, len(panels[0]))
-        titles = ["tokens per target call, τ", "speed, the target alone = 1"]
-        for ax, panel, title in zip(axes, panels, titles, strict=False):
-            _dot_plot(ax, look, panel, (0.0, 1e9), reference=1.0)
+        figure, axes = _plots(len(panels), len(results.methods) * (1 + len(results.drafts)))
+        for ax, (name, title) in zip(axes, panels.items(), strict=True):
+            lines: list[Line] = []
+            for tree, verifier in results.methods:
+                lossy = "" if results.lossless(verifier) else " · lossless: false"
+                lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
+                for draft in results.drafts:
+                    rows = [results.figure(name, draft, kind, None, tree, verifier) for kind in kinds]
+                    note = " / ".join(number(row["value"] if row else None, 2) for row in rows)
+                    dots = [(row, kind == "ood") for row, kind in zip(rows, kinds, strict=True)]
+                    lines.append(Line(draft, draft, dots, note))
+            _dot_plot(ax, look, lines, (0.0, 1e9), reference=1.0)
             ax.set_xlabel(f"{title} (T = {results.top_temperature:g})")
             if len(kinds) > 1:
                 ax.annotate("ID / OOD", (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])

@@ -1,5 +1,6 @@
-"""The figures that explain, one panel per prompt set or kind of sets and a line per draft: acceptance by depth, speed
-against the cost of a step, calibration, and more candidates. None when there is nothing to show.
+"""Figures that explain, with one panel per prompt set or kind of sets and a line per draft.
+
+Acceptance by depth, speed against the cost of a step, calibration, more candidates. None if there is nothing to show.
 """
 
 import math
@@ -12,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.report.formats import KIND_TITLES, number, shortened
 from eval.report.theme import WIDTH, Look, drawing
-from eval.results import KINDS, Results
+from eval.results import Results
+from eval.schema import Row
 
 # Typical drafts as a share of their target's parameters, which is their cost where memory bandwidth decides.
 # And on which side of its line the name stands.
@@ -70,104 +72,113 @@ def _sets(results: Results) -> dict[str, str]:
 
 def accept_figure(results: Results, look: Look) -> Figure | None:
     """accept@d against depth, one panel per set, for the first method."""
-    method = results.document["methods"][0]
-    panels: dict[str, list[Any]] = {}
-    for domain in results.domains():
-        rows = [results.decoding(draft, domain, None, method["tree"], method["verifier"]) for draft in results.drafts]
-        panels[domain] = [row for row in rows if any(at["value"] is not None for at in row["accept_at"])]
+    panels = {
+        domain: [
+            [row for row in rows if row["value"] is not None]
+            for draft in results.drafts
+            if (rows := results.series("accept", draft, domain, None, *results.methods[0]))
+        ]
+        for domain in results.domains()
+    }
 
     def draw(ax: Axes, domain: str) -> None:
-        for row in panels[domain]:
-            points = [(depth, at) for depth, at in enumerate(row["accept_at"], 1) if at["value"] is not None]
-            for depth, at in points:
-                if at["low"] is not None and at["high"] is not None:
+        for rows in filter(None, panels[domain]):
+            for row in rows:
+                if row["low"] is not None and row["high"] is not None:
                     colour = look.colour(row["draft"])
-                    ax.plot([depth] * 2, [at["low"], at["high"]], color=colour, lw=1.2, alpha=0.5)
-            _line(ax, look, row["draft"], [depth for depth, _ in points], [at["value"] for _, at in points])
+                    ax.plot([_at(row)] * 2, [row["low"], row["high"]], color=colour, lw=1.2, alpha=0.5)
+            _line(ax, look, rows[0]["draft"], list(map(_at, rows)), list(map(_value, rows)))
         ax.set_ylim(*SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
-    titles = {name: title for name, title in _sets(results).items() if panels[name]}
+    titles = {name: title for name, title in _sets(results).items() if any(panels[name])}
     return _panels(look, titles, draw, "depth d") if titles else None
+
+
+def _value(row: Row) -> float:
+    return row["value"] or 0.0
+
+
+def _at(row: Row) -> int:
+    return row["at"] or 0
 
 
 def calibration_figure(results: Results, look: Look) -> Figure | None:
     """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a calibrated draft."""
 
-    def draw(ax: Axes, row: Any) -> None:
-        points = [(b["confidence"] or 0.0, b["acceptance"] or 0.0) for b in row["bins"] if b["mass"]]
+    def draw(ax: Axes, draft: str, kind: str) -> None:
+        sure, taken = (results.series(each, draft, kind) for each in ("confidence", "acceptance"))
+        points = [(x["value"], y["value"]) for x, y in zip(sure, taken, strict=True) if x["value"] is not None]
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
-        _line(ax, look, row["draft"], [x for x, _ in points], [y for _, y in points])
+        _line(ax, look, draft, [x for x, _ in points], [y or 0.0 for _, y in points])
 
-    return _by_kind(results, look, "calibration", draw, "confidence of the draft")
+    return _by_kind(results, look, "confidence", draw, "confidence of the draft")
 
 
 def candidates_figure(results: Results, look: Look) -> Figure | None:
     """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
 
-    def draw(ax: Axes, row: Any) -> None:
-        drawn = row["way"] == "drawn"
-        style: dict[str, Any] = {"ls": "-" if drawn else (0, (3, 2)), "ms": 4}
-        if row["temperature"] and not drawn:
-            style["label"] = None
-        _line(ax, look, row["draft"], row["k"], [each["value"] or 0.0 for each in row["acceptance"]], **style)
+    def draw(ax: Axes, draft: str, kind: str) -> None:
+        styles: dict[str, dict[str, Any]] = {
+            "candidates_best": {"ls": (0, (3, 2)), "label": None} if results.top_temperature else {"ls": (0, (3, 2))},
+            "candidates_drawn": {"ls": "-"},
+        }
+        for figure, style in styles.items():
+            if rows := results.series(figure, draft, kind):
+                _line(ax, look, draft, list(map(_at, rows)), list(map(_value, rows)), ms=4, **style)
         ax.set_xscale("log", base=2)
         ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
 
-    return _by_kind(results, look, "candidates", draw, "candidates k")
+    return _by_kind(results, look, "candidates_best", draw, "candidates k")
 
 
 def _by_kind(
-    results: Results, look: Look, table: str, draw_row: Callable[[Axes, Any], None], label: str
+    results: Results, look: Look, needs: str, draw_draft: Callable[[Axes, str, str], None], label: str
 ) -> Figure | None:
-    """A panel for each kind of sets, with the rows of one table of the diagnosis at the highest temperature."""
-    diagnosis: Any = results.document["diagnosis"]
-    if diagnosis is None:
+    """A panel for each kind of sets at the highest temperature; None if there are no rows of the figure `needs`."""
+    if not any(results.rows(needs)):
         return None
 
     def draw(ax: Axes, kind: str) -> None:
-        for row in diagnosis[table]:
-            if (row["kind"], row["temperature"]) == (kind, results.top_temperature):
-                draw_row(ax, row)
+        for draft in results.drafts:
+            draw_draft(ax, draft, kind)
         ax.set_ylim(*SHARES)
 
-    titles: dict[str, str] = {kind: KIND_TITLES[kind].lower() for kind in KINDS if results.has(kind)}
+    titles: dict[str, str] = {kind: KIND_TITLES[kind].lower() for kind in results.kinds}
     return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
     """Expected speedup of every draft on every set, by its measured tau, over what a step costs; and this machine's."""
-    method = next((m for m in results.document["methods"] if m["lossless"]), None)
+    method = next((each for each in results.methods if results.lossless(each[1])), None)
     if method is None:
         return None
-    wanted = {"temperature": results.top_temperature, "tree": method["tree"], "verifier": method["verifier"]}
-    untyped: list[Any] = list(results.document["speed"]["costs"])
-    measured = {(row["draft"], row["domain"]): row for row in untyped if wanted.items() <= row.items()}
+
+    def value(figure: str, draft: str, domain: str) -> float | None:
+        return (row := results.figure(figure, draft, domain, None, *method)) and row["value"]
 
     # As far as this machine's most costly draft, so that its mark stands beside a line.
-    most = max([1.0, *(row["draft_call"] for row in measured.values())])
-    costs = [10 ** (power / 20) for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(most)))]
+    calls = [value("draft_call", draft, domain) or 0.0 for draft in results.drafts for domain in results.domains()]
+    costs = [10 ** (power / 20) for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(max([1.0, *calls]))))]
     highest = [1.0]
 
     def draw(ax: Axes, domain: str) -> None:
         verifying: list[tuple[str, float]] = []
         for draft in results.drafts:
-            row = results.decoding(draft, domain, None, method["tree"], method["verifier"])
-            calls = draft_calls(row["counts"]["depth_sum"], row["counts"]["target_calls"])
-            if row["tau"]["value"] is None or not calls:
+            tau, depth_sum, steps = (value(each, draft, domain) for each in ("tau", "depth_sum", "target_calls"))
+            if not tau or not depth_sum or not steps:
                 continue
-            upper, lower = ([row["tau"]["value"] / (calls * c + verify) for c in costs] for verify in VERIFYING)
+            # A tree is drafted level by level.
+            upper, lower = ([tau / (depth_sum / steps * cost + verify) for cost in costs] for verify in VERIFYING)
             ax.fill_between(costs, upper, lower, color=look.colour(draft), alpha=0.13, lw=0)
             _line(ax, look, draft, costs, upper, marker="")
             highest.append(upper[0])
-            timed = results.speed(draft, domain, None, method["tree"], method["verifier"])
-            at = measured.get((draft, domain))
-            if at is not None and timed is not None and timed["speedup"] is not None:
+            call, verify, speedup = (value(each, draft, domain) for each in ("draft_call", "verify", "speedup"))
+            if call is not None and verify is not None:
                 # A draft too cheap to be told from none stands at the left edge.
-                speedup = timed["speedup"]["value"] or 0.0
-                _line(ax, look, draft, [max(at["draft_call"], costs[0])], [speedup], ms=6.5, label=None)
-                verifying.append((draft, at["verify"]))
-                highest.append(speedup)
+                _line(ax, look, draft, [max(call, costs[0])], [speedup or 0.0], ms=6.5, label=None)
+                verifying.append((draft, verify))
+                highest.append(speedup or 0.0)
         _say_verifying(ax, look, verifying)
         for name, (typical, side) in TYPICAL_COSTS.items():
             ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
@@ -192,8 +203,3 @@ def _say_verifying(ax: Axes, look: Look, costs: Sequence[tuple[str, float]]) -> 
     for line, (text, colour) in enumerate(said):
         ax.annotate(f"verifying {text}", (0.98, 0.98 - 0.075 * line), xycoords="axes fraction",
                     ha="right", va="top", fontsize=8, color=colour)  # fmt: skip
-
-
-def draft_calls(depth_sum: int, target_calls: int) -> float:
-    """Draft calls per target call: a tree is drafted level by level."""
-    return depth_sum / target_calls if target_calls else 0.0

@@ -1,16 +1,19 @@
-"""Figures as text for people: numbers, shares, intervals, bytes, names of domains and trees."""
+"""Write figures as text: numbers, shares, intervals, bytes, names of trees."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from eval.schema import Difference, Interval, SuiteKind, TransferRow
+from eval.schema import SuiteKind
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "In distribution", "ood": "Out of distribution"}
+Figure = Mapping[str, Any]
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number; an en dash where there is none. Zero has no sign."""
+    """A number; an en dash if there is none. Zero has no sign."""
     if value is None:
         return NONE
     text = f"{value:.{digits}f}"
@@ -24,38 +27,31 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of 1 as whole per cent."""
+    """A share of 1 in whole per cent."""
     return NONE if value is None else f"{number(value * 100, 0)} %"
 
 
-def points(gain: Difference | None, *, bare: bool = False) -> str:
+def points(gain: Figure | None, *, bare: bool = False) -> str:
     """A difference of shares in percentage points, +4.2 points; `bare` drops the sign."""
     if gain is None or gain["value"] is None:
         return NONE
     return f"{number(abs(gain['value']) * 100, 1) if bare else signed(gain['value'] * 100, 1)} points"
 
 
-def interval(value: Interval, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
-    """The interval alone, [0.120, 0.190]; empty where there is none."""
-    if value["low"] is None or value["high"] is None:
+def interval(figure: Figure, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
+    """The interval alone, [0.120, 0.190]; empty if there is none."""
+    if figure["low"] is None or figure["high"] is None:
         return ""
     write = signed if sign else number
-    return f"[{write(value['low'] * scale, digits)}, {write(value['high'] * scale, digits)}]"
+    return f"[{write(figure['low'] * scale, digits)}, {write(figure['high'] * scale, digits)}]"
 
 
-def with_interval(value: Interval | None, digits: int = 3, *, sign: bool = False) -> str:
+def with_interval(figure: Figure | None, digits: int = 3, *, sign: bool = False) -> str:
     """A figure and its interval."""
-    if value is None:
+    if figure is None:
         return NONE
     write = signed if sign else number
-    return f"{write(value['value'], digits)} {interval(value, digits, sign=sign)}".strip()
-
-
-def transfer(row: TransferRow | None) -> str:
-    """A share of the gain with its interval, in per cent; an en dash where it is undefined."""
-    if row is None or row["value"] is None:
-        return NONE
-    return f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
+    return f"{write(figure['value'], digits)} {interval(figure, digits, sign=sign)}".strip()
 
 
 def memory(value: int) -> str:
@@ -69,13 +65,13 @@ def memory(value: int) -> str:
 
 
 def tree_name(spec: str) -> str:
-    """A tree spec; of a file, its name without the folders. results.json has all of it."""
+    """A tree spec; a tree from a file goes by the name of the file, without its directory."""
     kind, colon, body = spec.partition(":")
     return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia", "auto") and colon else spec
 
 
 def shortened(text: str, longest: int) -> str:
-    """A name cut in its middle to fit a figure; tables hold the whole one."""
+    """A name cut in its middle to fit a figure."""
     if len(text) <= longest:
         return text
     tail = (longest - 1) // 2

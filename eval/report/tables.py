@@ -1,266 +1,274 @@
-"""The numbers behind the figures. A table is a list of columns, each a heading and what it says of a row."""
+"""The tables of a report. Each is a pivot of the results: one line per row of its first figure, others beside it.
 
-from collections.abc import Callable, Sequence
+A new table is a `Table(...)` in `tables()`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eval.bootstrap import bounds, signs
-from eval.report.formats import NONE, interval, memory, number, signed, transfer, tree_name, with_interval
-from eval.results import KINDS, Results
-from eval.schema import SuiteKind
+from eval.report.formats import NONE, interval, memory, number, percent, signed, tree_name, with_interval
+from eval.results import Results
+from eval.schema import TARGET, Row
 
-Say = Callable[[Any], str]
-Column = tuple[str, Say]
+Cell = Callable[[Row], str]
+Column = tuple[str, Cell]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and the columns that say something of each: the first `names` are names, the others numbers."""
+    """A table as text; the first `names` columns are names, the others numbers."""
 
     title: str
     note: str
     names: int
-    columns: Sequence[Column]
-    rows: Sequence[Any]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-def _text(key: str) -> Say:
-    return lambda row: str(row[key])
+def _set(domain: str, kind: str) -> str:
+    return f"all {kind.upper()}" if domain == kind else f"{domain} ({kind.upper()})"
 
 
-def _number(key: str, digits: int = 3) -> Say:
-    return lambda row: number(row[key], digits)
-
-
-def _interval(key: str, digits: int = 3, *, sign: bool = False) -> Say:
-    return lambda row: with_interval(row[key], digits, sign=sign)
-
-
-def _domain(domain: str | None, kind: SuiteKind) -> str:
-    return f"all {kind.upper()}" if domain is None else f"{domain} ({kind.upper()})"
-
-
-def verifier_name(row: Any) -> str:
-    """The verifier, and beside it, before any figure, that it is lossy."""
-    name = row["verifier"] or NONE
-    return name if row["lossless"] else f"{name}, lossless: false"
-
-
-def _milliseconds(row: Any) -> str:
-    value = row["latency_s_per_token"]
-    return NONE if value is None else f"{value * 1000:.3g}"
-
-
-def _identical(row: Any) -> str:
-    check = row["identical_outputs"]
-    return NONE if check is None else f"{check['same']} of {check['of']}"
-
-
-def _accept_at(depth: int) -> Say:
-    return lambda row: number(row["accept_at"][depth - 1]["value"]) if depth <= len(row["accept_at"]) else NONE
-
-
-DOMAIN: Column = ("domain", lambda row: _domain(row["domain"], row["kind"]))
-SETS: Column = ("sets", lambda row: _domain(None, row["kind"]))
-DRAFT: Column = ("draft", lambda row: row["draft"] or "target alone")
+SET: Column = ("domain", lambda row: _set(row["domain"], row["kind"]))
+DRAFT: Column = ("draft", lambda row: "target alone" if row["draft"] == TARGET else row["draft"])
 TEMPERATURE: Column = ("T", lambda row: f"{row['temperature']:g}")
-TREE: Column = ("tree", lambda row: tree_name(row["tree"] or NONE))
-METHOD: list[Column] = [DOMAIN, DRAFT, TREE, ("verifier", verifier_name), TEMPERATURE]
-ESTIMATED: Column = ("α [95 %]", _interval("alpha"))
-GAIN: Column = ("gain [95 %]", _interval("gain", sign=True))
-POSITIONS: Column = ("positions", lambda row: f"{row['alpha']['denominator']:.0f}")
+BIN: Column = ("where", lambda row: row["part"] or "")
 CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
-HOLM: Column = ("Holm", lambda row: CLEAR[row["sign"]])
-PER_PROMPT: Column = ("per prompt", lambda row: number(row["alpha"]["mean_per_prompt"]))
-PROMPTS: Column = ("prompts", lambda row: str(row["alpha"]["prompts"]))
-ALPHA: list[Column] = [DOMAIN, DRAFT, TEMPERATURE, ESTIMATED, PER_PROMPT, GAIN, HOLM, PROMPTS, POSITIONS]
-UNDRAFTED: list[Column] = [
-    DOMAIN,
-    DRAFT,
-    TEMPERATURE,
-    ("missing mass [95 %]", _interval("missing_mass")),
-]
-TRANSFER: list[Column] = [
-    ("domain", lambda row: _domain(row["domain"], "ood")),
-    DRAFT,
-    TEMPERATURE,
-    ("transfer [95 %]", transfer),
-    ("OOD gain [95 %]", _interval("gain_ood", sign=True)),
-    ("ID gain [95 %]", _interval("gain_id", sign=True)),
-]
-WHY_UNDEFINED: Column = ("why undefined", lambda row: row["undefined"] or "")
-SPEED: list[Column] = [
-    *METHOD,
-    ("tokens/s", _number("tokens_per_s", 1)),
-    ("ms/token", _milliseconds),
-    ("speedup [95 %]", _interval("speedup", 2)),
-    ("tokens", _text("tokens")),
-    ("decode s", _number("decode_s", 2)),
-    ("prefill s", _number("prefill_s", 2)),
-    ("machine", lambda row: "busy" if row["busy"] else "quiet"),
-]
-SUITES: list[Column] = [
-    ("set", lambda row: _domain(row["name"], row["kind"])),
-    ("source", _text("source")),
-    *[(key, _text(key)) for key in ("read", "done", "skipped", "failed")],
-    (
-        "why skipped (first two)",
-        lambda row: "; ".join(f"{skip['row']}: {skip['reason']}" for skip in row["skipped_rows"][:2]),
-    ),
-]
-
-
-def _with_signs(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows of alpha with the sign of their gain; the sets of one draft and temperature are one family."""
-    families: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    found = [dict(row) for row in rows]
-    for row in found:
-        families.setdefault((row["draft"], row["temperature"]), []).append(row)
-    for family in families.values():
-        for row, sign in zip(family, signs([bounds(row["gain"]) for row in family]), strict=True):
-            row["sign"] = sign
-    return found
 
 
 def tree_nodes(shape: dict[str, Any]) -> int:
-    """Drafted nodes of a tree, at most those of one that grows."""
+    """Drafted nodes of a tree; the most if it grows."""
     return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
 
 
-def _decoding(deepest: int, nodes: dict[str, int]) -> list[Column]:
-    return [
-        *METHOD,
-        ("nodes", lambda row: str(nodes[row["tree"]])),
-        ("τ [95 %]", _interval("tau", 2)),
-        ("per prompt", lambda row: number(row["tau"]["mean_per_prompt"], 2)),
-        ("gain [95 %]", _interval("tau_gain", 2, sign=True)),
-        *[(f"accept@{depth}", _accept_at(depth)) for depth in range(1, deepest + 1)],
-        ("headroom [95 %]", _interval("headroom", 2)),
-        ("α MCSD", lambda row: number(row["alpha_mcsd"]["value"])),
-        ("target calls", lambda row: str(row["counts"]["target_calls"])),
-        ("tokens", lambda row: str(row["counts"]["emitted"])),
-        ("identical", _identical),
-    ]
+class _Pivot:
+    """Columns of one set of results."""
 
+    def __init__(self, results: Results) -> None:
+        self.results = results
 
-MODELS: list[Column] = [
-    ("role", _text("role")),
-    ("model", _text("name")),
-    ("type", _text("model_type")),
-    ("parameters", lambda row: f"{row['parameters']:,}"),
-    ("of target", _number("of_target")),
-    ("memory", lambda row: memory(row["memory_bytes"])),
-    ("vocabulary", lambda row: f"{row['vocabulary']:,}"),
-    ("dtype", lambda row: row["dtype"] if row["quantize"] == "none" else f"{row['quantize']}, {row['dtype']}"),
-    ("device", _text("device")),
-    ("fingerprint", _text("fingerprint")),
-]
+    def table(self, title: str, note: str, names: int, rows: Iterable[Row], columns: Sequence[Column]) -> Table:
+        """One line per row."""
+        lines = [[cell(row) for _, cell in columns] for row in rows]
+        return Table(title, note, names, [heading for heading, _ in columns], lines)
 
+    def beside(self, figure: str, write: Callable[[Row], str], at: int | None = None) -> Cell:
+        """A column with another figure of the same draft, set, temperature and method; a dash if there is none."""
 
-WHERE: Column = ("where", lambda row: f"{row['by']}: {row['bin']}")
-WHY: list[Column] = [WHERE, SETS, DRAFT, TEMPERATURE, ESTIMATED, GAIN, HOLM, POSITIONS]
-LOST: list[Column] = [
-    ("token", lambda row: repr(row["token"])),
-    SETS,
-    DRAFT,
-    TEMPERATURE,
-    ("change in all", lambda row: signed(row["change"], 2)),
-    ("α", _number("alpha")),
-    ("α of the base", _number("base_alpha")),
-    ("seen", _text("count")),
-]
-ECE: Column = ("ECE [95 %]", lambda row: f"{number(row['ece'])} {interval(row, 3)}".strip())
-CALIBRATION: list[Column] = [SETS, DRAFT, TEMPERATURE, ECE]
+        def cell(row: Row) -> str:
+            found = self.results.beside(row, figure, at)
+            return NONE if found is None else write(found)
+
+        return cell
+
+    def plain(self, figure: str, digits: int = 3, at: int | None = None) -> Cell:
+        """A column of numbers."""
+        return self.beside(figure, lambda row: number(row["value"], digits), at)
+
+    def ranged(self, figure: str, digits: int = 3, *, sign: bool = False) -> Cell:
+        """A column of numbers with their intervals."""
+        return self.beside(figure, lambda row: with_interval(row, digits, sign=sign))
+
+    def clear(self, rows: Iterable[Row], *family: str) -> Cell:
+        """Whether a gain is clear of zero under Holm's correction over the rows that are alike in `family`."""
+        families: dict[tuple[Any, ...], list[Row]] = {}
+        for row in rows:
+            families.setdefault(tuple(row[key] for key in family), []).append(row)  # type: ignore[literal-required]
+        found: dict[int, int | None] = {}
+        for members in families.values():
+            gains = [bounds(self.results.beside(row, "gain")) for row in members]
+            found |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
+        return lambda row: CLEAR[found.get(id(row))]
 
 
 def tables(results: Results) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
-    document = results.document
-    several = [kind for kind in KINDS if len(results.domains(kind)) > 1]
-    pooled = [row for row in document["overall_alpha"] if row["kind"] in several]
-    reasons = any(row["undefined"] for row in document["transfer"])
-    nodes = {method["tree"]: tree_nodes(method["shape"]) for method in document["methods"]}
-    unequal = " Trees here have different numbers of nodes: their τ is not for equal work." * (
-        len({*nodes.values()}) > 1
-    )
-    deepest = max((len(row["accept_at"]) for row in document["decoding"]), default=0)
-    speeds = document["speed"]["domains"]
-    diagnosis: Any = document["diagnosis"] or {"why": [], "lost": [], "calibration": []}
-    whole_target = document["models"]["target"]["parameters"]
-    models = [
-        {"role": role, "of_target": row["parameters"] / whole_target, **row} for role, row in document["models"].items()
+    document, pivot = results.document, _Pivot(results)
+    shapes = {method["tree"]: tree_nodes(method["shape"]) for method in document["methods"]}
+    several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
+    domains = results.domains()
+
+    def rows(figure: str, *, pooled: Sequence[str] = (), bins: bool = False) -> list[Row]:
+        of = [row for row in results.rows(figure) if (row["part"] is not None) == bins]
+        return [row for row in of if row["domain"] in domains] + [row for row in of if row["domain"] in pooled]
+
+    def verifier(row: Row) -> str:
+        """A lossy verifier is marked before any figure."""
+        name = row["verifier"] or NONE
+        return name if results.lossless(row["verifier"]) else f"{name}, lossless: false"
+
+    def transfer(row: Row) -> str:
+        return NONE if row["value"] is None else f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
+
+    def identical(row: Row) -> str:
+        return f"{row['value']:.0f} of {row['n']}"
+
+    def id_gain(row: Row) -> str:
+        return with_interval(results.gain(row["draft"], "id", row["temperature"]), sign=True)
+
+    method: list[Column] = [
+        SET,
+        DRAFT,
+        ("tree", lambda row: tree_name(row["tree"] or NONE)),
+        ("verifier", verifier),
+        TEMPERATURE,
     ]
-    whole = "" if document["clock"]["machine"]["gpu"] else ", all of the process included"
-    every = [
-        Table(
+    sets, why = rows("alpha"), rows("alpha", pooled=results.kinds, bins=True)
+    alpha, positions = ("α [95 %]", pivot.ranged("alpha")), ("positions", pivot.plain("positions", 0))
+    gain = ("gain [95 %]", pivot.ranged("gain", sign=True))
+    missing = [row for row in sets if (found := results.beside(row, "missing_mass")) and found["value"]]
+    transfers = rows("transfer", pooled=several)
+    reasons: list[Column] = [("why undefined", lambda row: results.why_undefined(row) or "")]
+    unequal = " Trees here have different numbers of nodes: their τ is not for equal work."
+    depths = range(1, 1 + max((row["at"] or 0 for row in results.rows("accept")), default=0))
+    tables = [
+        pivot.table(
             "Expected acceptance α",
             "Pooled over positions; beside it the mean of per-prompt means. Gains are over the base, paired by "
             "prompt. Higher and lower hold at 95 % under Holm's correction over the sets of a draft and temperature.",
             2,
-            ALPHA,
-            _with_signs(document["alpha"]) + [{**row, "sign": None} for row in pooled],
+            rows("alpha", pooled=several),
+            [
+                *(SET, DRAFT, TEMPERATURE, alpha, ("per prompt", pivot.plain("alpha_per_prompt")), gain),
+                ("Holm", pivot.clear(sets, "draft", "temperature")),
+                ("prompts", lambda row: str(row["n"])),
+                positions,
+            ],
         ),
-        Table(
+        pivot.table(
             "What cannot be drafted",
             "Drafts of another tokenizer, or of a part of the vocabulary: α is at most 1 minus the missing mass.",
             2,
-            UNDRAFTED,
-            [row for row in document["alpha"] if row["missing_mass"] and row["missing_mass"]["value"]],
+            missing,
+            [SET, DRAFT, TEMPERATURE, ("missing mass [95 %]", pivot.ranged("missing_mass"))],
         ),
-        Table(
+        pivot.table(
             "Transfer",
             "Gain out of distribution over the gain in distribution, all ID sets pooled.",
             2,
-            [*TRANSFER, *[WHY_UNDEFINED] * reasons],
-            document["transfer"],
+            transfers,
+            [
+                *(SET, DRAFT, TEMPERATURE, ("transfer [95 %]", transfer)),
+                ("OOD gain [95 %]", pivot.ranged("gain", sign=True)),
+                ("ID gain [95 %]", id_gain),
+                *(reasons if any(map(results.why_undefined, transfers)) else []),
+            ],
         ),
-        Table(
+        pivot.table(
             "Decoding, measured",
-            "τ pooled over the set, then the mean of per-prompt τ. A dash stands where nothing was on offer. "
-            f"Identical outputs are compared at temperature 0 only, headroom is taken above it.{unequal}",
+            "τ pooled over the set, then the mean of per-prompt τ. A dash: nothing was on offer. Outputs are compared "
+            f"at temperature 0 only, headroom is taken above it.{unequal * (len({*shapes.values()}) > 1)}",
             4,
-            _decoding(deepest, nodes),
-            document["decoding"],
+            rows("tau"),
+            [
+                *method,
+                ("nodes", lambda row: str(shapes[row["tree"] or ""])),
+                ("τ [95 %]", pivot.ranged("tau", 2)),
+                ("per prompt", pivot.plain("tau_per_prompt", 2)),
+                ("gain [95 %]", pivot.ranged("tau_gain", 2, sign=True)),
+                *((f"accept@{depth}", pivot.plain("accept", at=depth)) for depth in depths),
+                ("headroom [95 %]", pivot.ranged("headroom", 2)),
+                ("α MCSD", pivot.plain("alpha_mcsd")),
+                ("target calls", pivot.plain("target_calls", 0)),
+                ("tokens", pivot.plain("emitted", 0)),
+                ("identical", pivot.beside("identical", identical)),
+            ],
         ),
-        Table(
+        pivot.table(
             "Speed",
             "Batch 1, interleaved. Tokens per second and milliseconds per token leave the prefill out; it stands "
             "beside them. These are clock times of one machine; those of a busy one are marked.",
             4,
-            SPEED,
-            [{**row, "busy": results.busy(str(row["domain"]), row["temperature"])} for row in speeds],
+            rows("tokens_per_s"),
+            [
+                *method,
+                ("tokens/s", pivot.plain("tokens_per_s", 1)),
+                ("ms/token", pivot.beside("latency_s_per_token", _milliseconds)),
+                ("speedup [95 %]", pivot.ranged("speedup", 2)),
+                ("tokens", pivot.plain("tokens", 0)),
+                ("decode s", pivot.plain("decode_s", 2)),
+                ("prefill s", pivot.plain("prefill_s", 2)),
+                ("machine", lambda row: "busy" if results.busy(row["domain"], row["temperature"]) else "quiet"),
+            ],
         ),
-        Table(
+        pivot.table(
             "Why it moved",
             "α by kind of position, all sets of a kind pooled. Higher and lower hold at 95 % under Holm's correction "
             "over the rows of a draft, kind and temperature.",
             4,
-            WHY,
-            diagnosis["why"],
+            why,
+            [
+                *(BIN, SET, DRAFT, TEMPERATURE, alpha, gain),
+                ("Holm", pivot.clear(why, "draft", "kind", "temperature")),
+                positions,
+            ],
         ),
-        Table(
+        pivot.table(
             "Tokens that lost most",
             "Tokens of the target's text, seen five times or more, at which a draft lost most acceptance to the base "
             "in all: suspects, without intervals.",
             4,
-            LOST,
-            diagnosis["lost"],
+            rows("lost", pooled=results.kinds, bins=True),
+            [
+                ("token", lambda row: repr(row["part"])),
+                *(SET, DRAFT, TEMPERATURE),
+                ("change in all", lambda row: signed(row["value"], 2)),
+                ("α", pivot.plain("lost_alpha")),
+                ("α of the base", pivot.plain("lost_base_alpha")),
+                ("seen", lambda row: str(row["n"])),
+            ],
         ),
-        Table(
+        pivot.table(
             "Calibration",
             "ECE is the mean distance of confidence and acceptance.",
             3,
-            CALIBRATION,
-            diagnosis["calibration"],
+            rows("ece", pooled=results.kinds),
+            [SET, DRAFT, TEMPERATURE, ("ECE [95 %]", pivot.ranged("ece"))],
         ),
-        Table("Prompts", "Every row read is done, skipped or failed.", 2, SUITES, document["suites"]),
-        Table(
-            "Models",
-            "The fingerprint changes with the architecture or the weights. Memory is that of a model's own tensors; at "
-            f"its peak the run held {memory(document['clock']['peak_memory_bytes'])}{whole}.",
-            2,
-            MODELS,
-            models,
-        ),
+        _suites(results),
+        _models(results),
     ]
-    return [table for table in every if table.rows]
+    return [table for table in tables if table.rows]
+
+
+def _milliseconds(row: Row) -> str:
+    return NONE if row["value"] is None else f"{row['value'] * 1000:.3g}"
+
+
+def _suites(results: Results) -> Table:
+    counts = ("read", "done", "skipped", "failed")
+    rows = []
+    for suite in results.document["suites"]:
+        why = "; ".join(f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2])
+        numbers = [str(suite[key]) for key in counts]  # type: ignore[literal-required]
+        rows.append([_set(suite["name"], suite["kind"]), suite["source"], *numbers, why])
+    headings = ["set", "source", *counts, "why skipped (first two)"]
+    return Table("Prompts", "Every row read is done, skipped or failed.", 2, headings, rows)
+
+
+def _models(results: Results) -> Table:
+    models, clock = results.document["models"], results.document["clock"]
+    headings = "role,model,type,parameters,of target,memory,vocabulary,dtype,device,fingerprint".split(",")
+    rows = [
+        [
+            role,
+            model["name"],
+            model["model_type"],
+            f"{model['parameters']:,}",
+            number(model["parameters"] / models["target"]["parameters"]),
+            memory(model["memory_bytes"]),
+            f"{model['vocabulary']:,}",
+            model["dtype"] if model["quantize"] == "none" else f"{model['quantize']}, {model['dtype']}",
+            model["device"],
+            model["fingerprint"],
+        ]
+        for role, model in models.items()
+    ]
+    whole = "" if clock["machine"]["gpu"] else ", all of the process included"
+    note = (
+        "The fingerprint changes with the architecture or the weights. Memory is that of a model's own tensors; at its "
+        f"peak the run held {memory(clock['peak_memory_bytes'])}{whole}."
+    )
+    return Table("Models", note, 2, headings, rows)

@@ -45,13 +45,10 @@ class Text:
 
 def viewed_texts(results: Results) -> list[Text]:
     """Texts of one draft (the decided one, else the first aligned) on every set, the highest temperature first."""
-    diagnosis = results.document["diagnosis"]
-    if diagnosis is None:
-        return []
     setting = decide(results).setting
     draft = setting.draft if setting is not None else [*results.aligned, results.base][0]
     deepest = DEEPEST if results.document["models"][draft]["kind"] == "draft" else 1
-    rows = [row for row in diagnosis["viewed"] if row["draft"] == draft]
+    rows = [row for row in results.document["texts"] if row["draft"] == draft]
     texts: list[Text] = []
     left = MOST_TOKENS
     for row in sorted(rows, key=lambda row: -row["temperature"]):
@@ -80,9 +77,7 @@ def _tree(tokens: Sequence[dict[str, Any]]) -> list[list[tuple[str, bool]]]:
     for token in tokens:
         level = []
         for guess in token["guesses"]:
-            # Results before the viewer's tree do not say which guess was taken.
-            taken = guess.get("taken", guess["text"] == token["text"])
-            level.append((f"{_visible(guess['text'])} {_chances(guess)}", taken))
+            level.append((f"{_visible(guess['text'])} {_chances(guess)}", bool(guess["taken"])))
         levels.append(level)
         if not any(taken for _, taken in level):
             break

@@ -1,0 +1,421 @@
+"""Make the rows of results.json from the measurements: one row per figure, each with its interval.
+
+A new figure is one `group.row(...)` here, and its meaning in `eval.definitions`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from decode import Tree
+from decode.stats import independent_tau
+from draftsmith_core.prompts import prompt_hash
+from draftsmith_core.sampling import row_seed
+from eval.bootstrap import (
+    PromptSums,
+    Resamples,
+    difference,
+    estimate,
+    pool_resamples,
+    pool_sums,
+    quotient,
+    resamples,
+    transfer,
+)
+from eval.definitions import DEFINITIONS
+from eval.estimate import AlphaMeasurement
+from eval.headroom import RootStep
+from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
+from eval.predict import predicted_methods, run_interval
+from eval.remarks import SPREAD, loaded
+from eval.request import Method
+from eval.schema import (
+    KINDS,
+    SCHEMA_VERSION,
+    TARGET,
+    Conditions,
+    Counts,
+    Estimate,
+    ModelRow,
+    Remark,
+    ResultsDocument,
+    Row,
+    SuiteKind,
+    SuiteRow,
+    ViewedText,
+)
+from eval.suites import Suite
+
+# Figures of alpha by the key of their per-prompt sums.
+ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
+DECODED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
+DECODED_BY_PROMPT = (*DECODED, "accepted_by_depth", "reached_by_depth")
+TIMED = ("emitted", "prefill_s", "decode_s")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All finished measurements. Keys: (suite, temperature), then the draft, then the method."""
+
+    baselines: dict[tuple[str, float], BaselineMeasurement]
+    alphas: dict[tuple[str, float, str], AlphaMeasurement]
+    decodings: dict[tuple[str, float, str, Method], DecodingMeasurement]
+    speeds: dict[tuple[str, float], SpeedMeasurement]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One suite (`domain` is its name) or all of a kind pooled (`domain` is the kind) at one temperature."""
+
+    domain: str
+    kind: SuiteKind
+    suites: list[Suite]
+    temperature: float
+    picks: Resamples
+
+    @property
+    def pooled(self) -> bool:
+        """True for all suites of a kind."""
+        return self.domain == self.kind
+
+    def alphas(self, measured: Measured, draft: str) -> list[AlphaMeasurement]:
+        """The acceptance of a draft on every suite."""
+        return [measured.alphas[suite.name, self.temperature, draft] for suite in self.suites]
+
+    def decodings(self, measured: Measured, draft: str, method: Method) -> list[DecodingMeasurement]:
+        """The decoding counts of every suite; empty if the method was not decoded."""
+        keys = [(suite.name, self.temperature, draft, method) for suite in self.suites]
+        return [measured.decodings[key] for key in keys if key in measured.decodings]
+
+    def row(
+        self,
+        figure: str,
+        draft: str,
+        found: Estimate | float | None,
+        method: tuple[str | None, str | None] = (None, None),
+        *,
+        at: int | None = None,
+        part: str | None = None,
+        n: int | None = None,
+    ) -> Row:
+        """One row about this group; a plain number has no interval."""
+        prompts = self.picks.weights_RP.shape[1] if n is None else n
+        if not isinstance(found, dict):
+            number = None if found is None else float(found)
+            found = Estimate(value=number, low=None, high=None, n=prompts)
+        tree, verifier = method
+        return Row(
+            figure=figure,
+            draft=draft,
+            domain=self.domain,
+            kind=self.kind,
+            temperature=self.temperature,
+            tree=tree,
+            verifier=verifier,
+            at=at,
+            part=part,
+            **found,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was compared with what, and how the intervals are drawn."""
+
+    suites: Sequence[Suite]
+    drafts: Sequence[str]
+    base: str
+    temperatures: Sequence[float]
+    methods: Sequence[Method]
+    bootstrap: int
+    seed: int
+
+    def groups(self) -> Iterator[Group]:
+        """Every suite by itself, then all of a kind pooled; each at every temperature."""
+        members: list[tuple[str, SuiteKind, list[Suite]]] = [(s.name, s.kind, [s]) for s in self.suites]
+        members += [(kind, kind, [suite for suite in self.suites if suite.kind == kind]) for kind in KINDS]
+        for domain, kind, suites in members:
+            if suites:
+                picks = self.picks(suites, [len(suite.prompts) for suite in suites])
+                for temperature in self.temperatures:
+                    yield Group(domain, kind, suites, temperature, picks)
+
+    def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
+        """Resample the first prompts of some suites; a suite has the same resamples wherever it appears."""
+        return pool_resamples(
+            [
+                resamples(count, self.bootstrap, row_seed(self.seed, f"bootstrap/{suite.name}/{count}"))
+                for suite, count in zip(suites, counts, strict=True)
+            ]
+        )
+
+
+def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
+    """The per-prompt lists `above` and `below` of some measurements, side by side."""
+    return pool_sums([PromptSums.of(part[above], part[below]) for part in parts])
+
+
+def joined(parts: Sequence[Any], key: str) -> list[Any]:
+    """The per-prompt lists of several measurements, one after another."""
+    return [value for part in parts for value in part[key]]
+
+
+def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
+    """accept@depth; a prompt whose steps never offered that depth counts zero of zero."""
+
+    def column(key: str) -> list[float]:
+        return [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
+
+    return PromptSums.of(column("accepted_by_depth"), column("reached_by_depth"))
+
+
+def figure_rows(setting: Setting, measured: Measured) -> list[Row]:
+    """Every figure but those of the diagnosis (`eval.diagnosis_rows`)."""
+    makers = (alpha_rows, transfer_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
+    return [row for make in makers for row in make(setting, measured)]
+
+
+def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """alpha of every draft on every group, with its gain over the base."""
+    for group in setting.groups():
+        base = ratio(group.alphas(measured, setting.base), "sum", "count")
+        for draft in setting.drafts:
+            parts = group.alphas(measured, draft)
+            sums = ratio(parts, "sum", "count")
+            yield group.row("alpha", draft, estimate(sums, group.picks))
+            yield group.row("alpha_per_prompt", draft, sums.mean_per_prompt)
+            yield group.row("positions", draft, sums.denominator_P.sum())
+            if draft != setting.base:
+                yield group.row("gain", draft, difference(sums, base, group.picks))
+            for figure, key in ALPHAS.items():
+                yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
+
+
+def transfer_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """transfer of every aligned draft to every OOD suite and to all of them pooled."""
+    home = {group.temperature: group for group in setting.groups() if group.domain == "id"}
+    for group in setting.groups():
+        if group.kind == "id":
+            continue
+        sides = home[group.temperature], group
+        base_id, base_ood = (ratio(side.alphas(measured, setting.base), "sum", "count") for side in sides)
+        for draft in setting.drafts:
+            if draft != setting.base:
+                new_id, new_ood = (ratio(side.alphas(measured, draft), "sum", "count") for side in sides)
+                share = transfer(new_id, base_id, sides[0].picks, new_ood, base_ood, group.picks)
+                yield group.row("transfer", draft, share)
+
+
+def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """tau, accept@d and counts of every draft, group and method."""
+    for group in setting.groups():
+        for method in setting.methods:
+            how = (method.tree, method.verifier)
+            base_tau = ratio(group.decodings(measured, setting.base, method), "emitted", "target_calls")
+            for draft in setting.drafts:
+                parts = group.decodings(measured, draft, method)
+                tau = ratio(parts, "emitted", "target_calls")
+                yield group.row("tau", draft, estimate(tau, group.picks), how)
+                yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, how)
+                if draft != setting.base:
+                    yield group.row("tau_gain", draft, difference(tau, base_tau, group.picks), how)
+                mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
+                yield group.row("alpha_mcsd", draft, mcsd, how)
+                for depth in range(1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)):
+                    found = estimate(_at_depth(parts, depth), group.picks)
+                    yield group.row("accept", draft, found, how, at=depth)
+                for key in DECODED:
+                    yield group.row(key, draft, sum(joined(parts, key)), how)
+                yield from _headroom(measured, group, draft, method)
+                yield from _identical(parts, group, draft, how)
+
+
+def _headroom(measured: Measured, group: Group, draft: str, method: Method) -> Iterator[Row]:
+    """The bound at the root over what the verifier accepts there, if the bound was taken."""
+    step, alphas = RootStep.of(method), group.alphas(measured, draft)
+    if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
+        roots = [alpha["roots"][step.name] for alpha in alphas]
+        found = quotient(ratio(roots, "bound", "count"), ratio(roots, "reached", "count"), group.picks)
+        yield group.row("headroom", draft, found, (method.tree, method.verifier))
+
+
+def _identical(parts: Sequence[DecodingMeasurement], group: Group, draft: str, how: tuple[str, str]) -> Iterator[Row]:
+    checks = [part["identical"] for part in parts if part["identical"] is not None]
+    if checks:
+        same, outputs = (sum(check[key] for check in checks) for key in ("same", "of"))
+        gaps = [check["largest_gap"] for check in checks if check["largest_gap"] is not None]
+        yield group.row("identical", draft, same, how, n=outputs)
+        if gaps:
+            yield group.row("largest_gap", draft, max(gaps), how, n=outputs)
+
+
+def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """tau and accept@d as predicted without decoding, on every group (law 10)."""
+    for group in setting.groups():
+        for draft in setting.drafts:
+            alphas = group.alphas(measured, draft)
+            alpha = ratio(alphas, "sum", "count").pooled
+            for method in predicted_methods(setting.methods, group.temperature == 0):
+                parts = [each["predicted"][method.name] for each in alphas if method.name in each["predicted"]]
+                if len(parts) < len(alphas):
+                    continue
+                how, depths = (method.tree, method.verifier), range(1, 1 + method.shape.depth)
+                sums = PromptSums.of(joined(alphas, "count"), joined(parts, "target_calls"))
+                tau = estimate(sums, group.picks)
+                yield group.row("tau_predicted", draft, tau, how)
+                seed = row_seed(setting.seed, f"run/{draft}/{method.name}/{group.domain}/{group.temperature}")
+                low, high = run_interval(sums, joined(parts, "variance"), group.picks, seed)
+                yield group.row("tau_run", draft, {**tau, "low": low, "high": high}, how)
+                if alpha is not None and isinstance(method.shape, Tree) and method.shape.is_chain:
+                    if not method.shape.stop:
+                        yield group.row("tau_independent", draft, independent_tau([alpha] * len(depths)), how)
+                for depth in depths:
+                    found = estimate(_at_depth(parts, depth), group.picks)
+                    yield group.row("accept_predicted", draft, found, how, at=depth)
+
+
+def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """Tokens per second and speedup of every method, and of the target alone."""
+    for group in setting.groups() if measured.speeds else ():
+        timed = [measured.speeds[suite.name, group.temperature] for suite in group.suites]
+        picks = setting.picks(group.suites, [len(each["prompt_ids"]) for each in timed])
+        alone = ratio([each["runs"][0] for each in timed], "emitted", "decode_s")
+        for index, first in enumerate(timed[0]["runs"]):
+            runs = [each["runs"][index] for each in timed]
+            rate = ratio(runs, "emitted", "decode_s")
+            figures: dict[str, Any] = {
+                "tokens_per_s": rate.pooled,
+                "latency_s_per_token": 1 / rate.pooled if rate.pooled else None,
+                "tokens": sum(joined(runs, "emitted")),
+                "prefill_s": sum(joined(runs, "prefill_s")),
+                "decode_s": sum(joined(runs, "decode_s")),
+            }
+            if first["draft"] is not None:
+                figures["speedup"] = quotient(rate, alone, picks)
+            for figure, found in figures.items():
+                how = (first["tree"], first["verifier"])
+                yield group.row(figure, first["draft"] or TARGET, found, how, n=len(rate.numerator_P))
+
+
+def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
+    """The cost of a draft call and of verifying, in steps of the target alone, for trees of several levels.
+
+    A step takes `calls` forwards of the draft and one verification. The same nodes as one level take a single forward,
+    which tells the two costs apart.
+    """
+    for group in setting.groups():
+        timed = measured.speeds.get((group.domain, group.temperature))
+        for level in timed["one_level"] if timed else ():
+            assert timed is not None
+            how = (level["draft"], level["tree"], level["verifier"])
+            run = next(run for run in timed["runs"] if (run["draft"], run["tree"], run["verifier"]) == how)
+            count, runs = len(level["decode_s"]), (timed["runs"][0], run, level)
+            steps = [sum(each["target_calls"][:count]) for each in runs]
+            calls = sum(run["depth_sum"][:count]) / max(1, steps[1])
+            if not all(steps) or calls <= 1:
+                continue
+            alone, whole, flat = (sum(each["decode_s"][:count]) / n for each, n in zip(runs, steps, strict=True))
+            draft_call = max(0.0, (whole - flat) / (calls - 1)) / alone
+            costs = {"draft_call": draft_call, "verify": max(0.0, flat / alone - draft_call)}
+            for figure, cost in costs.items():
+                yield group.row(figure, str(run["draft"]), cost, how[1:], n=count)
+
+
+def counts(setting: Setting, measured: Measured) -> list[Counts]:
+    """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
+    kept: list[Counts] = []
+
+    def add(of: str, part: Mapping[str, Any], keys: Sequence[str], *cell: Any) -> None:
+        names = ("of", "draft", "domain", "temperature", "tree", "verifier")
+        row: Any = dict(zip(names, (of, *cell), strict=True))
+        row["per_prompt"] = {key: part[key] for key in keys}
+        kept.append(row)
+
+    for (suite, temperature), baseline in measured.baselines.items():
+        target = {
+            "tokens": [len(ids) for ids in baseline["output_ids"]],
+            "stopped": [reason == "stop" for reason in baseline["finish_reason"]],
+        }
+        add("target", target, list(target), TARGET, suite, temperature, None, None)
+        for draft in setting.drafts:
+            alphas = measured.alphas[suite, temperature, draft]
+            add("alpha", alphas, ("sum", "count"), draft, suite, temperature, None, None)
+            for method in setting.methods:
+                decoded = measured.decodings[suite, temperature, draft, method]
+                add("decoding", decoded, DECODED_BY_PROMPT, draft, suite, temperature, method.tree, method.verifier)
+        timed = measured.speeds.get((suite, temperature))
+        for run in timed["runs"] if timed else ():
+            add("speed", run, TIMED, run["draft"] or TARGET, suite, temperature, run["tree"], run["verifier"])
+    return kept
+
+
+def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
+    """The rows of every prompt set that were read, done, skipped and failed."""
+    return [
+        SuiteRow(
+            name=suite.name,
+            kind=suite.kind,
+            source=suite.source,
+            read=suite.rows,
+            done=len(suite.prompts),
+            skipped=len(suite.skipped),
+            failed=suite.rows - len(suite.prompts) - len(suite.skipped),
+            skipped_rows=[{"row": row, "reason": reason} for row, reason in suite.skipped],
+            prompt_ids=[prompt.id for prompt in suite.prompts],
+            prompt_tokens=[len(prompt.ids) for prompt in suite.prompts],
+            prompt_hashes=[f"{prompt_hash(prompt.ids):016x}" for prompt in suite.prompts],
+            digest=suite.digest,
+        )
+        for suite in suites
+    ]
+
+
+def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
+    """How quiet the machine was during each timing."""
+    rows = []
+    for (suite, temperature), timed in measured.speeds.items():
+        alone, load = timed["runs"][0], timed["load"]
+        rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
+        low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
+        spread = float((high - low) / middle) if middle else None
+        busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
+        rows.append(Conditions(domain=suite, temperature=temperature, load=load, spread=spread, busy=busy))
+    return rows
+
+
+def assemble(
+    setting: Setting,
+    measured: Measured,
+    *,
+    config: dict[str, Any],
+    models: dict[str, ModelRow],
+    provenance: dict[str, Any],
+    clock: dict[str, Any],
+    remarks: Sequence[Remark] = (),
+    diagnosis: tuple[list[Row], list[ViewedText]] = ([], []),
+) -> ResultsDocument:
+    """Make results.json. `diagnosis` are the rows and texts of `eval.diagnosis_rows`."""
+    rows, texts = diagnosis
+    return ResultsDocument(
+        schema_version=SCHEMA_VERSION,
+        definitions=DEFINITIONS,
+        remarks=list(remarks),
+        config=config,
+        base=setting.base,
+        drafts=list(setting.drafts),
+        temperatures=list(setting.temperatures),
+        methods=[
+            {"tree": each.tree, "shape": asdict(each.shape), "verifier": each.verifier, "lossless": each.lossless}
+            for each in setting.methods
+        ],
+        models=models,
+        suites=suite_rows(setting.suites),
+        rows=figure_rows(setting, measured) + rows,
+        counts=counts(setting, measured),
+        texts=texts,
+        conditions=timing_conditions(measured, clock["machine"]["cpus"]),
+        provenance=provenance,
+        clock=clock,
+    )
