@@ -15,7 +15,11 @@ from decode.native import Kernel, kernel
 
 # The instructions that the source can be built for here; sse2 has no vector instruction for fp16 and no fused
 # multiply-add. The processor that runs the tests has to know them.
-BUILDS = {"avx512f": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64", "asimd": "-march=native"}
+BUILDS = {"avx512f": "-march=native", "asimd": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64"}
+# For parametrize: what has to be compiled is slow.
+PARAMETERS = [
+    pytest.param(name, marks=() if flag == "-march=native" else pytest.mark.slow) for name, flag in BUILDS.items()
+]
 
 
 def processor_flags() -> set[str]:

@@ -17,7 +17,7 @@ from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.sampling import Sampling
-from tests.native_builds import BUILDS, built_for
+from tests.native_builds import PARAMETERS, built_for
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 
@@ -43,7 +43,7 @@ def build(name: str) -> LlamaForCausalLM:
     return eval_mode
 
 
-@pytest.fixture(params=BUILDS, scope="module")
+@pytest.fixture(params=PARAMETERS, scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     return built_for(request.param, tmp_path_factory)
 

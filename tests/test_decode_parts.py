@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder, Tree, parse_tree
+from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
 from decode.batch_run import BatchRun
 from decode.cache import TreeCache
 from decode.runner import Runner
-from decode.tree_batch import TreeBatch
-from decode.tree_spec import kary
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama
 
@@ -23,43 +21,6 @@ GREEDY = Sampling(temperature=0.0)
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
     return random_llama(seed, 17, layers=3)
-
-
-# Trees
-
-
-def test_kary_is_breadth_first_with_ranks_and_depths() -> None:
-    tree = kary((2, 3))
-    assert tree.parents == (-1, -1, 0, 0, 0, 1, 1, 1)
-    assert tree.depths == (1, 1, 2, 2, 2, 2, 2, 2)
-    assert tree.ranks == (0, 1, 0, 1, 2, 0, 1, 2)
-    assert tree.children[0] == (1, 2) and tree.children[2] == (6, 7, 8)
-    assert (tree.size, tree.depth, tree.is_chain) == (8, 2, False)
-    assert parse_tree("kary:4,2,2").size == 28
-
-
-def test_a_chain_is_a_kary_of_ones() -> None:
-    assert parse_tree("chain:3") == parse_tree("kary:1,1,1") == Tree((-1, 0, 1))
-    assert parse_tree("chain:3").is_chain and not parse_tree("kary:1,2").is_chain
-
-
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_ancestors_are_the_path_to_the_root(branching: list[int]) -> None:
-    tree = kary(tuple(branching))
-    mask_NN = TreeBatch.build(tree, torch.device("cpu")).sees_RMM[0, 1:, 1:]
-    for node in range(tree.size):
-        path, at = set(), node
-        while at >= 0:
-            path.add(at)
-            at = tree.parents[at]
-        assert set(mask_NN[node].nonzero().flatten().tolist()) == path
-        assert len(path) == tree.depths[node]
-
-
-@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, 0, -1), (-2,), (-1, -1, 1, 0)])
-def test_parents_that_are_no_breadth_first_tree_are_refused(parents: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="tree: "):
-        Tree(parents)
 
 
 # Cache
