@@ -8,7 +8,6 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
-import errno  # noqa: E402
 import io  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
@@ -17,7 +16,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.processes import Terminated  # noqa: E402
+from draftsmith_core.processes import Terminated, is_main  # noqa: E402
 from draftsmith_core.threads import settle_threads  # noqa: E402
 
 
@@ -38,34 +37,31 @@ def main(argv: list[str] | None = None) -> int:
     130 interrupted, 143 told to stop.
     """
     words = sys.argv[1:] if argv is None else argv
-    _open_closed_streams()
+    called = " ".join(["draftsmith", *words[:1]])
     try:
         try:
             code = _run(words)
-        except SystemExit:
+        finally:
+            # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
             sys.stdout.flush()
-            raise
-        # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
-        sys.stdout.flush()
         return code
     except Terminated as stop:
-        _say(f"\n{_called(words)}: stopped by SIGTERM{_notes(stop)}", stop)
+        _say(f"\n{called}: stopped by SIGTERM{_note(stop)}", stop)
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return _failed(_called(words), error)
+        return _failed(called, error)
 
 
 def _run(words: list[str]) -> int:
-    """Do what `words` ask for; returns the exit code, or raises why it could not be done."""
     if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    name = words[0]
+    if name in ("-V", "--version"):
         print(__version__)
         return 0
-    name = words[0]
     if name not in COMMANDS and name != "--print_shtab":
         hint = nearest(name, COMMANDS, "the commands are")
         print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
@@ -85,53 +81,31 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def _called(words: list[str]) -> str:
-    """What messages begin with."""
-    return " ".join(["draftsmith", *words[:1]])
-
-
-def _open_closed_streams() -> None:
-    """Put the null device where a daemon closed standard input, output or error: without it Python would print errors
-    to the output, and the next file that is opened would take the place, and receive what is printed.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
 def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
-    """Say in one line why a command ended, and return its exit code; raises again what is a bug."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # What Python still buffers has nowhere to go, and would fail again when it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print in one line why a command ended, and return its exit code; raise again what is a bug."""
     if (interrupt := _interrupt(error)) is not None:
-        _say(f"\n{called}: interrupted{_notes(interrupt)}", interrupt)
+        _say(f"\n{called}: interrupted{_note(interrupt)}", interrupt)
         return 130
-    if isinstance(error, InputError | RunError):
-        _say(f"{called}: {one_line(error)}", error)
-        return 2 if isinstance(error, InputError) else 1
     if isinstance(error, RequirementError):
         for line in error.unmet:
             _say(f"{called}: {line}", error)
         return 3
+    if isinstance(error, InputError | RunError):
+        _say(f"{called}: {one_line(error)}", error)
+        return 2 if isinstance(error, InputError) else 1
     if isinstance(error, OSError):
+        # What Python still buffers has nowhere to go, and would fail again when it shuts down.
+        if error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 0  # the reader (`| head`) has seen enough
         place = f"{error.filename}: " if error.filename else ""
-        full = error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; make room, and call it again" if full else ""
-        _say(f"{called}: {place}{error.strerror or error}{advice}", error)
+        _say(f"{called}: {place}{error.strerror or error}", error)
         return 1
     raise error
 
 
-def _notes(stop: BaseException) -> str:
+def _note(stop: BaseException) -> str:
     """What the outermost command that was stopped said about what it kept."""
     notes = getattr(stop, "__notes__", [])
     return f"; {notes[-1]}" if notes else ""
@@ -145,13 +119,8 @@ def _interrupt(error: BaseException | None) -> BaseException | None:
 
 
 def _say(line: str, error: BaseException) -> None:
-    """To standard error; of several processes one speaks where all of them know the same."""
-    rank = os.environ.get("RANK", "")
-    if (
-        not rank.isdecimal()
-        or int(rank) == 0
-        or not isinstance(error, InputError | RequirementError | KeyboardInterrupt | Terminated)
-    ):
+    """Print to standard error; what all processes know is printed by the main one."""
+    if is_main() or not isinstance(error, InputError | RequirementError | KeyboardInterrupt | Terminated):
         print(line, file=sys.stderr)
 
 

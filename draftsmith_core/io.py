@@ -1,6 +1,5 @@
 """Write files whole or not at all (temporary name, fsync, rename), read JSON, and hash what tells artifacts apart."""
 
-import errno
 import hashlib
 import json
 import os
@@ -53,27 +52,15 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def check_replaceable(path: Path, option: str) -> None:
-    """InputError, beginning with `option`, for a path that a written file must not replace: a device such as /dev/null
-    or /dev/stdout, which a rename by root would remove for every program of the machine, or a directory.
-    """
-    if path.is_dir():
-        raise InputError(f"{option} {path}: is a directory; name a file")
-    if (path.exists() and not path.is_file()) or path.absolute().parent == Path("/dev"):
-        raise InputError(f"{option} {path}: is no ordinary file, and what is written would take its place; name a file")
+    """Raise InputError for a directory, and for a device such as /dev/null, which a rename by root would remove."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{option} {path}: is no ordinary file; name a file")
 
 
-def check_apart(out: str, read: Iterable[str | None]) -> None:
-    """InputError where a file to be written is one of those that are read, which would be lost."""
-    for name in read:
-        if name is not None and Path(name).resolve() == Path(out).resolve():
-            raise InputError(f"out: {out} is read as well, and would be overwritten; name another file")
-
-
-def _name(error: OSError, path: Path, temporary: Path) -> None:
-    """Have an error say `path`: a write to a full disk names no file, and others the temporary one, which is gone."""
-    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-    if full or str(error.filename).startswith(str(temporary)):
-        error.filename = str(path)
+def check_apart(out: str, inputs: Iterable[str | None]) -> None:
+    """Raise InputError if a file to be written is one of the inputs."""
+    if any(name is not None and Path(name).resolve() == Path(out).resolve() for name in inputs):
+        raise InputError(f"out: {out} is read as well, and would be overwritten; name another file")
 
 
 @contextmanager
@@ -87,9 +74,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _fsync(temporary)
         temporary.replace(path)
         _fsync(path.parent)
-    except OSError as error:
-        _name(error, path, temporary)
-        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -121,32 +105,13 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         else:
             temporary.rename(path)
         _fsync(path.parent)
-    except OSError as error:
-        _name(error, path, temporary)
-        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def copy_files(source: Path, to: Path, without: str | None = None) -> None:
-    """Copy what is in a directory to another that is there, except what is called `without`.
-
-    It ends at the first file that fails, and the error names no other: `shutil.copytree` tries them all and lists them.
-    """
-    for path in sorted(source.iterdir()):
-        if path.name == without:
-            continue
-        if path.is_dir():
-            (to / path.name).mkdir(exist_ok=True)
-            copy_files(path, to / path.name, without)
-        else:
-            with path.open("rb") as read, (to / path.name).open("wb") as written:
-                shutil.copyfileobj(read, written, 1 << 20)
-
-
 @contextmanager
 def writing(path: Path, advice: str = "make room, and the same command continues") -> Iterator[None]:
-    """RunError of one line that names `path` for what cannot be written in the block (a full disk, no permission)."""
+    """Turn errors of writing in the block (a full disk, no permission) into one line that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -157,34 +122,25 @@ def writing(path: Path, advice: str = "make room, and the same command continues
 
 
 def make_dir(path: Path, option: str) -> None:
-    """Make a directory for results; InputError, beginning with `option`, when it cannot be made."""
+    """Make a directory for results; InputError, beginning with `option`, if it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{option}: {str(path)!r} cannot be made a directory ({reason})") from None
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be made a directory ({error.strerror})") from None
 
 
 def check_dir_replaceable(path: Path, option: str) -> None:
-    """InputError, beginning with `option`, for a directory that `atomic_dir` cannot put in its place: the one that the
-    command runs in, or one above it, would go from under it.
-    """
+    """Raise InputError for a directory that `atomic_dir` cannot replace: the working directory, or one above it."""
     if Path.cwd().is_relative_to(path.resolve()):
         raise InputError(f"{option} {path}: is where this command runs, and would be replaced; name a directory in it")
     check_writable(path, option)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """InputError, beginning with `option`, where the directory that `path` is to be written to is a file or lets nobody
-    in: found before the work, not after it.
-    """
-    above = next(each for each in path.absolute().parents if each.exists())
-    if not above.is_dir():
-        raise InputError(f"{option} {path}: {above} is no directory; name another place")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{option} {path}: cannot be written ({above}: {os.strerror(errno.EACCES)}); name another place"
-        )
+    """Raise InputError, before the work, if `path` cannot be made because of what is above it."""
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise InputError(f"{option} {path}: {above} is no directory that can be written; name another place")
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -199,19 +155,17 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def jsonl(rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> str:
-    """One JSON object per line; `default` makes JSON of what is none, as for `json.dumps`."""
+    """One JSON object per line; `default` as for `json.dumps`."""
     return "".join(json.dumps(row, ensure_ascii=False, default=default) + "\n" for row in rows)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a .jsonl file, whole or not at all. A date or decimal, which Parquet has and JSON has not, becomes
-    the text that a chat template shows of it.
-    """
+    """Write rows to a .jsonl file, whole or not at all; dates and decimals (from Parquet) as text."""
     write_text_atomic(path, jsonl(rows, default=str))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from a file; InputError names the file, the line and what it should have been (`what`)."""
+    """Read a JSON object from a file; InputError names the file, the line and `what` was expected."""
     value = read_json_value(path, what)
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
@@ -224,14 +178,9 @@ def read_json_value(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected {what}") from None
-    except json.JSONDecodeError as error:
-        if "BOM" in error.msg:
-            raise InputError(f"{path}: begins with a byte order mark (BOM); save it as UTF-8 without one") from None
-        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); expected {what}") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); expected {what}") from None
-    except ValueError:  # what is left to fail is a number of thousands of digits
-        raise InputError(f"{path}: holds a number of too many digits; expected {what}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"{path}{line}: not valid JSON ({one_line(error)}); expected {what}") from None
 
 
 def read_tree_file(path: str) -> object:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, one_line
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -32,7 +32,7 @@ _others_wait = False
 
 @dataclass(frozen=True)
 class LauncherRequest:
-    """What a launcher asked for: how processes share the weights, and how many processes there are.
+    """How processes share the weights, and how many processes there are.
 
     kind: `single`, `ddp` (every process has a whole copy), `zero` (DeepSpeed; its config names the stage), `fsdp`.
     """
@@ -67,48 +67,41 @@ class StopSignal:
 
 def launched() -> int:
     """How many processes the launcher started, by its environment variable WORLD_SIZE."""
-    return max(1, _whole("WORLD_SIZE", 1))
+    return max(1, int(os.environ.get("WORLD_SIZE") or 1))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or 0)
 
 
 def is_main() -> bool:
     """Whether this is the process of rank 0, which writes files and messages for all."""
-    return _whole("RANK", 0) == 0
+    return _rank() == 0
 
 
 def say(line: str) -> None:
-    """To standard error, once however many processes there are."""
+    """Write to standard error, once however many processes there are."""
     if is_main():
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
-def _whole(variable: str, otherwise: int) -> int:
-    """The whole number that an environment variable of the launcher holds; InputError for another text."""
-    text = os.environ.get(variable, "").strip()
-    if text and not text.isdecimal():
-        raise InputError(
-            f"{variable}: the environment has {text!r}, no whole number; unset it, or start with a launcher"
-        )
-    return int(text) if text else otherwise
-
-
 def require_single_process(command: str) -> None:
-    """InputError when a command that runs in one process was launched in several."""
+    """Raise InputError if a command that runs in one process was launched in several."""
     if launched() > 1:
         raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
 
 
 def launcher_request() -> LauncherRequest:
     """What the environment variables of accelerate ask for; RunError for what draftsmith does not support."""
-    for variable, what, instead in (
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", "use FSDP or DeepSpeed"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config", "use FSDP or DeepSpeed without it"),
-    ):
-        if _true(variable):
-            raise RunError(f"the launcher asks for {what}, which draftsmith does not support; {instead}")
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if dynamo != "no":
-        raise RunError(f"the launcher asks for dynamo_backend {dynamo}; leave it out and set `compile` instead")
+    for wrong, what, instead in (
+        (_true("ACCELERATE_USE_MEGATRON_LM"), "Megatron-LM", "use FSDP or DeepSpeed"),
+        (_true("ACCELERATE_USE_PARALLELISM_CONFIG"), "a parallelism_config", "use FSDP or DeepSpeed without it"),
+        (dynamo != "no", f"dynamo_backend {dynamo}", "leave it out and set `compile` instead"),
+    ):
+        if wrong:
+            raise RunError(f"the launcher asks for {what}, which draftsmith does not support; {instead}")
     if _true("ACCELERATE_USE_DEEPSPEED"):
         return LauncherRequest("zero", launched())
     if _fsdp_asked or _true("ACCELERATE_USE_FSDP"):
@@ -128,14 +121,14 @@ def without_fsdp_variable() -> Iterator[None]:
     parts of FSDP by itself. `train.parallel` applies all of it instead.
     """
     global _fsdp_asked
-    before, asked = _fsdp_asked, os.environ.pop("ACCELERATE_USE_FSDP", None)
-    _fsdp_asked = before or str(asked).lower() in ("1", "true")
+    before, variable = _fsdp_asked, os.environ.pop("ACCELERATE_USE_FSDP", None)
+    _fsdp_asked = before or str(variable).lower() in ("1", "true")
     try:
         yield
     finally:
         _fsdp_asked = before
-        if asked is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = asked
+        if variable is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = variable
 
 
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
@@ -150,40 +143,32 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def telling_who_is_waited_for(after_s: float = 60) -> Iterator[None]:
-    """Say once, after so many seconds in the block, what this process waits for, and let Ctrl-C and SIGTERM end it at
-    once. Where the launcher has died, or its address is wrong, it would wait for half a day, without a word and deaf:
-    Python learns of a signal only when torch returns.
-    """
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    line = (
-        f"draftsmith: process {_whole('RANK', 0)} of {launched()} waits for the others at {place}; if they have "
-        f"ended, or the address is not theirs, end this one too and launch them all again\n"
-    )
-    timer = threading.Timer(after_s, os.write, (2, line.encode()))
-    timer.daemon = True
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its timeout of 12 hours."""
     before = {}
-    if launched() > 1:
-        timer.start()
-        if threading.current_thread() is threading.main_thread():
-            numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-            before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    if launched() > 1 and threading.current_thread() is threading.main_thread():
+        numbers = [number for number in _signals() if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
-        timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _signals() -> list[signal.Signals]:
+    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
+    return [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+
+
 def join_processes(device: str) -> "PartialState":
-    """Join the process group and return its state; RunError when not all processes that were launched are in it."""
+    """Join the process group and return its state; RunError if not all processes that were launched are in it."""
     from accelerate import PartialState
 
     from draftsmith_core.models import resolve_device
 
     on_cpu = resolve_device(device).type == "cpu"
-    with telling_who_is_waited_for():
+    with interruptible():
         state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
     check_process_count(state.num_processes)
     return state
@@ -197,7 +182,7 @@ def leave_processes() -> None:
         distributed.destroy_process_group()
 
 
-def on_main(work: Callable[[], None]) -> None:
+def on_main(work: Callable[[], object]) -> None:
     """Run `work` on the main process while the others wait. If it fails, every process raises the same one-line error.
 
     InputError stays InputError; RunError, OSError and SafetensorError (a file that cannot be read) become RunError.
@@ -213,21 +198,24 @@ def on_main(work: Callable[[], None]) -> None:
         try:
             work()
         except InputError as error:
-            failure = [(True, str(error))]
+            failure = [(True, one_line(error))]
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
             failure = [(False, f"{place}{error.strerror or error}")]
         except (RunError, SafetensorError) as error:
-            failure = [(False, str(error))]
+            failure = [(False, one_line(error))]
         finally:
             _others_wait = False
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 
         broadcast_object_list(failure)
-    if failure[0] is not None:
-        by_user, message = failure[0]
-        raise (InputError if by_user else RunError)(" ".join(message.split()))
+    _raise(failure[0])
+
+
+def _raise(failure: tuple[bool, str] | None) -> None:
+    if failure is not None:
+        raise (InputError if failure[0] else RunError)(failure[1])
 
 
 def from_main(work: Callable[[], T]) -> T:
@@ -252,35 +240,31 @@ def divided(count: int, work: Callable[[int], T]) -> list[T]:
         return [work(index) for index in range(count)]
     from accelerate.utils import gather_object
 
-    own: dict[int, T] = {}
+    values: dict[int, T] = {}
     failure: tuple[bool, str] | None = None
     try:
-        for index in range(_whole("RANK", 0), count, launched()):
-            own[index] = work(index)
+        for index in range(_rank(), count, launched()):
+            values[index] = work(index)
     except (InputError, RunError) as error:
         failure = (isinstance(error, InputError), str(error))
     merged: dict[int, T] = {}
-    for part, failed in gather_object([(own, failure)]):
-        if failed is not None:
-            raise (InputError if failed[0] else RunError)(failed[1])
+    for part, failed in gather_object([(values, failure)]):
+        _raise(failed)
         merged |= part
     return [merged[index] for index in range(count)]
 
 
-def check_process_count(found: int) -> None:
-    """RunError unless as many processes found each other as were launched."""
-    from draftsmith_core.models import resolve_device
-
-    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
-    several = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
-    if several and resolve_device("auto").type == "cpu":
+def check_process_count(count: int) -> None:
+    """Raise RunError unless as many processes found each other as were launched."""
+    if count != launched():
         raise RunError(
-            "accelerate was asked for several processes and started only one, as it does on CPUs; "
-            "launch with --multi_gpu (it means several, and works on CPUs too), or with a file of configs/accelerate"
+            f"{launched()} processes were launched but only {count} found each other; check the accelerate config"
         )
-    if found != launched():
+    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         raise RunError(
-            f"{launched()} processes were launched but only {found} found each other; check the accelerate config"
+            "accelerate was asked for several processes and started only one; launch with --multi_gpu (it works on "
+            "CPUs too), or with a file of configs/accelerate"
         )
 
 
@@ -301,21 +285,9 @@ def terminable() -> Iterator[StopSignal]:
             # os.write, because the signal may have interrupted a print, which is not reentrant.
             os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
 
-    def lost(said: "sys.UnraisableHookArgs") -> None:
-        # Python drops what is raised in a destructor or a weak reference's callback: the signal is sent once more,
-        # from another thread, because here it would be dropped as well.
-        if stop.asked and isinstance(said.exc_value, KeyboardInterrupt | Terminated):
-            threading.Timer(0.01, os.kill, (os.getpid(), stop.asked)).start()
-        else:
-            hook(said)
-
-    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
-    numbers = [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
-    before = {number: signal.signal(number, arrived) for number in numbers}
-    hook, sys.unraisablehook = sys.unraisablehook, lost
+    before = {number: signal.signal(number, arrived) for number in _signals()}
     try:
         yield stop
     finally:
-        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,7 +2,6 @@
 
 import datetime
 import decimal
-import errno
 import json
 import os
 import subprocess
@@ -19,7 +18,6 @@ from draftsmith_core.io import (
     atomic_file,
     check_dir_replaceable,
     check_writable,
-    copy_files,
     hash_json,
     make_dir,
     read_json,
@@ -47,7 +45,7 @@ def test_a_device_or_pipe_is_not_replaced(tmp_path: Path, writer: Writer) -> Non
     with pytest.raises(InputError, match="pipe: is no (ordinary file|directory)"), writer(tmp_path / "pipe"):
         pytest.fail("the block was entered")
     assert (tmp_path / "pipe").is_fifo()
-    with pytest.raises(InputError, match="write to /dev/stdout: is no ordinary file"), atomic_file(Path("/dev/stdout")):
+    with pytest.raises(InputError, match="write to /dev/null: is no ordinary file"), atomic_file(Path("/dev/null")):
         pytest.fail("the block was entered")
 
 
@@ -101,25 +99,6 @@ with writer(Path(sys.argv[1])) as temporary:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("directory", [False, True])
-def test_a_full_disk_names_what_was_to_be_written(tmp_path: Path, directory: bool) -> None:
-    made = tmp_path / "made"
-    with pytest.raises(OSError, match="No space left") as full, (atomic_dir if directory else atomic_file)(made):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as `write` says it, without a name
-    assert full.value.filename == str(made)
-    with pytest.raises(FileNotFoundError) as gone, (atomic_dir if directory else atomic_file)(made) as temporary:
-        (temporary / "gone" / "file").read_bytes() if directory else temporary.read_bytes()
-    assert gone.value.filename == str(made)
-    # What has to do with another file, or with none, stays as it is.
-    with pytest.raises(ConnectionError) as lost, (atomic_dir if directory else atomic_file)(made):
-        raise ConnectionError("lost")
-    assert lost.value.filename is None
-    with pytest.raises(FileNotFoundError) as other, (atomic_dir if directory else atomic_file)(made):
-        (tmp_path / "other").read_bytes()
-    assert other.value.filename == str(tmp_path / "other")
-    assert os.listdir(tmp_path) == []
-
-
 def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None:
     for name in ("part.parquet", ".hidden", "a.tmp1"):
         (tmp_path / name).touch()
@@ -147,12 +126,9 @@ def test_reading_json_names_the_place(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{\n "a": 1,\n "b" 2}')
     with pytest.raises(InputError, match=r"bad\.json:3: not valid JSON"):
         read_json(tmp_path / "bad.json", "a manifest")
-    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
-    with pytest.raises(InputError, match="cannot be read"):
-        read_json(tmp_path / "latin.json", "a manifest")
-    (tmp_path / "long.json").write_text('{"a": ' + "9" * 5000 + "}")
-    with pytest.raises(InputError, match=r"long\.json: holds a number of too many digits; expected a manifest"):
-        read_json(tmp_path / "long.json", "a manifest")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"list\.json: holds a JSON list, not an object"):
+        read_json(tmp_path / "list.json", "a manifest")
 
 
 def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,50 +138,20 @@ def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pyt
     for out in (".", "..", "b/..", str(tmp_path / "a")):
         with pytest.raises(InputError, match="^--out .*: is where this command runs, and would be replaced"):
             check_dir_replaceable(Path(out), "--out")
-    with pytest.raises(InputError, match=r"^--out ../file/x/y: .*/file is no directory"):
-        check_dir_replaceable(Path("../file/x/y"), "--out")
-    with pytest.raises(InputError, match=r"^--out ../file/x.json: .*/file is no directory"):
-        check_writable(Path("../file/x.json"), "--out")
+    for path in ("../file/x/y", "../file/x.json"):
+        with pytest.raises(InputError, match=f"^--out {path}: .*/file is no directory that can be written"):
+            check_writable(Path(path), "--out")
     for out in ("b", "c", "c/d", "../e"):
         check_dir_replaceable(Path(out), "--out")
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "a")
-    check_dir_replaceable(Path("b/c/d"), "--out")
-    with pytest.raises(InputError, match=r"^--out c/d: cannot be written \(.*/a: Permission denied\); name another"):
-        check_dir_replaceable(Path("c/d"), "--out")
 
 
 def test_a_directory_that_cannot_be_names_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="^--out: .*file/sub' cannot be made a directory"):
+    with pytest.raises(InputError, match="^--out .*file/sub: cannot be made a directory"):
         make_dir(tmp_path / "file" / "sub", "--out")
     make_dir(tmp_path / "a" / "b", "--out")
     make_dir(tmp_path / "a" / "b", "--out")
     assert os.listdir(tmp_path / "a") == ["b"]
-
-
-def test_files_are_copied_until_the_first_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "inner/b", "inner/run/c", "run/d"):
-        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "from" / name).write_text(name)
-    with atomic_dir(tmp_path / "to") as made:
-        copy_files(tmp_path / "from", made, without="run")
-    assert {str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*")} == {
-        "a",
-        "inner",
-        "inner/b",
-    }
-    assert (tmp_path / "to" / "inner" / "b").read_text() == "inner/b"
-    tried: list[object] = []
-
-    def full(read: object, written: object, length: int) -> None:
-        tried.append(read)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("shutil.copyfileobj", full)
-    with pytest.raises(OSError, match="No space left") as refused, atomic_dir(tmp_path / "full") as made:
-        copy_files(tmp_path / "from", made)
-    assert refused.value.filename == str(tmp_path / "full")
-    assert len(tried) == 1 and not (tmp_path / "full").exists()
 
 
 def test_rows_of_dates_and_decimals_are_written_as_their_text(tmp_path: Path) -> None:

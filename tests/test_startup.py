@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +44,7 @@ def measured(words: list[str] | None) -> tuple[int, float, set[str], str]:
 
 def test_import_is_light() -> None:
     code, seconds, modules, _ = measured(None)
-    assert (code, modules & {*HEAVY, "jsonargparse"}) == (0, set())
+    assert (code, modules & {*HEAVY, "pydantic"}) == (0, set())
     assert seconds < 0.3
 
 
@@ -92,13 +91,6 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
         command = [sys.executable, "-m", "draftsmith", *words]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (1, f"draftsmith {words[0]}: No space left on device\n")
-
-
-def test_closed_streams_stay_closed() -> None:
-    """With standard error closed an error must not go to the output, which may be parsed."""
-    line = f"{shlex.quote(sys.executable)} -m draftsmith decode 2>&-"
-    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_help_of_a_command_by_another_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ from draftsmith_core.models import resolve_device
 from draftsmith_core.packages import require_package
 from draftsmith_core.processes import (
     check_process_count,
+    interruptible,
     launcher_request,
     process_group_options,
-    telling_who_is_waited_for,
 )
 from train.config import TrainConfig
 
@@ -105,7 +105,7 @@ def make_world(config: TrainConfig) -> World:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
-        with _silent(zero), telling_who_is_waited_for():
+        with _silent(zero), interruptible():
             accelerator = Accelerator(
                 # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
                 cpu=on_cpu and not zero,

@@ -2,6 +2,7 @@
 the drafts that came out, timed beside the target padded to the cost of a large one (`drafts.make.widen`).
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.outcome import figure
 from draftsmith.demo import corpus
-from draftsmith_core.io import atomic_dir, copy_files, make_dir, write_rows
+from draftsmith_core.io import atomic_dir, make_dir, write_rows
 from draftsmith_core.models import load_model
 from draftsmith_core.processes import join_processes, on_main, say
 from draftsmith_core.tokenization import load_tokenizer
@@ -129,7 +130,7 @@ def _write(out: Path) -> None:
     if not (out / "pair").is_dir():
         # A copy has a path that works in commands typed from here, wherever the package is installed.
         with atomic_dir(out / "pair") as made:
-            copy_files(PAIR, made)
+            shutil.copytree(PAIR, made, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if not (out / "prompts").is_dir():
         say("reading text from this Python's standard library")
         with atomic_dir(out / "prompts") as made:
