@@ -171,7 +171,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     assert (code, out) == (2, "") and message in err
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def distilled(answers: Callable[..., str]) -> str:
     return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 

@@ -36,7 +36,7 @@ from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
 from tests.tiny_models import DRAFT_VOCAB, random_llama
 from train.batch import IGNORE, Batch
-from train.config import OnPolicy
+from train.config import HeadOptions, OnPolicy, Optim
 from train.data import load_examples
 from train.objective import parse_objective
 from train.onpolicy import make_answerer
@@ -59,21 +59,19 @@ def gemma() -> PreTrainedModel:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def distilled(answers: Callable[..., str]) -> str:
     return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
-@pytest.fixture
-def trained(door: Door, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path) -> tuple[Path, str]:
-    """A draft of 60 of 290 tokens, trained by the command, and what that said."""
-    words = (
-        f"train --target {target_dir} --draft {draft_dir} --data {distilled} --out {tmp_path / 'draft'} --device cpu"
-    )
-    words += f" --max_length 48 --objective fkl --steps 6 --eval_every 3 --optim.lr 0.01 --head.draft_vocab_size {KEPT}"
-    code, _, err = door(*words.split())
-    assert code == 0, err
-    return tmp_path / "draft", err
+@pytest.fixture(scope="module")
+def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of 60 of 290 tokens."""
+    out = tmp_path_factory.mktemp("trained") / "draft"
+    shared: Any = {"target": target_dir, "draft": draft_dir, "data": [distilled], "out": str(out), "device": "cpu"}
+    options: Any = {"max_length": 48, "objective": "fkl", "steps": 6, "eval_every": 3, "optim": Optim(lr=0.01)}
+    ds.train(ds.TrainConfig(**shared, **options, head=HeadOptions(draft_vocab_size=KEPT)))
+    return out
 
 
 def test_offsets_name_tokens_and_back() -> None:
@@ -111,10 +109,9 @@ def test_the_lean_forward_takes_it() -> None:
 
 
 def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
-    trained: tuple[Path, str], draft_dir: str, target_dir: str, caplog: pytest.LogCaptureFixture
+    trained: Path, draft_dir: str, target_dir: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out, said = trained
-    assert f"train: drafts {KEPT} of 290 tokens; of the responses " in said and "heldout_missing_mass" in said
+    out = trained
     ids = read_draft_vocabulary(str(out), 290)
     assert ids is not None and len(ids) == KEPT
     record = json.loads((out / "draftsmith.json").read_text())
@@ -129,11 +126,9 @@ def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
     assert torch.equal(draft_vocabulary(pair.drafts[str(out)]), ids)  # type: ignore[arg-type]
 
 
-def test_alpha_in_training_is_alpha_of_the_loaded_draft(
-    trained: tuple[Path, str], target_dir: str, distilled: str
-) -> None:
+def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained: Path, target_dir: str, distilled: str) -> None:
     """Laws 5 and 10: the target's distribution against a draft that is restricted to its tokens."""
-    out, _ = trained
+    out = trained
     pair = load_pair(target_dir, [str(out)], device="cpu")
     draft = pair.drafts[str(out)]
     assert isinstance(draft, PreTrainedModel)
@@ -203,9 +198,9 @@ def test_on_policy_it_says_its_own_tokens_only() -> None:
 
 
 def test_training_again_keeps_what_it_has(
-    trained: tuple[Path, str], door: Door, target_dir: str, distilled: str, tmp_path: Path
+    trained: Path, door: Door, target_dir: str, distilled: str, tmp_path: Path
 ) -> None:
-    out, _ = trained
+    out = trained
     words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
     words += " --max_length 48 --steps 2 --eval_every 2"
     code, _, err = door(*words.split(), "--head.draft_vocab_size", KEPT)
@@ -217,8 +212,8 @@ def test_training_again_keeps_what_it_has(
     assert code == 2 and "compares drafts of the whole vocabulary" in err
 
 
-def test_merging_keeps_it_and_refuses_another(trained: tuple[Path, str], draft_dir: str, tmp_path: Path) -> None:
-    out, _ = trained
+def test_merging_keeps_it_and_refuses_another(trained: Path, draft_dir: str, tmp_path: Path) -> None:
+    out = trained
     other = shutil.copytree(out, tmp_path / "other", ignore=shutil.ignore_patterns("run"))
     same = {"draft": [str(out), str(other)], "out": str(tmp_path / "soup")}
     ds.merge(ds.MergeConfig(**same))  # type: ignore[arg-type]
@@ -228,8 +223,8 @@ def test_merging_keeps_it_and_refuses_another(trained: tuple[Path, str], draft_d
     assert not (tmp_path / "none").exists()
 
 
-def test_an_export_is_whole_and_says_so(trained: tuple[Path, str], tmp_path: Path, door: Door) -> None:
-    out, _ = trained
+def test_an_export_is_whole_and_says_so(trained: Path, tmp_path: Path, door: Door) -> None:
+    out = trained
     code, said, err = door("export", "--draft", out, "--format", "hf", "--out", tmp_path / "hf")
     assert code == 0, err
     assert f"a draft vocabulary of {KEPT} tokens, and no engine's layout can say so" in said
