@@ -1,7 +1,6 @@
 """Decoding for real: the target alone, then every draft against it, counted per prompt and timed.
 
-What a function here returns is plain JSON, because it is kept on disk as one measurement of the evaluation.
-Every list is in the order of the prompts.
+Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order of the prompts.
 """
 
 import os
@@ -23,7 +22,7 @@ from eval.acceptance import Continuation
 from eval.request import Method
 
 WARM_UP_TOKENS = 8
-# Prompts on which drafting and verifying are told apart, and the most nodes of the tree of one level.
+# Prompts that tell drafting from verifying, and the most nodes of the tree of one level.
 COST_PROMPTS, MOST_NODES = 2, 64
 # What is kept of `decode.stats`, per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum", "accepted_by_depth", "reached_by_depth")
@@ -73,7 +72,7 @@ class SpeedRun(TypedDict):
 class SpeedMeasurement(TypedDict):
     """Interleaved runs over the same prompts in one process; `load` is the machine's load average before and after.
 
-    `one_level`: over the first prompts and named as the run it goes with, steps on as many nodes in one level.
+    `one_level`: over the first prompts, and named as the run that it belongs to, steps on as many nodes in one level.
     """
 
     prompt_ids: list[str]
@@ -83,35 +82,13 @@ class SpeedMeasurement(TypedDict):
 
 
 def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
-    """The decoder of one (draft, tree, verifier). ValueError, one line, when they do not fit."""
+    """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
     return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
-
-
-@torch.inference_mode()
-def _gap(target: PreTrainedModel, prompt: Sequence[int], ours: list[int], theirs: list[int]) -> float:
-    """|logit - logit| of the first two tokens that differ, in the target's logits there."""
-    # Outputs end at the same end tokens and the same length, so that one cannot be the beginning of
-    # the other.
-    shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    ids_1T = torch.tensor([[*prompt, *ours[:shared]]], device=target.device)
-    logits_V = target(input_ids=ids_1T).logits[0, -1].double()
-    return float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs())
-
-
-def _compare(
-    target: PreTrainedModel, prompts: Sequence[Prompt], outputs: list[list[int]], expected: list[list[int]]
-) -> Identical:
-    gaps = [
-        _gap(target, prompt.ids, ours, theirs)
-        for prompt, ours, theirs in zip(prompts, outputs, expected, strict=True)
-        if ours != theirs
-    ]
-    return Identical(same=len(prompts) - len(gaps), of=len(prompts), largest_gap=max(gaps, default=None))
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is decoded, with what all methods share. The methods call `tick(n)` for every n prompts that are done."""
+    """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished prompts."""
 
     target: PreTrainedModel
     prompts: Sequence[Prompt]
@@ -123,45 +100,21 @@ class Task:
 
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
         """Continue every prompt with the target alone."""
-        rows = self._decoded(SpeculativeDecoder(self.target, None), None, tick)
+        rows = self._decode(SpeculativeDecoder(self.target, None), None, tick)
         return BaselineMeasurement(
             output_ids=[row.output_ids for row in rows], finish_reason=[row.finish_reason for row in rows]
         )
 
-    def _decoded(self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick) -> list[Generation]:
-        """Outputs of all prompts, batch by batch; batches are the same however many processes divide them."""
-
-        def decode(index: int) -> list[Generation]:
-            rows = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
-            batch = self._generate(decoder, rows, method, self.max_new_tokens)
-            tick(len(rows))
-            return batch.generations
-
-        return [row for rows in divided(-(-len(self.prompts) // self.batch_size), decode) for row in rows]
-
-    def _generate(
-        self, decoder: SpeculativeDecoder, rows: Sequence[Prompt], method: Method | None, tokens: int
-    ) -> BatchOutput:
-        """One batch. All drafts share a random stream of a prompt, which makes their differences less noisy."""
-        plain = f"{self.sampling.temperature}"
-        stream = plain if method is None else f"{plain}/{method.tree}/{method.verifier}"
-        seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
-        return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
-
     def decoding(
         self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
     ) -> DecodingMeasurement:
-        """Decode every prompt with a draft; when greedy, also compare with the target's own output."""
-        outputs: list[list[int]] = []
-        counted: dict[str, list[Any]] = {key: [] for key in COUNTED}
-        for generation in self._decoded(decoder_of(self.target, draft, method), method, tick):
-            outputs.append(generation.output_ids)
-            for key, values in counted.items():
-                value = getattr(generation.stats, key)
-                values.append(list(value) if key.endswith("_by_depth") else value)
-        greedy = self.sampling.greedy
-        identical = _compare(self.target, self.prompts, outputs, expected["output_ids"]) if greedy else None
-        return cast(DecodingMeasurement, {**counted, "identical": identical})
+        """Decode every prompt with a draft; if greedy, also compare with the target's own output."""
+        rows = self._decode(decoder_of(self.target, draft, method), method, tick)
+        counts: dict[str, list[Any]] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
+        for key in ("accepted_by_depth", "reached_by_depth"):
+            counts[key] = [list(by_depth) for by_depth in counts[key]]
+        identical = self._identical([row.output_ids for row in rows], expected) if self.sampling.greedy else None
+        return cast(DecodingMeasurement, {**counts, "identical": identical})
 
     def speed(
         self,
@@ -170,8 +123,8 @@ class Task:
         costs_of: Method | None = None,
         tick: Tick = no_tick,
     ) -> SpeedMeasurement:
-        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order; on the first
-        prompts also every draft on one level of as many nodes as `costs_of` has, one of the methods.
+        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order. On the first
+        prompts, also time every draft on one level of as many nodes as the method `costs_of` has.
 
         Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each
         is warmed up once before the clock counts.
@@ -194,16 +147,16 @@ class Task:
                 add(decoder_of(self.target, draft, method), name, method)
             if costs_of is not None:
                 flat = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
-                # Rules for chains take one candidate; the cheapest for several stands for them.
+                # Verifiers of chains take one candidate; the cheapest for several stands for them.
                 rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
                 proposer = PROPOSERS[kind_of(draft)].make(draft)
                 add(SpeculativeDecoder(self.target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
-        for decoder, timed, *_ in contenders:
-            self._generate(decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens))
+        for decoder, method, *_ in contenders:
+            self._generate(decoder, self.prompts[:1], method, min(WARM_UP_TOKENS, self.max_new_tokens))
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
-            for decoder, timed, run, most in contenders[turn:] + contenders[:turn]:
-                if most and index >= most:
+            for decoder, timed, run, prompts in contenders[turn:] + contenders[:turn]:
+                if prompts and index >= prompts:
                     continue
                 batch = self._generate(decoder, [prompt], timed, self.max_new_tokens)
                 stats = batch.generations[0].stats
@@ -212,25 +165,51 @@ class Task:
                 run["depth_sum"].append(stats.depth_sum)
                 run["prefill_s"].append(batch.prefill_s)
                 run["decode_s"].append(batch.decode_s)
-                tick(0 if most else 1)
-        return SpeedMeasurement(
-            prompt_ids=[prompt.id for prompt in self.prompts],
-            runs=runs,
-            one_level=one_level,
-            load=[load, os.getloadavg()[0]],
-        )
+                tick(0 if prompts else 1)
+        ids = [prompt.id for prompt in self.prompts]
+        return SpeedMeasurement(prompt_ids=ids, runs=runs, one_level=one_level, load=[load, os.getloadavg()[0]])
+
+    def _decode(self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick) -> list[Generation]:
+        """All prompts, batch by batch. Batches are the same however many processes divide them."""
+
+        def decode(index: int) -> list[Generation]:
+            rows = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
+            batch = self._generate(decoder, rows, method, self.max_new_tokens)
+            tick(len(rows))
+            return batch.generations
+
+        return [row for rows in divided(-(-len(self.prompts) // self.batch_size), decode) for row in rows]
+
+    def _generate(
+        self, decoder: SpeculativeDecoder, rows: Sequence[Prompt], method: Method | None, tokens: int
+    ) -> BatchOutput:
+        # All drafts share a random stream of a prompt, which makes their differences less noisy.
+        stream = f"{self.sampling.temperature}" + (f"/{method.tree}/{method.verifier}" if method else "")
+        seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
+        return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
+
+    @torch.inference_mode()
+    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identical:
+        """Count outputs equal to the target's own; for others, |logit - logit| of the first two tokens that differ."""
+        gaps = []
+        for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
+            if ours != theirs:
+                # Outputs end at the same end tokens and length, so neither is the beginning of the other.
+                shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+                ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
+                logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
+                gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
+        return Identical(same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None))
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
-    """Prompts and what the target made of them, as `estimate.alpha_sums` takes them."""
-    return [
-        Continuation(prompt.id, prompt.ids, output)
-        for prompt, output in zip(prompts, baseline["output_ids"], strict=True)
-    ]
+    """Prompts with what the target wrote, as `estimate.measure_alphas` takes them."""
+    outputs = baseline["output_ids"]
+    return [Continuation(prompt.id, prompt.ids, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 def answers(
     target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
 ) -> list[Continuation]:
-    """What the target continues prompts with up to its own end tokens; `options` as `Task` takes them."""
+    """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
     return continuations(prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline())
