@@ -1,10 +1,9 @@
-"""What two models say of a text that the target wrote: one forward of each, and from it every rule and depth.
+"""Acceptance under every rule and at every depth, from one forward of target and draft over a text of the target.
 
-Given the text, drafting and verifying it is a walk: at a root with n tokens emitted, the token at depth d of the
-accepted path can only be the text's own (accepted tokens are output, and output is the text). So a draft language
-model, which at depth d has read d of its own tokens, has read the text: its teacher-forced distribution there is
-exactly what it drafts from, without bias. Medusa's and Hydra's heads and EAGLE's own features are unrolled to their
-depth from every root.
+Decoding a given text walks along it: below a root with n emitted tokens, the accepted token at depth d can only be the
+text's own, because accepted tokens are output. So a draft language model, which at depth d has read d of its own
+tokens, has read the text: its teacher-forced distribution is exactly the one it drafts from, without bias. Medusa's and
+Hydra's heads and EAGLE's own features are unrolled to their depth from every root.
 
 The chance that the text's token x was accepted as the candidate of rank k, given that x was output, is
 P(rank k accepted, token x) / p(x):
@@ -38,13 +37,13 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import draw
 
 Floats = NDArray[np.float64]
-# Elements of [N, V] that the candidates of a rank are worked out for at once (32 MiB in fp32).
+# Elements of [N, V] processed at once for the candidates of a rank (32 MiB in fp32).
 MAX_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what the target continued it with (new tokens only, EOS included when it came)."""
+    """A prompt with the target's continuation: new tokens only, EOS included."""
 
     id: str
     prompt_ids: Sequence[int]
@@ -77,12 +76,12 @@ class Trace:
 def draft_logits(
     head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
 ) -> Iterator[Tensor]:
-    """A head's logits `[B, T, V]` at depth 1, 2, ... of what it drafts below every token of whole texts, -inf for
-    tokens that it lacks. At depth d, entry t is for the token at t + d; it is drafted from the text up to t and from
-    the text's tokens t + 1 .. t + d - 1 as if they had been drafted. Fewer depths where there are fewer heads.
+    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
 
-    `hidden_states` are the target's over the same tokens. `alone_B`: rows whose prompt is a single token; only in those
-    does an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
+    At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
+    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads. `hidden_states`: the
+    target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does an EAGLE head read the
+    first token, with a state of zeros, as in decoding. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     # A head pairs each token with the state it was predicted from, one position earlier.
@@ -101,7 +100,7 @@ def draft_logits(
 
 
 def _later(values_BT: Tensor) -> Tensor:
-    """Every column takes the value of the next, the last 0."""
+    """Shift left by one column; the last becomes 0."""
     return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
 
 
@@ -127,18 +126,18 @@ def _eagle_logits(
 
 
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, keep: int) -> tuple[Tensor, Any]:
-    """A language model's logits `[B, keep or C, own V]` behind `past` columns in `cache`, and the cache.
+    """Return a language model's logits `[B, keep or C, V]` behind `past` columns in `cache`, and the cache.
 
-    Of a draft of another vocabulary, over the target's: -inf for tokens that it does not share.
+    For a draft of another vocabulary they are over the target's, -inf for tokens that it does not share.
     """
     if (words := vocabulary_map(draft)) is not None:
         return _foreign_logits(draft, words, ids_BT, cache, keep)
-    # A token that the draft has no embedding for is read as its last, as in decoding.
+    # The draft reads a token without embedding as its last, as in decoding.
     ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
     end = past + ids_BT.shape[1]
     out = draft(
         input_ids=ids_BT,
-        # Padding is on the right, where causal attention never sees it, so that nothing need be masked.
+        # Causal attention never sees the padding on the right, so nothing need be masked.
         attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
         position_ids=torch.arange(past, end, device=ids_BT.device).expand_as(ids_BT),
         past_key_values=cache,
@@ -151,17 +150,16 @@ def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, 
 def _foreign_logits(
     draft: PreTrainedModel, words: VocabularyMap, ids_BT: Tensor, cache: Tensor | None, keep: int
 ) -> tuple[Tensor, Tensor]:
-    """Each target token's logits at the last of its pieces in the draft's own tokens. `cache` is the text so far: rows
-    differ in how many pieces they have, so that every chunk is forwarded with all before it.
+    """Logits of each target token at the last of its pieces in the draft's tokens. `cache` is the text so far: rows
+    differ in their number of pieces, so every chunk is forwarded with all text before it.
     """
     so_far_BT = ids_BT if cache is None else torch.cat([cache, ids_BT], dim=1)
     pieces = [[words.in_draft[token] for token in row] for row in so_far_BT.tolist()]
-    rows = [[each for token in row for each in token] for row in pieces]
+    rows = [[piece for token in row for piece in token] for row in pieces]
     longest = max(map(len, rows))
     own_BS = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=draft.device)
     last_BT = torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(1) - 1
     wanted_BC = last_BT[:, -(keep or ids_BT.shape[1]) :]
-    # Padding is on the right, where causal attention never sees it.
     logits_BSV = draft(input_ids=own_BS, use_cache=False).logits
     index = wanted_BC.unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
     return words.to_target(logits_BSV.gather(1, index)), so_far_BT

@@ -1,12 +1,12 @@
 """Ratios of sums over prompts, and the 95 % intervals a bootstrap over prompts gives them.
 
-A bootstrap of few prompts is too sure of itself: its variance is (n - 1) / n of what it should be, and its tails are
-not those of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). Of 8 prompts, plain percentiles miss the truth
-in 11 % of cases instead of 5 %, of 2 in half of them. So an interval reaches further from the median than they do, by
-what this makes up for: 1.29 times at 8 prompts, 1.03 at 64.
+A bootstrap of few prompts is too narrow: its variance is (n - 1) / n of what it should be, and its tails are not those
+of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). With 8 prompts, plain percentiles miss the truth in 11 %
+of cases instead of 5 %, with 2 in half of them. So each bound is moved away from the median: 1.29 times as far at 8
+prompts, 1.03 times at 64.
 
-Legend: P prompts, R resamples. A prompt is the unit that is resampled, because tokens of one prompt are not
-independent of each other. Counts are kept per prompt and divided last (law 3).
+Legend: P prompts, R resamples. Prompts are resampled, because tokens of one prompt are not independent. Counts are kept
+per prompt and divided last (law 3).
 """
 
 import math
@@ -24,10 +24,10 @@ from eval.schema import Estimate
 Floats = npt.NDArray[np.float64]
 
 LEVEL = 0.95
-# A resample in which the denominator is zero has no value. When more than this share of them has none, the
-# percentiles of the rest would describe a different quantity, so no interval is given.
+# A resample with a zero denominator has no value. If more than this share of them has none, the percentiles of the rest
+# would describe a different quantity, so there is no interval.
 MAX_UNDEFINED = 0.05
-# Beyond so many degrees of freedom it is the normal distribution to 1e-3, and its series are long.
+# Beyond this many degrees of freedom, Student's t is the normal distribution to 1e-3.
 MANY = 2000
 
 
@@ -40,20 +40,18 @@ class PromptSums:
 
     @classmethod
     def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "PromptSums":
-        """From two equally long sequences of numbers."""
-        if len(numerators) != len(denominators):
-            raise ValueError(f"{len(numerators)} numerators for {len(denominators)} denominators")
+        """Make sums from two sequences."""
         return cls(np.asarray(numerators, np.float64), np.asarray(denominators, np.float64))
 
     @property
     def pooled(self) -> float | None:
-        """Sum of numerators / sum of denominators; None when the denominators add up to zero."""
+        """Sum of numerators / sum of denominators; None if the denominators add up to zero."""
         below = float(self.denominator_P.sum())
         return float(self.numerator_P.sum()) / below if below else None
 
     @property
     def mean_per_prompt(self) -> float | None:
-        """Mean of the per-prompt ratios, over the prompts that have one."""
+        """Mean of the ratios of prompts that have one."""
         has = self.denominator_P > 0
         return float((self.numerator_P[has] / self.denominator_P[has]).mean()) if has.any() else None
 
@@ -62,8 +60,8 @@ class PromptSums:
 class Resamples:
     """How often each prompt occurs in each resample, `[R, P]`.
 
-    Two figures computed with one `Resamples` are paired. `sizes`: the prompts of every suite in it, each of which is
-    drawn from on its own.
+    Two figures computed with one `Resamples` are paired. `sizes`: the number of prompts of each suite; suites are
+    resampled separately.
     """
 
     weights_RP: Floats
@@ -71,23 +69,23 @@ class Resamples:
 
     @property
     def usable(self) -> bool:
-        """False when a suite has a single prompt: there is nothing to resample, so no interval exists."""
+        """Whether every suite has two prompts or more; otherwise there is no interval."""
         return all(size > 1 for size in self.sizes)
 
     @cached_property
     def widening(self) -> float:
-        """What the distance of a percentile from the median is multiplied by, for so few prompts."""
+        """Factor on the distance of a percentile from the median."""
         prompts, freedom = sum(self.sizes), sum(self.sizes) - len(self.sizes)
         return math.sqrt(prompts / freedom) * _half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def _half_width(freedom: int) -> float:
-    """Of a 95 % interval, in standard errors that were estimated with so many degrees of freedom."""
+    """Half width of a 95 % interval, in standard errors that were estimated with `freedom` degrees of freedom."""
     return student_quantile((1 + LEVEL) / 2, freedom)
 
 
 def resamples(prompts: int, count: int, seed: int) -> Resamples:
-    """`count` resamples of `prompts` prompts with replacement, from one seed."""
+    """Draw `count` resamples of `prompts` prompts with replacement."""
     if prompts == 0:
         return Resamples(np.zeros((count, 0)), (0,))
     rng = np.random.default_rng(seed)
@@ -96,20 +94,20 @@ def resamples(prompts: int, count: int, seed: int) -> Resamples:
 
 
 def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
-    """Several suites side by side: each is resampled on its own (stratified), their prompts pooled."""
+    """Put suites side by side: each keeps its own resamples (stratified), their prompts are pooled."""
     sizes = tuple(size for part in parts for size in part.sizes)
     return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), sizes)
 
 
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
-    """The prompts of several suites, in the order of `pool_resamples`."""
+    """Pool the prompts of several suites, in the order of `pool_resamples`."""
     return PromptSums(
         np.concatenate([part.numerator_P for part in parts]), np.concatenate([part.denominator_P for part in parts])
     )
 
 
 def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
-    """The pooled ratio in every resample, `[R]`; NaN where its denominator is zero."""
+    """Pooled ratio of every resample, `[R]`; NaN if its denominator is zero."""
     below_R = picks.weights_RP @ sums.denominator_P
     above_R = picks.weights_RP @ sums.numerator_P
     ratio_R = np.full_like(below_R, np.nan)
@@ -120,7 +118,7 @@ def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
 def interval(
     values_R: Floats, picks: Resamples, *, least: float = -math.inf, most: float = math.inf
 ) -> tuple[float | None, float | None]:
-    """The interval of a resampled figure that lies in [`least`, `most`], or (None, None) where there is none."""
+    """Interval of a resampled figure, cut to [`least`, `most`]; (None, None) if there is none."""
     defined = values_R[np.isfinite(values_R)]
     if not picks.usable or defined.size < (1 - MAX_UNDEFINED) * values_R.size or not defined.size:
         return None, None
@@ -130,7 +128,7 @@ def interval(
 
 
 def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
-    """The pooled ratio with its interval."""
+    """Pooled ratio with its interval."""
     value = sums.pooled
     # A share of prompts, positions or mass is at most 1; what comes per target call is at least 1.
     most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
@@ -140,7 +138,7 @@ def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
-    """One pooled ratio over another on the same prompts, as a speedup is, with its paired interval."""
+    """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired interval."""
     a, b = above.pooled, below.pooled
     value = a / b if a is not None and b else None
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -150,8 +148,7 @@ def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate
 
 
 def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
-    """new - base of the pooled ratios, paired by prompt: both sides of every resample hold the same
-    prompts."""
+    """Difference of two pooled ratios, paired: both sides of a resample hold the same prompts."""
     a, b = new.pooled, base.pooled
     value = a - b if a is not None and b is not None else None
     low, high = interval(pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
@@ -166,19 +163,19 @@ def transfer(
     base_ood: PromptSums,
     picks_ood: Resamples,
 ) -> Estimate:
-    """(gain OOD) / (gain ID): the share of what alignment bought in distribution that survives out of it.
+    """(gain OOD) / (gain ID): the share of the gain in distribution that survives out of it.
 
     The two sets of prompts are resampled independently.
     """
     gain_id, gain_ood = difference(new_id, base_id, picks_id), difference(new_ood, base_ood, picks_ood)
-    found = Estimate(value=None, low=None, high=None, n=gain_ood["n"])
+    undefined = Estimate(value=None, low=None, high=None, n=gain_ood["n"])
     if why_undefined(gain_id, gain_ood) is not None or gain_id["value"] is None or gain_ood["value"] is None:
-        return found
+        return undefined
     id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
     ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
-    return {**found, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
+    return {**undefined, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
 
 
 def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:
@@ -197,13 +194,13 @@ Bounds = tuple[float, float, float, int]
 
 
 def signs(figures: Sequence[Bounds | None]) -> list[int | None]:
-    """Of one family of figures: 1 above zero, -1 below it, 0 where neither can be told at 95 %.
+    """For one family of figures: 1 above zero, -1 below it, 0 if neither can be told at 95 %, None without a figure.
 
-    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family,
-    by Student's t with the standard error that is read off the interval. None where there is no figure.
+    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family, by
+    Student's t with the standard error that the interval implies.
     """
     known = {index: figure for index, figure in enumerate(figures) if figure is not None}
-    found: list[int | None] = [0 if index in known else None for index in range(len(figures))]
+    result: list[int | None] = [0 if index in known else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
         p_values = [
@@ -212,12 +209,12 @@ def signs(figures: Sequence[Bounds | None]) -> list[int | None]:
         ]
         for (index, figure), p in zip(known.items(), holm(p_values), strict=True):
             if p <= (1 - LEVEL) / 2 and side * figure[1 if side == 1 else 2] > 0:
-                found[index] = side
-    return found
+                result[index] = side
+    return result
 
 
 def ratio_signs(ratios: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """`signs` of estimates of ratios (speedups): 1 above one, -1 below it; on the logarithm, where both are alike."""
+    """`signs` of ratios (speedups), on the logarithm: 1 above one, -1 below it."""
     return signs(
         [
             (math.log(ratio["value"]), math.log(ratio["low"]), math.log(ratio["high"]), ratio["n"])
@@ -236,7 +233,7 @@ def bounds(figure: Mapping[str, Any] | None) -> Bounds | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of one family of tests adjusted for their number (Holm 1979), in the order given, at most 1."""
+    """Adjust the p-values of one family of tests for their number (Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -261,7 +258,7 @@ def student_cdf(t: float, freedom: int) -> float:
 
 @cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """The t that `student_cdf` takes to this probability, at least a half."""
+    """Inverse of `student_cdf`, for a probability of at least a half."""
     if freedom > MANY:
         return NormalDist().inv_cdf(probability)
     low, high = 0.0, 1.0

@@ -14,18 +14,18 @@ from draftsmith_core.sampling import Sampling, acceptance, generator, row_seed, 
 from eval.acceptance import Continuation, refusals
 from eval.headroom import spread
 
-# Candidates looked at per position; what a draft holds for less probable is left out of its calibration.
+# Most probable candidates per position; the rest is left out of the calibration.
 CANDIDATES = 64
 # Bins of confidence, each a tenth wide.
 BINS = 10
-# Positions of a prompt at which candidates are drawn, each at the cost of CANDIDATES passes over the vocabulary.
+# Positions per prompt at which candidates are drawn; each costs CANDIDATES passes over the vocabulary.
 DRAWN_POSITIONS = 4
-# Of the first prompts of a set, so many tokens are kept for the token viewer, with the draft's first guesses.
+# The token viewer shows this many prompts of a set, tokens of each, and guesses of the draft.
 VIEWED_PROMPTS, VIEWED_TOKENS, GUESSES = 1, 96, 3
 
 
 class ViewedToken(TypedDict):
-    """One token of the text: its p and q, and the draft's first guesses with theirs."""
+    """A token of the text with its p and q, and the draft's first guesses with theirs."""
 
     p: float
     q: float
@@ -33,12 +33,12 @@ class ViewedToken(TypedDict):
 
 
 class Diagnosis(TypedDict):
-    """Of one draft on one set at one temperature; every list is by prompt.
+    """Diagnosis of one draft on one set at one temperature; every list is by prompt.
 
-    `alpha`, `entropy`: by position, sum_x min(p, q) and the entropy of p in bits. `confidence`: by bin, what the draft
-    drew from it (mass), the confidence of that, and what of it was accepted. `best`: summed over positions, the mass
-    of p on the draft's 1, 2, ... most probable tokens. `drawn`: summed over `drawn_count` positions, the acceptance of
-    1, 2, ... candidates drawn from q without replacement and tried in turn; empty at temperature 0.
+    `alpha`, `entropy`: by position, sum_x min(p, q) and the entropy of p in bits. `confidence`: by bin, the mass that
+    the draft drew, that mass times its confidence, and the accepted mass. `best`: summed over positions, the mass of p
+    on the draft's 1, 2, ... most probable tokens. `drawn`: summed over `drawn_count` positions, the acceptance of 1, 2,
+    ... candidates drawn from q without replacement and tried in turn; empty at temperature 0.
     """
 
     alpha: list[list[float]]
@@ -105,10 +105,10 @@ class Diagnoser:
         for n, (row, place) in enumerate(places):
             if row < len(self.viewed) and place < VIEWED_TOKENS:
                 self._view(row, self.texts[row].output_ids[place], p_NV[n], belief_NV[n], ids_NK[n])
-        if here := [n for n, place in enumerate(places) if place in self.uniforms]:
-            u_NK = torch.stack([self.uniforms[places[n]] for n in here]).to(p_NV.device)
-            drawn_NK = drawn_acceptance(p_NV[here], q_NV[here], u_NK)
-            np.add.at(self.drawn, [rows[n] for n in here], drawn_NK.cpu().numpy())
+        if chosen := [n for n, place in enumerate(places) if place in self.uniforms]:
+            u_NK = torch.stack([self.uniforms[places[n]] for n in chosen]).to(p_NV.device)
+            drawn_NK = drawn_acceptance(p_NV[chosen], q_NV[chosen], u_NK)
+            np.add.at(self.drawn, [rows[n] for n in chosen], drawn_NK.cpu().numpy())
 
     def _view(self, row: int, token: int, p_V: Tensor, q_V: Tensor, ids_K: Tensor) -> None:
         guesses = [(int(x), round(float(q_V[x]), 4), round(float(p_V[x]), 4)) for x in ids_K[:GUESSES]]

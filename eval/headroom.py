@@ -1,8 +1,7 @@
-"""Headroom: how often the candidates at the root of a tree could be accepted at best, and how often the verifier does.
+"""Headroom at the root of a tree: how often the best verifier would accept a candidate, over how often this one does.
 
-Both are taken at the same positions, from the same rows of p and q as alpha, so that their ratio is about the verifier
-alone: the bound of `decode.transport_bound` (Hu et al., ICLR 2025, arXiv 2502.18779) over one root step of the verifier
-itself, simulated. It is about the root: the candidates below it are not looked at.
+Both are taken at the same positions, from the same rows of p and q as alpha, so their ratio is about the verifier
+alone: the bound of `decode.transport_bound` (Hu et al., ICLR 2025, arXiv 2502.18779), and one simulated root step.
 
 Legend: N positions, T trials, K candidates, M = K + 1 nodes with the root, V vocabulary, U uniforms per trial.
 """
@@ -24,12 +23,12 @@ from draftsmith_core.sampling import generator, row_seed, uniforms
 from eval.acceptance import Continuation
 from eval.request import Method
 
-# Positions per prompt at most. The bound costs far more than alpha does.
+# Most positions per prompt. The bound costs far more than alpha.
 PER_PROMPT = 16
-# Positions x vocabulary at most, per set of prompts and draft, where candidates are drawn without replacement: there
-# the bound is an integral of a few seconds per position and 100,000 tokens.
+# Most positions x vocabulary per set of prompts and draft, if candidates are drawn without replacement: then the bound
+# is an integral that takes a few seconds per position and 100,000 tokens.
 MAX_INTEGRAL = 2**20
-# Root steps that are simulated per position, so that their chance adds little to that of the prompts.
+# Simulated root steps per position; so many that their noise adds little to that of the prompts.
 TRIALS = 16
 # Elements of [N, V] in double precision worked on at once (32 MiB).
 MAX_ELEMENTS = 2**22
@@ -45,7 +44,7 @@ class RootMeasurement(TypedDict):
 
 @dataclass(frozen=True)
 class RootStep:
-    """What a decoding method does at the root: K candidates, how they are drawn, and the rule that judges them."""
+    """A decoding method at the root: K candidates, how they are drawn, and the rule that verifies them."""
 
     candidates: int
     drawing: Drawing
@@ -53,20 +52,15 @@ class RootStep:
 
     @staticmethod
     def of(method: Method) -> "RootStep | None":
-        """The root step of a method; None where there is no bound: lossy rules, trees shaped by what was drafted."""
+        """The root step of a method; None if it has no bound (lossy rules, trees that grow)."""
         if not method.lossless or not isinstance(method.shape, Tree):
             return None
         return RootStep(method.shape.widths[0], VERIFIERS[method.verifier].drawings[0], method.verifier)
 
     @property
     def name(self) -> str:
-        """A name that tells it from other root steps of the same draft."""
+        """A name, unique among the root steps of a draft."""
         return f"{self.verifier}/{self.candidates}"
-
-    @property
-    def integral(self) -> bool:
-        """Whether the bound is slow to compute."""
-        return self.candidates > 1 and self.drawing == "without_replacement"
 
     @property
     def tree(self) -> Tree:
@@ -80,29 +74,30 @@ class RootStep:
 
 
 def positions_per_prompt(step: RootStep, prompts: int, vocabulary: int) -> list[int]:
-    """How many positions of each prompt are looked at."""
-    total = min(PER_PROMPT * prompts, max(prompts // 8, MAX_INTEGRAL // vocabulary) if step.integral else 2**62)
+    """Number of positions to look at, for each prompt."""
+    slow = step.candidates > 1 and step.drawing == "without_replacement"
+    total = min(PER_PROMPT * prompts, max(prompts // 8, MAX_INTEGRAL // vocabulary) if slow else 2**62)
     return [total // prompts + (index < total % prompts) for index in range(prompts)]
 
 
 def spread(length: int, count: int) -> list[int]:
-    """`count` indices below `length`, or all of them, evenly spread; fixed beforehand, so that nothing selects."""
+    """`count` indices below `length`, or all of them, evenly spread."""
     count = min(count, length)
     return [(2 * index + 1) * length // (2 * count) for index in range(count)]
 
 
 def position_uniforms(step: RootStep, prompt_id: str, seed: int, count: int) -> Tensor:
-    """`[count, TRIALS, U]` uniforms of a prompt, the same for every draft."""
+    """Uniforms `[count, TRIALS, U]` of a prompt, the same for every draft."""
     one = generator(row_seed(seed, f"{prompt_id}/headroom/{step.name}"))
     return uniforms([one], count * TRIALS * step.uniforms).view(count, TRIALS, step.uniforms)
 
 
 def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> tuple[Tensor, Tensor]:
-    """The bound, and the share of T trials in which the verifier accepted one of K drawn candidates; float64 `[N]`.
+    """The bound, and the share of T trials in which the verifier accepted a candidate; float64 `[N]`.
 
     p, q: fp32 distributions of target and draft above temperature 0. u: float64 uniforms.
     """
-    # A single candidate is drawn in the same way by all of them, and this one needs no integral.
+    # All drawings draw a single candidate alike, and this one needs no integral.
     drawing = step.drawing if step.candidates > 1 or step.drawing == "deterministic" else "with_replacement"
     trials, size = u_NTU.shape[1], max(1, MAX_ELEMENTS // (p_NV.shape[1] * u_NTU.shape[1]))
     bounds: list[Tensor] = []
@@ -128,7 +123,7 @@ def _one_step(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NU: Tensor) -> Tenso
         q_BEV=None if step.drawing == "deterministic" else q_NV.unsqueeze(1),
         drawing=step.drawing,
     )
-    # What follows a candidate decides only the token after it, which is not looked at: any distribution will do there.
+    # The distributions below a candidate decide only the token after it, which does not matter here.
     p_NMV = p_NV.unsqueeze(1).expand(-1, count + 1, -1)
     verdict = VERIFIERS[step.verifier].run(proposal, p_NMV, u_NU[:, count:])
     return (verdict.accepted_B > 0).double()
@@ -138,7 +133,7 @@ class RootSums:
     """Simulates a root step at chosen positions of some rows while p and q pass by."""
 
     def __init__(self, step: RootStep, rows: Sequence[Continuation], counts: Sequence[int], seed: int) -> None:
-        """`counts`: how many positions of each row are looked at."""
+        """`counts`: number of positions to look at, for each row."""
         self.step, zeros = step, [0.0] * len(rows)
         self.found = RootMeasurement(bound=[*zeros], reached=[*zeros], count=[0] * len(rows))
         self.uniforms: dict[tuple[int, int], Tensor] = {}
@@ -149,12 +144,12 @@ class RootSums:
 
     def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
         """Take positions as (row, index in its continuation), and p and q there."""
-        here = [n for n, place in enumerate(places) if place in self.uniforms]
-        if not here:
+        chosen = [n for n, place in enumerate(places) if place in self.uniforms]
+        if not chosen:
             return
-        u_NTU = torch.stack([self.uniforms[places[n]] for n in here])
-        bound_N, reached_N = root_acceptance(self.step, p_NV[here], q_NV[here], u_NTU)
-        for n, bound, reached in zip(here, bound_N.tolist(), reached_N.tolist(), strict=True):
+        u_NTU = torch.stack([self.uniforms[places[n]] for n in chosen])
+        bound_N, reached_N = root_acceptance(self.step, p_NV[chosen], q_NV[chosen], u_NTU)
+        for n, bound, reached in zip(chosen, bound_N.tolist(), reached_N.tolist(), strict=True):
             row = places[n][0]
             self.found["bound"][row] += bound
             self.found["reached"][row] += reached

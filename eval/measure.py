@@ -151,8 +151,8 @@ class Task:
                 rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
                 proposer = PROPOSERS[kind_of(draft)].make(draft)
                 add(SpeculativeDecoder(self.target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
-        for decoder, method, *_ in contenders:
-            self._generate(decoder, self.prompts[:1], method, min(WARM_UP_TOKENS, self.max_new_tokens))
+        for decoder, timed, *_ in contenders:
+            self._generate(decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens))
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
             for decoder, timed, run, prompts in contenders[turn:] + contenders[:turn]:

@@ -1,19 +1,18 @@
-"""What decoding with a tree would count, from the traces of the target's own texts (`eval.acceptance`).
+"""Predict what decoding with a tree would count, from the traces of the target's own texts (`eval.acceptance`).
 
-Given the text that is output, a step whose root has n of its tokens before it accepts d drafted ones or more with the
-chance R_d(n): the product, along the nodes of the tree, of the chances that the text's tokens were accepted there. The
-decoder then stands at n + d + 1. So the expected target calls for a text are a sum over the places at which steps begin
-(`_walk`), each weighed by how often decoding begins one there: the joint runs that were seen, not a power of alpha.
+Given the output text, a step that begins at token n accepts at least d drafted tokens with chance R_d(n): the product,
+along the tree's nodes, of the chances that the text's tokens were accepted. The next step then begins at n + d + 1. So
+the expected target calls for a text are a sum over the positions at which steps begin (`_walk`), weighted by how often
+they do. That uses the joint runs in the text, not a power of alpha.
 
-* Unbiased for E[target calls] and E[accepted at depth d], for prefixes that are target-distributed: the target's own
-  continuations at the same sampling. tau is a ratio of two such sums, with the bias of a ratio, of the order
-  1/prompts.
+* Unbiased for E[target calls] and E[accepted at depth d], if prefixes are target-distributed: the target's own
+  continuations at the same sampling. tau is a ratio of two such sums, so its bias is of the order 1/prompts.
 * Block verification accepts a prefix of i tokens, given the text, with chance min over j <= i of min(1, Q_j / P_j),
   Q_j and P_j the joint probabilities of its first j tokens (from Sun et al. 2024, arXiv 2403.10444, where w(i) keeps
   i).
 * Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding run.
-* Not predicted: trees that grow (what they keep depends on tokens beside the text), and the rules greedy, kseq and
-  typical, and traversal on trees.
+* Not predicted: trees that grow (what they keep depends on tokens beside the text), the rules greedy, kseq and typical,
+  and traversal on trees.
 
 Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a language model).
 """
@@ -40,8 +39,8 @@ LONGEST_CHAIN = 16
 
 
 class PredictedCounts(TypedDict):
-    """Per prompt, expected: target calls for this text, their variance given it, and by depth the steps that accepted
-    that depth, and that reached it (`decode.stats.DecodeStats`).
+    """Expected per prompt: target calls, their variance given the text, and by depth the steps that accepted and that
+    reached it (`decode.stats.DecodeStats`).
     """
 
     target_calls: list[float]
@@ -52,26 +51,21 @@ class PredictedCounts(TypedDict):
 
 @dataclass(frozen=True)
 class Traces:
-    """One draft's traces on a set of prompts; `any_depth` where it drafts alike at every depth (a language model)."""
+    """Traces of one draft on a set of prompts. `any_depth`: it drafts alike at every depth (a language model)."""
 
     rows: list[Trace]
     any_depth: bool
 
-    @property
-    def depths(self) -> int | None:
-        """How deep a tree they say something about; None for any depth."""
-        return None if self.any_depth else self.rows[0].ratio.shape[0]
-
 
 def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
-    """Chains of 1 to 16, above temperature 0 under block verification too, and the methods that are decoded."""
+    """Chains of 1 to 16, above temperature 0 also under block verification, and the decoded methods."""
     rules = ("speculative",) if greedy else ("speculative", "block")
     chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
     return list(dict.fromkeys([*chains, *methods]))
 
 
 def not_predicted(method: Method, sampling: Sampling) -> str | None:
-    """Why a method is not predicted, in a few words; None when it is."""
+    """Why a method cannot be predicted; None if it can."""
     shape = method.shape
     if not isinstance(shape, Tree):
         return "its shape depends on what was drafted"
@@ -85,7 +79,7 @@ def not_predicted(method: Method, sampling: Sampling) -> str | None:
 
 
 def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:
-    """By rule of `_DRAWN`, the most candidates of one node in these methods; at temperature 0 nothing is drawn."""
+    """By rule of `_DRAWN`, the most candidates of one node; at temperature 0 nothing is drawn."""
     needed: dict[str, int] = {}
     for method in methods:
         if isinstance(method.shape, Tree) and method.verifier in _DRAWN and not sampling.greedy:
@@ -96,23 +90,23 @@ def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int
 
 
 def predict(method: Method, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
-    """What decoding these texts with a method is expected to count; None where it is not predicted."""
+    """Counts expected of decoding these texts with a method; None if it cannot be predicted."""
     shape = method.shape
     if not_predicted(method, sampling) is not None or not isinstance(shape, Tree):
         return None
-    if traces.depths is not None and shape.depth > traces.depths:
+    if not traces.any_depth and shape.depth > traces.rows[0].ratio.shape[0]:
         return None
     return expected_counts(shape, method.verifier, sampling, traces)
 
 
 def expected_counts(tree: Tree, verifier: str, sampling: Sampling, traces: Traces) -> PredictedCounts:
-    """`predict` for a static tree that the traces reach to and a rule of those that are known here."""
+    """`predict` for a static tree within the depth of the traces, and a predictable rule."""
     joint = verifier in _JOINT and not sampling.greedy
     return _walk(tree, traces, None if joint else chances(max(tree.widths), verifier, sampling, traces))
 
 
 def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
-    """`[P, ..., L]` of rows `[..., L_p]`."""
+    """Stack rows `[..., L_p]` to `[P, ..., L]`."""
     longest = max(row.shape[-1] for row in rows)
     out = np.full((len(rows), *rows[0].shape[:-1], longest), fill)
     for p, row in enumerate(rows):
@@ -121,7 +115,7 @@ def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
 
 
 def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
-    """`[D, K, P, L]`: the chance that the text's token was accepted at each rank of up to `width` candidates."""
+    """`[D, K, P, L]`: chance that the text's token was accepted at each rank of up to `width` candidates."""
     if sampling.greedy or verifier == "naive":
         place_PDL = padded([trace.place for trace in traces.rows], np.inf)
         return np.stack([place_PDL == rank for rank in range(width)]).astype(np.float64).transpose(2, 0, 1, 3)
@@ -139,9 +133,9 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     ratio_DPL = padded([trace.ratio for trace in traces.rows]).transpose(1, 0, 2)
 
     def at(values_DPL: Floats, level: int) -> Floats:
-        """By root: the value of the text's token `level` positions on, drafted at that depth; 0 beyond the text."""
-        found_PL = values_DPL[min(level, len(values_DPL) - 1)]
-        return np.pad(found_PL[:, level:], ((0, 0), (0, min(level, longest))))[:, :longest]
+        """By root: the value of the text's token `level` positions later, drafted at that depth; 0 beyond the text."""
+        values_PL = values_DPL[min(level, len(values_DPL) - 1)]
+        return np.pad(values_PL[:, level:], ((0, 0), (0, min(level, longest))))[:, :longest]
 
     one_PL = np.ones_like(inside_PL, dtype=np.float64)
     # By node, the root first: the chance to reach it, and the draft's joint probability of its path.
@@ -189,14 +183,13 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
 def run_interval(
     sums: PromptSums, variance_P: Sequence[float], picks: Resamples, seed: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """Where tau of one decoding run over as many prompts falls in 95 % of cases, given this prediction of it: tokens
-    over expected target calls, and the variance of those calls.
+    """95 % interval for tau of one decoding run over as many prompts, given the predicted tokens over target calls and
+    the variance of those calls.
 
-    Both sides vary: the prediction by the texts it was made from, the run by its own texts and by what it accepts. So
-    the interval is the prediction plus the quantiles of a difference of two resamples of prompts, drawn apart; the
-    run's side gets normal noise of the variance that its calls have given a text. For a run over the same prompts it
-    is wider than needed by what prompts differ among themselves: it covers at least 95 %. None where no bootstrap is
-    possible.
+    Both sides vary: the prediction by its texts, the run by its own texts and by what it accepts. So the interval is
+    the prediction plus the quantiles of a difference of two independent resamples of prompts; the run's side gets
+    normal noise with the variance of its calls. For a run over the same prompts the interval is wider than needed: it
+    covers at least 95 %. None if no bootstrap is possible.
     """
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
