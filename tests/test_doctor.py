@@ -82,12 +82,16 @@ def draft(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
+def some(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("draft", "name"), [(name, name) for name in names], indirect=["draft"])
+
+
 def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
     found = ds.doctor(ds.DoctorConfig(target=target, draft=draft))
     return {verdict["engine"]: verdict for verdict in found["verdicts"]}
 
 
-@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+@some(*VARIANTS)
 def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
     found = verdicts(TARGET, draft)
     assert tuple(found) == ENGINES
@@ -158,7 +162,7 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path: Path, capsys: pytest.C
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+@some(*VARIANTS)
 def test_transformers_says_the_same(draft: str, name: str) -> None:
     target: Any = load_model(TARGET, device="cpu")
     loads = True
@@ -188,7 +192,7 @@ def target_as(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draft", "name"), [(name, name) for name in VARIANTS], indirect=["draft"])
+@some(*VARIANTS)
 def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
     server = there("llama-server")
     target, small = (each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d")))
@@ -203,39 +207,31 @@ def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_a
     assert loads == verdicts(TARGET, draft)["llama.cpp"]["loads"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "another token")], indirect=["draft"]
-)
-def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
-    python = there("openvino")
-    models = [openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")]
-    (tmp_path / "request.json").write_text(
-        json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
-    )
-    loads = True
+REQUEST = {"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]}
+
+
+def runs(script: str, *words: Path) -> bool:
+    request = words[0].with_name("request.json")
+    request.write_text(json.dumps(REQUEST))
     try:
-        work(python, WORKERS / "openvino_generate.py", *models, tmp_path / "request.json")
+        work(there("openvino"), WORKERS / script, *words, request)
     except ds.RunError:
-        loads = False
-    assert loads == verdicts(TARGET, draft)["openvino"]["loads"]
+        return False
+    return True
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("draft", "name"), [(n, n) for n in ("same", "padded by 64", "small heads")], indirect=["draft"]
-)
+@some("same", "padded by 64", "another token")
+def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+    models = openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")
+    assert runs("openvino_generate.py", *models) == verdicts(TARGET, draft)["openvino"]["loads"]
+
+
+@pytest.mark.slow
+@some("same", "padded by 64", "small heads")
 def test_onnxruntime_genai_says_the_same(
     draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]
 ) -> None:
-    python = there("openvino")
-    (tmp_path / "request.json").write_text(
-        json.dumps({"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]})
-    )
-    models = [target_as("hf"), exported(draft, "hf", tmp_path / "d")]
-    loads = True
-    try:
-        work(python, WORKERS / "onnx_generate.py", *models, tmp_path / "built", tmp_path / "request.json")
-    except ds.RunError:
-        loads = False
-    assert loads == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
+    there("openvino")
+    models = target_as("hf"), exported(draft, "hf", tmp_path / "d"), tmp_path / "built"
+    assert runs("onnx_generate.py", *models) == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]

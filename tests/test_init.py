@@ -22,6 +22,13 @@ def made(door: Door, target: str, out: Path, *words: object) -> dict[str, Any]:
     return summary
 
 
+def decoded(door: Door, target: str, *draft: object) -> str:
+    words = ("--prompt", "The quick", "--max_new_tokens", 12, "--temperature", 0, "--device", "cpu")
+    code, said, err = door("decode", "--target", target, *draft, *words)
+    assert code == 0, err
+    return said.splitlines()[0]
+
+
 def test_a_pruned_draft_of_all_layers_is_the_target(
     door: Door, target_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
@@ -54,25 +61,7 @@ def test_what_is_made_decodes_losslessly(
     assert parameter_count(draft) == found["parameters"] and draft.config.vocab_size == 290
     same = AutoTokenizer.from_pretrained(out)
     assert same.get_vocab() == AutoTokenizer.from_pretrained(target_dir).get_vocab()
-    outputs = []
-    for draft_words in ((), ("--draft", out)):
-        code, said, err = door(
-            "decode",
-            "--target",
-            target_dir,
-            *draft_words,
-            "--prompt",
-            "The quick",
-            "--max_new_tokens",
-            12,
-            "--temperature",
-            0,
-            "--device",
-            "cpu",
-        )
-        assert code == 0, err
-        outputs.append(said.splitlines()[0])
-    assert outputs[0] == outputs[1]
+    assert decoded(door, target_dir) == decoded(door, target_dir, "--draft", out)
     if method == "transplant":
         assert "rows: " in " ".join(found["notes"]) and "layers 0 of the donor" in " ".join(found["notes"])
 
@@ -92,24 +81,7 @@ def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly
     assert ids is not None and len(ids) == 40
     weights = [load_model(str(tmp_path / name), device="cpu").state_dict() for name in ("whole", "part")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    outputs = []
-    for draft in ((), ("--draft", tmp_path / "part")):
-        words = (
-            "decode",
-            "--target",
-            target_dir,
-            *draft,
-            "--prompt",
-            "The quick",
-            "--temperature",
-            0,
-            "--device",
-            "cpu",
-        )
-        code, out, err = door(*words, "--max_new_tokens", 12)
-        assert code == 0, err
-        outputs.append(out.splitlines()[0])
-    assert outputs[0] == outputs[1]
+    assert decoded(door, target_dir) == decoded(door, target_dir, "--draft", tmp_path / "part")
     code, _, err = door("init", "--target", target_dir, "--out", tmp_path / "n", "--method", "prune", "--prompts",
                         prompts_file, "--draft_vocab_size", 999, "--device", "cpu")  # fmt: skip
     assert code == 2 and "draft_vocab_size: 999 is more than the vocabulary of 290; lower it" in err
@@ -155,4 +127,4 @@ def test_a_shape_without_a_vocabulary_takes_the_targets(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 290
     assert "vocab_size 290" in caplog.text and "more than half" in caplog.text
     code, _, err = door("train", "--out", tmp_path / "none", *words, "--tokenizer", target_dir)
-    assert code == 2 and "key 'vocab_size' is missing, and without --target there is none to take" in err
+    assert code == 2 and "key 'vocab_size' is missing; add it, or name a --target" in err

@@ -39,38 +39,16 @@ from draftsmith_core.errors import InputError
 from tests.tiny_models import DRAFT_VOCAB, stirred
 
 V, H, D = 40, 16, 12
-SHAPE: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+SHAPE: dict[str, Any] = dict(
+    vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
+)  # fmt: skip
 # What the authors' config.json of an EAGLE head says of its layer, in transformers 4 terms.
-LAYER_KEYS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": H,
-    "initializer_range": 0.02,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": V,
-}
+LAYER_KEYS: dict[str, Any] = SHAPE | dict(
+    architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02,
+    model_type="llama", num_hidden_layers=1, pad_token_id=0, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    torch_dtype="float16", transformers_version="4.28.1", use_cache=True,
+)  # fmt: skip
 
 
 def llama() -> PreTrainedModel:
@@ -204,13 +182,8 @@ def embedded(head: Eagle3Head) -> dict[str, Tensor]:
     return head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
 
 
-LLAMA3: dict[str, Any] = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 32,
-    "rope_type": "llama3",
-}
+LLAMA3: dict[str, Any] = dict(factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3")
+LLAMA3 |= {"original_max_position_embeddings": 32}
 AUTHORS = LAYER_KEYS | {"draft_vocab_size": D}
 SPECFORGE = AUTHORS | {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": 4, "rope_theta": 10000.0}
 MODELOPT = SPECFORGE | {
@@ -347,22 +320,22 @@ SPECULATORS: dict[str, Any] = {
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
         "verifier": {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]},
     },
-    "transformer_layer_config": {
-        "model_type": "llama",
-        "vocab_size": V,
-        "hidden_size": H,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    "transformer_layer_config": dict(
+        model_type="llama",
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        max_position_embeddings=64,
+        rope_theta=10000.0,
+        attention_bias=False,
+        mlp_bias=False,
+    ),  # fmt: skip
     "draft_vocab_size": D,
     "target_hidden_size": None,
     "tie_word_embeddings": False,

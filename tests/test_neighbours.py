@@ -250,26 +250,12 @@ def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path: Path) 
             assert tokens == tokenizer(text)["input_ids"]
 
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-} | {
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "initializer_range": 0.3,
-}
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-} | {"original_max_position_embeddings": 32}
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=4096, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
+)  # fmt: skip
+LLAMA3: dict[str, Any] = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= {"original_max_position_embeddings": 32}
 FAMILIES: dict[str, Any] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
