@@ -1,6 +1,5 @@
 """The options of `draftsmith distill`. Needs no torch."""
 
-import math
 from dataclasses import field
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from draftsmith_core.options import (
     Text,
     options,
 )
+from draftsmith_core.sampling_options import Sampling
 
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 
@@ -123,21 +123,15 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
 
     def __post_init__(self) -> None:
         magpie(self.prompts)
-        if self.split is not None and self.prompts.startswith("self:"):
-            raise InputError("split: texts of self:N share one prompt; leave it out, or use token:N")
-        if (self.min_response_tokens or 1) > min(self.max_response_tokens or math.inf, self.max_new_tokens):
-            raise InputError(f"min_response_tokens: {self.min_response_tokens} is more than an answer may have")
         if self.temperatures and self.temperature is not None:
             raise InputError("temperatures: a mixture replaces --temperature; leave one of them out")
         self.mixture()
         if self.draft is not None and self.engine not in ("hf", "ray"):
             raise InputError(f"draft: is for --engine hf or ray, not {self.engine}")
         if self.tree is not None:
-            if self.draft is None:
-                raise InputError("tree: needs --draft")
             parse_tree(self.tree, read_tree_file)
-        only = {"endpoint": "openai", "served_model": "openai", "address": "ray", "workers": "ray"}
-        for key, engine in only.items():
+        needs = {"endpoint": "openai", "served_model": "openai", "address": "ray", "workers": "ray"}
+        for key, engine in needs.items():
             if getattr(self, key) and self.engine != engine:
                 raise InputError(f"{key}: needs --engine {engine}")
         if self.engine == "openai":
@@ -149,11 +143,9 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
         for part in self.temperatures:
             value, _, share = part.partition(":")
             try:
-                pairs.append((float(value), float(share)))
+                pairs.append((Sampling(temperature=float(value)).temperature, float(share)))
             except ValueError:
                 raise InputError(f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
-            if not (0 <= pairs[-1][0] < math.inf and 0 < pairs[-1][1] < math.inf):
-                raise InputError(f"temperatures: {part!r}: a temperature is at least 0, a share above 0")
         total = sum(share for _, share in pairs)
         return [(value, share / total) for value, share in pairs]
 
@@ -164,10 +156,11 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
             raise InputError("teacher_top_k: servers return no whole distributions; leave it out with --engine openai")
         for url in self.endpoint:
             parts = urlsplit(url)
-            if parts.username or parts.password or parts.query:  # secrets are neither shown nor stored
-                raise InputError(f"endpoint: a URL holds a password or a query; put the key into {self.api_key_env}")
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise InputError(f"endpoint: {url!r} is no URL; write it as http://localhost:8000/v1")
+            if parts.scheme not in ("http", "https") or parts.username or parts.query:  # secrets are not shown
+                address = f"{parts.scheme}://{parts.hostname}"
+                raise InputError(
+                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into {self.api_key_env}"
+                )
 
 
 @options

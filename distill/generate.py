@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -21,7 +20,7 @@ from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
 from distill.filters import HELD_OUT, WORDS, Suites, is_held_out, why_dropped
 from distill.kept_answers import Numbered, ask
-from distill.manifest import RECORDS, check_empty, check_store, copy_set, finish
+from distill.manifest import RECORDS, check_empty, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
 from distill.parts import SCHEMA, TEACHER, Part, check_digest
 from draftsmith_core import options
@@ -53,12 +52,8 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     command: the command line to record, by default the one that corresponds to `config`. Raise InputError, and RunError
     for what fails while running. Finished parts survive SIGTERM (Terminated) and Ctrl-C (KeyboardInterrupt).
     """
-    if Path(config.out).is_file():
-        raise InputError(f"--out {config.out}: is a file; name a directory")
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    if config.copy_to is not None:
-        check_store(config.copy_to)
     keeps = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
     with Run(config.out, keeps=keeps) as run:
         processes = join_processes(config.device)
@@ -98,7 +93,7 @@ def _answered(
     if config.thinking == "drop":
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
     if opening is not None:
-        prompts = draw_prompts(opening, config, engine, tokenizer, processes)
+        prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
         config = dataclasses.replace(config, prompts=str(prompts))
         reader = dataclasses.replace(reader, source=config.prompts)
         _find_a_prompt(config, reader, suites)
@@ -107,7 +102,7 @@ def _answered(
         drafting = cast(DraftingEngine, engine)
         settle_drafting(out, config, drafting, reader)
         drafted = {"drafted": drafting.tree or None}
-    parts = _Parts(config, engine, reader, suites, processes)
+    parts = _Parts(config, engine, reader, suites, run, processes)
     parts.make()
     processes.wait_for_everyone()
     extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
@@ -136,16 +131,14 @@ def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suite
 
 def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
     """Raise InputError, before anything is written, if no row of the source can be used."""
-    first, rows = "", 0
+    reasons = []
     for record in islice(iterate_records(config.prompts), config.max_prompts):
-        rows += 1
         outcome = _read(reader, record, config, suites)
         if isinstance(outcome, Prompt):
             return
-        first = first or f"row {outcome.row}: {outcome.reason}"
-    if not rows:
-        raise InputError(f"{config.prompts}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
-    raise InputError(f"{config.prompts}: none of its {rows} rows can be used ({first})")
+        reasons.append(f"row {outcome.row}: {outcome.reason}")
+    first = reasons[0] if reasons else f"a row needs one of the keys {', '.join(KEYS)}"
+    raise InputError(f"{config.prompts}: none of its {len(reasons)} rows can be used ({first})")
 
 
 def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
@@ -174,11 +167,12 @@ class _Parts:
         engine: Engine,
         reader: PromptReader,
         suites: Suites | None,
+        run: Run,
         processes: "PartialState",
     ) -> None:
         self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
         self.process, self.processes = processes.process_index, processes.num_processes
-        self.out = Path(config.out)
+        self.run = run
         self.count = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
@@ -189,7 +183,7 @@ class _Parts:
     def make(self) -> None:
         """Make every part that is not there yet."""
         with progress("distill", self._prompts_here()) as self.advance:
-            ask(self.engine, self.out, self._groups(), self._record)
+            ask(self.engine, self.run, self._groups(), self._record)
         self.reader.warn_unread()
 
     @property
@@ -212,7 +206,7 @@ class _Parts:
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
-            if (finished := check_digest(self.out, index, digest, self.config.prompts)) is not None:
+            if (finished := check_digest(self.run.out, index, digest, self.config.prompts)) is not None:
                 self.advance(finished, "")
             elif requests := self._open(index, digest, group):
                 yield index, requests
@@ -234,7 +228,7 @@ class _Parts:
                 del part.left[prompt.row]
         self.advance(len(part.skipped), "")
         if not part.left:
-            part.write(self.out, self.schema)
+            part.write(self.run.out, self.schema)
         return requests
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
@@ -311,5 +305,5 @@ class _Parts:
             del part.left[number], self.part_of[number]
             self.advance(1, f"{self.tokens:,} tokens")
         if not part.left:
-            part.write(self.out, self.schema)
+            part.write(self.run.out, self.schema)
         return None

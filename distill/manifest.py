@@ -58,12 +58,8 @@ def finish(
         if not totals.rows:
             for empty in out.glob("empty-*.json"):
                 empty.unlink()
-            if failed := totals.failed.lines("failed"):
-                raise RunError(f"{out}: no prompt was answered: {failed[0]}; the same command asks again")
-            skipped = totals.skipped.lines("skipped")
-            if config is None:
-                raise InputError(f"{out}: none of the rows to score can be used: {skipped[0]}")
-            raise RunError(f"{out}: no row is left: {skipped[0]}")
+            reasons = [*totals.failed.lines("failed"), *totals.skipped.lines("skipped")]
+            raise RunError(f"{out}: no row is left: {reasons[0]}")
         if totals.held_out and config is not None:
             _write_held_out(config, set(totals.held_out))
         drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
@@ -112,23 +108,15 @@ def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[st
     }
 
 
-def check_store(url: str) -> None:
-    """Raise InputError if `url` names no store that fsspec can open."""
-    try:
-        fsspec.core.url_to_fs(url)
-    except (ImportError, OSError, ValueError) as error:
-        raise InputError(f"copy_to: {url}: {one_line(error)}") from None
-
-
 def copy_set(out: Path, url: str | None) -> dict[str, str]:
     """Copy a finished set to a store, its manifest last; return `{"copied_to": url}` for the summary."""
     if url is None:
         return {}
 
     def copy() -> None:
-        store, directory = fsspec.core.url_to_fs(url)
         files = [path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")]
         try:
+            store, directory = fsspec.core.url_to_fs(url)
             store.makedirs(directory, exist_ok=True)
             for path in sorted(files, key=lambda path: (path.name == "manifest.json", path.name)):
                 store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")

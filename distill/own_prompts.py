@@ -17,10 +17,11 @@ from distill.config import DistillConfig, magpie
 from distill.engines import Answer, AnswerRequest, Engine, Failed
 from distill.kept_answers import Numbered, ask
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_file, canonical_json, make_dir, write_json_atomic, write_text_atomic, writing
+from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.processes import on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompts import Reasons
+from draftsmith_core.runs import Run
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text
 
@@ -56,38 +57,31 @@ def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) ->
     ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     if not ids:
         raise InputError(f"{where}: the chat template puts nothing before a user's text to go on from; use self:N")
-    opening = Opening(count, tuple(ids), (after.strip().splitlines() or [""])[0])
-    if engine.max_prompt_tokens is not None and len(opening.ids) > engine.max_prompt_tokens:
-        raise InputError(f"{where}: max_new_tokens {config.max_new_tokens} leaves no room in the target's context")
-    return opening
+    return Opening(count, tuple(ids), (after.strip().splitlines() or [""])[0])
 
 
 def draw_prompts(
-    opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, processes: "PartialState"
+    opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run, processes: "PartialState"
 ) -> Path:
     """Write the prompts, or continue a killed run's, and return their file. Every process calls this.
 
     Raise RunError if no text can be a prompt.
     """
-    out = Path(config.out)
-    if not (out / PROMPTS).exists():
-        groups = out / _GROUPS
-        on_main(lambda: make_dir(groups, "--out"))
-        draws = _Draws(opening, config, engine, tokenizer, groups)
+    if not (run.out / PROMPTS).exists():
+        draws = _Draws(opening, config, engine, tokenizer, run)
         draws.make(range(processes.process_index, draws.groups, processes.num_processes))
         processes.wait_for_everyone()
-        on_main(lambda: _join(opening, config.domain, out, draws.groups))
-    return out / PROMPTS
+    prompts: Path = run.step(PROMPTS, lambda file: _join(opening, config, run.out, file))
+    on_main(lambda: shutil.rmtree(run.out / _GROUPS, ignore_errors=True))
+    return prompts
 
 
 class _Draws:
     """The texts that one process draws. unfinished: by group and draw, text and reason to leave it out ("": keep)."""
 
-    def __init__(
-        self, opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, directory: Path
-    ) -> None:
+    def __init__(self, opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run) -> None:
         self.opening, self.config, self.engine, self.tokenizer = opening, config, engine, tokenizer
-        self.directory = directory
+        self.run = run
         self.groups = -(-opening.count // config.part_rows)
         # At temperature 0 all texts would be equal.
         self.temperature = 1.0 if engine.sampling.sampling.greedy else None
@@ -97,7 +91,7 @@ class _Draws:
     def make(self, indices: Sequence[int]) -> None:
         """Draw these groups, except those that are finished."""
         with progress("prompts", sum(len(self._draws(index)) for index in indices)) as self.advance:
-            ask(self.engine, self.directory, self._requests(indices), self._record)
+            ask(self.engine, self.run, self._requests(indices), self._record, f"{_GROUPS}/")
 
     def _draws(self, index: int) -> range:
         size = self.config.part_rows
@@ -105,7 +99,7 @@ class _Draws:
 
     def _requests(self, indices: Sequence[int]) -> Iterator[Numbered]:
         for index in indices:
-            if _group(self.directory, index).exists():
+            if (self.run.out / _group(index)).exists():
                 self.advance(len(self._draws(index)), "")
             else:
                 self.unfinished[index] = {}
@@ -120,9 +114,8 @@ class _Draws:
         texts[draw] = ("", answer.reason) if isinstance(answer, Failed) else self._text(answer)
         self.advance(1, "")
         if len(texts) == len(self._draws(index)):
-            path = _group(self.directory, index)
-            with writing(path):
-                write_text_atomic(path, "".join(canonical_json([n, *texts[n]]) + "\n" for n in sorted(texts)))
+            lines = "".join(canonical_json([n, *texts[n]]) + "\n" for n in sorted(texts))
+            self.run.step(_group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each")
             del self.unfinished[index]
 
     def _text(self, answer: Answer) -> tuple[str, str]:
@@ -139,30 +132,27 @@ class _Draws:
         return (text.strip(), "") if text.strip() else ("", "empty")
 
 
-def _group(directory: Path, index: int) -> Path:
-    return directory / f"{index:05d}.jsonl"
+def _group(index: int) -> str:
+    return f"{_GROUPS}/{index:05d}.jsonl"
 
 
-def _join(opening: Opening, domain: str, out: Path, groups: int) -> None:
+def _join(opening: Opening, config: DistillConfig, out: Path, prompts: Path) -> None:
     """Write the prompts of all groups into one file, each text once, and count the reasons of the others."""
     reasons, hashes, kept = Reasons(), set(), 0
-    with writing(out / PROMPTS), atomic_file(out / PROMPTS) as temporary:
-        with temporary.open("w", encoding="utf-8") as file:
-            for index in range(groups):
-                for line in _group(out / _GROUPS, index).read_text(encoding="utf-8").splitlines():
-                    draw, text, reason = json.loads(line)
-                    content = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
-                    if reason or content in hashes:
-                        reasons.add(draw + 1, reason or "was drawn before")
-                        continue
-                    hashes.add(content)
-                    kept += 1
-                    turn = {"role": "user", "content": text}
-                    row = {"id": f"magpie-{draw}", "domain": domain, "messages": [turn]}
-                    file.write(canonical_json(row) + "\n")
-        if not kept:
-            why = reasons.lines("left out")[0]
-            raise RunError(f"{out}: none of the {opening.count} texts that the target drew can be a prompt: {why}")
-        because = reasons.lines("left out")
-        write_json_atomic(out / RECORD, {"drawn": opening.count, "kept": kept, "left_out_because": because})
-    shutil.rmtree(out / _GROUPS)
+    groups = range(-(-opening.count // config.part_rows))
+    with prompts.open("w", encoding="utf-8") as file:
+        for line in (line for index in groups for line in (out / _group(index)).open(encoding="utf-8")):
+            draw, text, reason = json.loads(line)
+            content = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
+            if reason or content in hashes:
+                reasons.add(draw + 1, reason or "was drawn before")
+                continue
+            hashes.add(content)
+            kept += 1
+            turn = {"role": "user", "content": text}
+            row = {"id": f"magpie-{draw}", "domain": config.domain, "messages": [turn]}
+            file.write(canonical_json(row) + "\n")
+    because = reasons.lines("left out")
+    if not kept:
+        raise RunError(f"{out}: none of the {opening.count} texts that the target drew can be a prompt: {because[0]}")
+    write_json_atomic(out / RECORD, {"drawn": opening.count, "kept": kept, "left_out_because": because})

@@ -175,8 +175,7 @@ def add_up(out: Path, parts: int) -> Totals:
 
 def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
     path, record = out / part_name(index), _read_record(out, index)
-    if record is None:
-        raise InputError(f"{path}: is gone; run the command again")
+    assert record is not None, f"{path} was deleted while the run wrote others"
     if path.exists():
         try:
             table = pq.read_table(path, columns=["response_ids", "finish_reason", "tokens_from"])

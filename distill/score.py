@@ -5,7 +5,6 @@
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,12 +75,11 @@ Numbered = list[tuple[int, dict[str, Any] | str]]
 
 @dataclass(frozen=True)
 class _Source:
-    """Answers to score. rows, tokens: None if unknown. parts: yields digest and reader of each part."""
+    """Answers to score. rows: None if unknown. parts: yields digest and reader of each part."""
 
     identity: dict[str, Any]
     config: dict[str, Any]
     rows: int | None
-    tokens: int | None
     parts: Callable[[], Iterator[tuple[str, Callable[[], Numbered]]]]
 
 
@@ -97,8 +95,6 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
 def _score_set(config: ScoreConfig, command: str, run: Run) -> dict[str, Any]:
     processes = join_processes(config.device)
     out = run.out
-    if out.is_file() or out.resolve() == Path(config.score).resolve():
-        raise InputError(f"--out {out}: name a directory of its own for the scored set")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     model = load_model(config.target, **loading(config))
     check_tokenizer(config.target, model, tokenizer)
@@ -108,7 +104,6 @@ def _score_set(config: ScoreConfig, command: str, run: Run) -> dict[str, Any]:
         source = _of_file(config, tokenizer, eos_ids(model))
     size, limit = vocabulary_size(model), context_length(model)
     token_bytes = bytes_per_token(min(config.teacher_top_k, size), size)
-    _check_room(out, source.tokens, token_bytes)
     identity = {
         "config": source.config | {"target": config.target, "teacher_top_k": config.teacher_top_k},
         "scored": source.identity,
@@ -163,26 +158,10 @@ def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:
     return ""
 
 
-def _check_room(out: Path, tokens: int | None, token_bytes: int) -> None:
-    """Raise InputError if the disk has no room for the rows that are still to be written."""
-    if tokens is None:
-        return
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    needed = tokens * token_bytes - sum(part.stat().st_size for part in out.glob("part-*.parquet"))
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise InputError(
-            f"--out {out}: needs {needed / 1e9:.1f} GB ({tokens} tokens of {token_bytes} bytes), {free / 1e9:.1f} GB "
-            f"are free; lower --teacher_top_k, or choose another disk"
-        )
-
-
 def _of_set(directory: Path, tokenizer: Tokenizer) -> _Source:
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if manifest.get("format") != SET_FORMAT:
         raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
-    if not manifest.get("complete"):
-        raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
 
     def parts() -> Iterator[tuple[str, Callable[[], Numbered]]]:
@@ -200,7 +179,7 @@ def _of_set(directory: Path, tokenizer: Tokenizer) -> _Source:
     target = manifest.get("identity", {}).get("target_fingerprint")
     identity = {"set": hash_json(manifest["parts"]), "target_fingerprint": target}
     rows = sum(part["rows"] for part in manifest["parts"])
-    return _Source(identity, dict(manifest.get("config", {})), rows, manifest.get("response_tokens"), parts)
+    return _Source(identity, dict(manifest.get("config", {})), rows, parts)
 
 
 def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> _Source:
@@ -245,7 +224,7 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -
 
     keys = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
     values = dict.fromkeys(keys) | {"prompts": config.score, "part_rows": config.part_rows, "domain": config.domain}
-    return _Source({"file": config.score}, values, count_rows(config.score), None, parts)
+    return _Source({"file": config.score}, values, count_rows(config.score), parts)
 
 
 _IDS = ("prompt_ids", "response_ids")
@@ -253,8 +232,7 @@ _IDS = ("prompt_ids", "response_ids")
 
 def _ids(row: dict[str, Any], key: str, where: str) -> list[int]:
     value = row.get(key)
-    if value is None:
-        raise InputError(f"{where}: needs `messages` that end with the assistant's answer, or {' and '.join(_IDS)}")
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
-        raise InputError(f"{where}: key {key!r}: expected a list of token ids")
+        keys = " and ".join(_IDS)
+        raise InputError(f"{where}: needs `messages` that end with the assistant's answer, or token ids in {keys}")
     return value

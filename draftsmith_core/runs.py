@@ -155,6 +155,10 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def append(self, row: Any) -> None:
@@ -168,7 +172,7 @@ class Journal:
 
     def remove(self) -> None:
         """Close and delete the file."""
-        self._file.close()
+        self.close()
         self.path.unlink(missing_ok=True)
 
 

@@ -266,14 +266,6 @@ def test_a_chat_without_template_names_the_option(words: list[str], door: Door) 
     assert not Path("strict").exists()
     code, _, err = door(*words[:-1], "gone.jinja", "--out", "gone")
     assert code == 2 and "--chat_template gone.jinja: cannot be read" in err
-    # A slip is found where no row is a chat too; a template that refuses some chats is none.
-    Path("plain.jsonl").write_text('{"prompt": "the dog"}\n')
-    Path("slip.jinja").write_text("{{ bos_token }}\n{% for m in messages %}{{ m.x")
-    plain = [*words[:-1], "slip.jinja", "--prompts", "plain.jsonl", "--out", "plain"]
-    code, _, err = door(*plain)
-    assert code == 2 and "--chat_template slip.jinja:2: no Jinja template (" in err and not Path("plain").exists()
-    Path("slip.jinja").write_text("{{ raise_exception('only in pairs') }}")
-    assert door(*plain)[0] == 0
 
 
 def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Door) -> None:

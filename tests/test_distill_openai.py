@@ -190,7 +190,7 @@ def test_a_server_that_is_down(words: list[str], door: Door, serve: Serve, token
     down.server_close()
     code, _, err = door(*words, up.url, down.url)
     assert code == 0, err
-    assert f"draftsmith distill: {down.url}: does not answer" in err and "trying it again later" in err
+    assert f"draftsmith distill: {down.url}: /models does not answer" in err and "trying it again later" in err
     check_rows(rows_of())
     code, _, err = door(*words, down.url, "--out", "other")
     assert code == 2 and "endpoint: no server answers" in err and "Traceback" not in err
@@ -251,7 +251,7 @@ def test_kept_answers_that_were_damaged_are_named(words: list[str], door: Door, 
     kept = Path("set/.part-00000.answers.jsonl")
     kept.write_bytes(b"[[0\n" + kept.read_bytes())
     code, _, err = door(*words, server.url)
-    assert code == 2 and f"{kept}:1: damaged; delete the file to ask its rows again" in err
+    assert code == 2 and f"{kept}: is damaged; delete it" in err
     kept.unlink()
     assert door(*words, server.url)[0] == 0
     check_rows(rows_of())

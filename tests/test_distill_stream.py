@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str
 
 def test_a_file_without_any_prompt_leaves_nothing_behind(words: list[str], door: Door) -> None:
     for content, said in (
-        (b"", "holds no rows"),
+        (b"", "none of its 0 rows can be used"),
         (b'{"prompt": ""}\n{"a": 1}\n', "none of its 2 rows can be used (row 1"),
     ):
         Path("p.jsonl").write_bytes(content)

@@ -27,9 +27,9 @@ from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
 _TRIAL_TOKENS = 16
-_RATE_LIMITED = (429, 503)
-# Other statuses after which the same request may succeed: on this server later, or on another one.
-_RETRY = (*range(300, 400), 402, 404, 405, 408, 409, 410, 425)
+# Statuses below 500 after which the same request may succeed: on this server later, or on another one.
+_NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
+_RETRY = (408, *_NO_FAULT)
 
 
 class Refused(Exception):
@@ -150,10 +150,8 @@ class Server:
                 return {}
             self._check(reply)
             return {str(entry["id"]): entry for entry in reply.json()["data"]}
-        except httpx.HTTPError as error:
-            raise Unavailable(f"{self.url}: does not answer ({_reason(error)})", counts=False) from None
-        except (ValueError, LookupError, TypeError):
-            raise Unavailable(f"{self.url}: /models is not a list of models", counts=False) from None
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.url}: /models does not answer ({_reason(error)})", counts=False) from None
 
     async def choose_dialect(self, client: httpx.AsyncClient, completion: Completion, llama_cpp: bool) -> None:
         """Find the richest dialect that the server understands, with one short answer each.
@@ -214,10 +212,9 @@ class Server:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise Unavailable(f"{self.url}: answered with no completion ({_reason(error)})"[:300]) from None
         ids = answer.response_ids
-        if not all(0 <= token < completion.vocabulary for token in ids):
-            raise Refused(f"{self.url}: gave a token beyond the {completion.vocabulary} of --target's tokenizer")
-        if answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1:  # one more for EOS
-            raise Refused(f"{self.url}: gave {len(ids)} tokens, more than max_new_tokens {completion.max_new_tokens}")
+        too_long = answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1  # one more for EOS
+        if too_long or not all(0 <= token < completion.vocabulary for token in ids):
+            raise Refused(f"{self.url}: gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn")
         return answer, tokens
 
     def _check(self, reply: httpx.Response) -> None:
@@ -227,11 +224,10 @@ class Server:
         location = reply.headers.get("location")
         detail = f"leads to {location}" if location else " ".join(reply.text.split())[:200] or "no reason"
         reason = f"{self.url}: status {status} ({detail})"
-        if status in _RATE_LIMITED or status in _RETRY:
-            raise Unavailable(reason, counts=status == 408, after_s=_retry_after(reply))
-        if status >= 500:
-            raise Unavailable(reason, after_s=_retry_after(reply))
-        raise Refused(reason, status)
+        if status < 500 and status not in _RETRY:
+            raise Refused(reason, status)
+        # The request itself may be what breaks the server; a rate limit is not its fault.
+        raise Unavailable(reason, counts=status not in _NO_FAULT, after_s=_retry_after(reply))
 
 
 def _reason(error: Exception) -> str:

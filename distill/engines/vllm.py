@@ -15,7 +15,6 @@ from draftsmith_core.tokenization import Tokenizer
 
 # Requests handed to vLLM at a time: enough to keep its batch full; bounds the memory.
 _TOGETHER = 4096
-_LOWEST_TEMPERATURE = 0.01  # vLLM raises what is lower
 
 
 class VLLMEngine:
@@ -28,11 +27,6 @@ class VLLMEngine:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
         target = RemoteTarget(config.target, tokenizer)
         self.sampling = sampling_of(config, target)
-        temperatures = [self.sampling.sampling.temperature, *(temperature for temperature, _ in config.mixture())]
-        if low := [temperature for temperature in temperatures if 0 < temperature < _LOWEST_TEMPERATURE]:
-            raise InputError(
-                f"temperature: {low[0]} is below {_LOWEST_TEMPERATURE}, the least that vLLM takes; use 0 for greedy"
-            )
         try:
             self._llm = LLM(
                 model=config.target,
