@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 import draftsmith as ds
+from decode import SpeculativeDecoder
 from decode.llama_forward import lean_forward
 from decode.packed_weights import packs_of
 from drafts.draft_vocabulary import (
@@ -39,7 +40,7 @@ from train.batch import IGNORE, Batch
 from train.config import HeadOptions, OnPolicy, Optim
 from train.data import load_examples
 from train.objective import parse_objective
-from train.onpolicy import make_answerer
+from train.onpolicy import Answerer
 from train.teacher import StoredTeacher
 from train.trainees.lm import LMTrainee
 
@@ -190,10 +191,11 @@ def test_its_loss_is_that_of_the_restricted_distributions() -> None:
 def test_on_policy_it_says_its_own_tokens_only() -> None:
     draft = random_llama(3, 40)
     policy = OnPolicy(fraction=1.0, max_new_tokens=12)
-    before = {token for row in make_answerer(draft, policy, 64, 0, 40).answer([[1], [2]], [0, 1]) for token in row}
+    answerer = Answerer(draft, SpeculativeDecoder(draft, fast=False), policy, 64, 0, 40)
+    before = {token for row in answerer.answer([[1], [2]], [0, 1]) for token in row}
     assert not before <= set(DRAFT_VOCAB)
     attach_draft_vocabulary(draft, IDS)
-    after = [token for row in make_answerer(draft, policy, 64, 0, 40).answer([[1], [2]], [0, 1]) for token in row]
+    after = [token for row in answerer.answer([[1], [2]], [0, 1]) for token in row]
     assert after and set(after) <= set(DRAFT_VOCAB)
 
 

@@ -18,7 +18,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from train.batch import IGNORE
 from train.config import OnPolicy
 from train.data import Examples, collate, load_examples
-from train.onpolicy import Answerer, make_answerer
+from train.onpolicy import Answerer
 
 Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
@@ -38,7 +38,8 @@ def examples(distilled: str, draft_dir: str) -> Examples:
 def answerer_of(draft_dir: str, seed: int = 7, max_length: int = 48, **policy: Any) -> Answerer:
     model = load_model(draft_dir, device="cpu", dtype="float32")
     options = OnPolicy(**({"fraction": 1.0, "max_new_tokens": 12} | policy))
-    return make_answerer(model, options, max_length, seed, model.config.vocab_size)
+    decoder = SpeculativeDecoder(model, fast=False)
+    return Answerer(model, decoder, options, max_length, seed, model.config.vocab_size)
 
 
 def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Examples, draft_dir: str) -> None:
@@ -154,7 +155,8 @@ def test_a_draft_of_more_tokens_than_the_target_says_none_that_the_target_lacks(
     prompts = [[2, 3, 4]] * 8
     said = {}
     for known in (290, 300):
-        answerer = make_answerer(model, OnPolicy(fraction=1.0, max_new_tokens=12), 48, 7, known)
+        decoder = SpeculativeDecoder(model, fast=False)
+        answerer = Answerer(model, decoder, OnPolicy(fraction=1.0, max_new_tokens=12), 48, 7, known)
         said[known] = max(max(answer) for answer in answerer.answer(prompts, range(8)))
     assert said[290] < 290 <= said[300]
     assert not model._forward_hooks

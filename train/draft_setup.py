@@ -1,14 +1,13 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
@@ -28,19 +27,14 @@ from draftsmith_core.io import atomic_dir, make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.packages import require_package
 from draftsmith_core.processes import say
-from train import onpolicy, parallel
+from train import parallel
 from train.config import Lora, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
-from train.onpolicy import Answerer
 from train.parallel import World
 from train.trainees import TRAINEES
 
-# Options of a fresh head only; a trained one has them in its config.
-_SHAPE_OPTIONS = ("num_heads", "num_layers", "draft_vocab_size")
-# Options of a head that are arguments of its trainee.
-_TRAINEE_OPTIONS = ("noise", "test_steps", "step_decay")
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
@@ -48,26 +42,45 @@ log = logging.getLogger(__name__)
 
 
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
-    """The draft to train, fp32 on the CPU: loaded from `draft`, or fresh. InputError, one line, when it cannot be."""
+    """Make the draft to train, fp32 on the CPU: loaded from `draft`, or fresh."""
+    if config.draft is not None:
+        kind = "lm" if (kind := draft_kind(config.draft)) == "draft" else kind
+        if kind != config.kind:
+            raise InputError(f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}")
     if config.kind == "lm":
         return _with_draft_vocabulary(config, _build_lm(config, target), target, training)
     assert target is not None
-    head = _fresh_head(config, target, training) if config.draft is None else _loaded_head(config, target)
+    if config.draft is not None:
+        head = load_head(config.draft, target)
+        check_finite(config.draft, head)
+    else:
+        head = _fresh_head(config, target, training)
     return head.to(device="cpu", dtype=torch.float32)
+
+
+def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:
+    options = _head_options(config, "num_heads", "num_layers")
+    if config.kind in ("eagle", "eagle3"):
+        options["seed"] = config.seed
+    if config.kind == "eagle3":
+        options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
+    return HEADS[config.kind].fresh(target, **options)
+
+
+def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
+    """Those options of a head that are not null; the others have their defaults in the head or its trainee."""
+    return {key: value for key in keys if (value := getattr(config.head, key)) is not None}
 
 
 def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrainedModel:
     shape = None if config.draft_config is None else read_shape(config.draft_config)
     if config.draft is None:
-        assert shape is not None and config.draft_config is not None
+        assert shape is not None
         model = AutoModelForCausalLM.from_config(_filled_shape(config, shape, target), dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
         if target is not None and (warning := too_costly(read_per_token(model), read_per_token(target))):
             log.warning("%s: %s", config.draft_config, warning)
         return model
-    kind = draft_kind(config.draft)
-    if kind != "draft":
-        raise InputError(f"{config.draft}: is a head of kind {kind} and not a language model; set kind to {kind}")
     model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
     for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
         has, wanted = getattr(model.config, key, None), getattr(shape, key, None)
@@ -80,20 +93,17 @@ def _filled_shape(config: TrainConfig, shape: PretrainedConfig, target: PreTrain
     """The shape in `draft_config`; what the file leaves open is the target's, with a warning."""
     assert config.draft_config is not None
     values = read_json(Path(config.draft_config), "a Hugging Face config.json")
-    if target is not None:
-        theirs: PretrainedConfig = target.config
-    elif config.target is not None:
-        theirs = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
-    elif "vocab_size" not in values:
-        raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
-    else:
+    if target is None and config.target is None:
+        if "vocab_size" not in values:
+            raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
         return shape
+    code = config.trust_remote_code
+    theirs = AutoConfig.from_pretrained(config.target, trust_remote_code=code) if target is None else target.config
     values, taken = filled(values, theirs)
-    if not taken:
-        return shape
-    shown = ", ".join(f"{key} {value}" for key, value in taken.items())
-    log.warning("%s: takes from the target: %s", config.draft_config, shown)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    if taken:
+        shown = ", ".join(f"{key} {value}" for key, value in taken.items())
+        log.warning("%s: takes from the target: %s", config.draft_config, shown)
+    return AutoConfig.for_model(values.pop("model_type"), **values) if taken else shape
 
 
 def read_shape(path: str) -> PretrainedConfig:
@@ -106,38 +116,23 @@ def read_shape(path: str) -> PretrainedConfig:
         raise InputError(f"{path}: not a model that transformers can build ({first_line(error)})") from None
 
 
-def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:
-    match config.kind:
-        case "eagle":
-            return HEADS["eagle"].fresh(target, seed=config.seed)  # type: ignore[call-arg]
-        case "eagle3":
-            whole = vocabulary_size(target)
-            return Eagle3Head.fresh(target, draft_vocab=_draft_vocab(config, whole, training), seed=config.seed)
-    return HEADS[config.kind].fresh(target, **_given(config, ("num_heads", "num_layers")))
-
-
-def _given(config: TrainConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Those of these options of a head that are set; the others have their defaults in the head or its trainee."""
-    return {key: value for key in keys if (value := getattr(config.head, key)) is not None}
-
-
 def _with_draft_vocabulary(
     config: TrainConfig, model: PreTrainedModel, target: PreTrainedModel | None, training: Examples
 ) -> PreTrainedModel:
-    """The language model with the draft vocabulary that it has on disk, or that is asked for; else as it is."""
+    """Attach the draft vocabulary that the language model has on disk, or that the options ask for."""
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
     whole = min(vocabulary_size(each) for each in (model, target) if each is not None)
-    known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
-    if known is not None and config.head.draft_vocab_size is not None:
+    ids = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
+    if ids is not None and config.head.draft_vocab_size is not None:
         check_draft_vocabulary("head.draft_vocab_size", config.head.draft_vocab_size, whole, config.draft)
-    ids = _draft_vocab(config, whole, training) if known is None else known
+    ids = _draft_vocab(config, whole, training) if ids is None else ids
     if ids is not None:
         attach_draft_vocabulary(model, torch.as_tensor(ids))
     return model
 
 
 def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[int] | None:
-    """The commonest tokens of the responses, as many as asked for; None for the whole vocabulary."""
+    """The most frequent tokens of the responses; None for the whole vocabulary."""
     size = config.head.draft_vocab_size
     if size is None or size == whole:
         return None
@@ -155,26 +150,13 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
     if ids_D is not None:
         say(
             f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses "
-            f"{coverage(ids_D, _responses(training))}; what the target gives to others is heldout_missing_mass"
+            f"{coverage(ids_D, _responses(training))}; heldout_missing_mass is the target's probability of the others"
         )
 
 
 def _responses(training: Examples) -> Iterator[list[int]]:
     for batch in training.rows.select_columns(["response_ids"]).iter(batch_size=1024):
         yield from batch["response_ids"]
-
-
-def _loaded_head(config: TrainConfig, target: PreTrainedModel) -> Head:
-    assert config.draft is not None
-    kind = "lm" if (kind := draft_kind(config.draft)) == "draft" else kind
-    if kind != config.kind:
-        raise InputError(f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}")
-    for key in _SHAPE_OPTIONS:
-        if getattr(config.head, key) is not None:
-            raise InputError(f"head.{key}: is for a fresh head; the one in {config.draft} has its own")
-    head = load_head(config.draft, target)
-    check_finite(config.draft, head)
-    return head
 
 
 def attach_lora(draft: Draft, options: Lora) -> Any:
@@ -185,13 +167,11 @@ def attach_lora(draft: Draft, options: Lora) -> Any:
     import peft
 
     assert isinstance(draft, PreTrainedModel)
-    # peft skips a name that fits nothing as long as another one fits.
-    names = [name for name, _ in draft.named_modules()]
-    for target in options.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            linear = (name for name, module in draft.named_modules() if isinstance(module, nn.Linear | Conv1D))
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-            raise InputError(f"lora.targets: no layer of {draft.name_or_path} is named {target!r}; it has {known}")
+    known = dict.fromkeys(name.rpartition(".")[2] for name, _ in draft.named_modules())
+    for name in options.targets:
+        # peft skips a name that fits nothing as long as another one fits.
+        if name not in known or name == "lm_head":
+            raise InputError(f"lora.targets: {name!r} is no inner layer of the draft; it has {', '.join(known)}")
     alpha: Any = 2 * options.rank if options.alpha is None else options.alpha
     adapters = peft.LoraConfig(
         r=options.rank,
@@ -200,10 +180,7 @@ def attach_lora(draft: Draft, options: Lora) -> Any:
         target_modules=options.targets or "all-linear",
         task_type="CAUSAL_LM",
     )
-    adapted = peft.get_peft_model(draft, adapters)
-    if any(parameter.requires_grad for parameter in draft.get_output_embeddings().parameters()):
-        raise InputError("lora.targets: names the output projection, which is not trained with LoRA; leave it out")
-    return adapted
+    return peft.get_peft_model(draft, adapters)
 
 
 def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:
@@ -221,79 +198,36 @@ def make_trainee(
     world: World,
     draft: Draft,
     frozen: Mapping[str, PreTrainedModel],
-    memory: StateMemory | None,
+    comes_back: bool,
 ) -> nn.Module:
-    """The trainee of this kind of draft, on this process's device, set up as the options say.
+    """Put the draft into the trainee of its kind, on this process's device.
 
-    memory: of the frozen models of a language model; `state_memory` says which.
+    comes_back: whether the documents of training batches come back, so that their states are worth holding.
     """
-    target, anchor = frozen.get("target"), frozen.get("anchor")
     draft.to(world.device)  # type: ignore[arg-type]
+    target, cache = frozen.get("target"), None
+    if target is not None and config.head.features is not None:
+        make_dir(Path(config.head.features), "head.features")
+        layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
+        most = int((config.head.features_gib or _CACHE_GIB) * 2**30)
+        process = world.accelerator.process_index
+        key = fingerprint(target)
+        cache = FeatureCache(config.head.features, key, layers, target.dtype, most, process, world.size)
     if not isinstance(draft, PreTrainedModel):
-        assert target is not None
-        given = _given(config, _TRAINEE_OPTIONS)
-        cache = _feature_cache(config, world, draft.hidden_layers, target)
-        return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **given)
-    near = None if anchor is None else (anchor, config.anchor_kl)
-    cache = None if target is None else _feature_cache(config, world, (-1,), target)
+        options = _head_options(config, "noise", "test_steps", "step_decay")
+        return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **options)
+    # On a CPU only: documents run one at a time, which would leave another device idle.
+    memory = StateMemory(_MEMORY_BYTES, comes_back) if world.device.type == "cpu" else None
+    anchor = (frozen["anchor"], config.anchor_kl) if "anchor" in frozen else None
+    reference = frozen.get("reference")
     trainee = TRAINEES["lm"](
-        draft, objective, target, frozen.get("reference"), config.packing, anchor=near, cache=cache, memory=memory
+        draft, objective, target, reference, config.packing, anchor=anchor, cache=cache, memory=memory
     )
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         parallel.compile_layers(draft)
     return trainee
-
-
-def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
-    """What generates with the draft if training is on-policy, else None."""
-    if config.on_policy.fraction == 0:
-        return None
-    assert isinstance(draft, PreTrainedModel) and target is not None
-    if world.sharing in ("zero3", "fsdp"):
-        raise InputError(f"on_policy: needs whole weights, and {world.sharing} shards them; use ddp.yaml or zero2.yaml")
-    return onpolicy.make_answerer(draft, config.on_policy, config.max_length, config.seed, vocabulary_size(target))
-
-
-def state_memory(
-    config: TrainConfig,
-    objective: Objective,
-    world: World,
-    frozen: Mapping[str, PreTrainedModel],
-    training: Examples,
-    heldout: Examples,
-    steps: int,
-) -> StateMemory | None:
-    """Return the memory that holds the states of frozen models between epochs and evaluations; None if there is none.
-
-    On a CPU only: documents run one at a time, which would leave another device idle. Training data is held if it comes
-    back and is read: not in a single epoch, nor answers that the draft generates; held-out data always comes back.
-    """
-    held = [name for name in frozen if name != "target" or config.head.features is None]
-    if config.kind != "lm" or not held or world.device.type != "cpu":
-        return None
-    drawn = steps * config.batch_size * config.accumulation * world.size * (1 - config.replay_fraction)
-    epochs = drawn / (training.replay_from or len(training))
-    read = objective.needs_target or list(frozen) != ["target"]
-    return StateMemory(_MEMORY_BYTES, epochs > 1 and read and config.on_policy.fraction == 0)
-
-
-def _feature_cache(
-    config: TrainConfig, world: World, layers: Sequence[int], target: PreTrainedModel
-) -> FeatureCache | None:
-    if config.head.features is None:
-        return None
-    make_dir(Path(config.head.features), "head.features")
-    return FeatureCache(
-        config.head.features,
-        fingerprint(target),
-        cached_layers(layers),
-        target.dtype,
-        int((config.head.features_gib or _CACHE_GIB) * 2**30),
-        world.accelerator.process_index,
-        world.size,
-    )
 
 
 def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:

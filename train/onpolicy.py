@@ -17,11 +17,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from decode import SpeculativeDecoder
 from drafts.draft_vocabulary import draft_vocabulary, to_target
+from drafts.load import Draft
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from train.config import OnPolicy
+from train.config import OnPolicy, TrainConfig
 from train.data import Examples
+from train.parallel import World
 
 # (prompt, answer) by index in a batch.
 Answers = dict[int, tuple[list[int], list[int]]]
@@ -29,10 +31,8 @@ Answers = dict[int, tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Answerer:
-    """Generates with the draft in training, with the weights that it has at each call.
-
-    vocabulary: how many of its tokens the target has too; no others are generated, as in decoding, nor any outside its
-    draft vocabulary.
+    """Generates with the draft's current weights. vocabulary: the size that draft and target share; no other tokens are
+    generated, as in decoding, nor any outside the draft vocabulary.
     """
 
     draft: PreTrainedModel
@@ -98,13 +98,14 @@ def _prompt(examples: Examples, row: int) -> list[int]:
     return text[: max(1, min(len(text), examples.max_length) // 4)]
 
 
-def make_answerer(
-    draft: PreTrainedModel, policy: OnPolicy, max_length: int, seed: int, target_vocabulary: int
-) -> Answerer:
-    """Made once per run; `max_length` is within the context. InputError, one line, for a draft that cannot generate."""
-    try:
-        # Not fast: packed copies of the weights would go stale, because the weights change at every step.
-        decoder = SpeculativeDecoder(draft, fast=False)
-    except ValueError as error:
-        raise InputError(f"on_policy: {error}") from None
-    return Answerer(draft, decoder, policy, max_length, seed, min(vocabulary_size(draft), target_vocabulary))
+def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
+    """What generates with the draft if training is on-policy, else None."""
+    if config.on_policy.fraction == 0:
+        return None
+    assert isinstance(draft, PreTrainedModel) and target is not None
+    if world.sharing in ("zero3", "fsdp"):
+        raise InputError(f"on_policy: needs whole weights, and {world.sharing} shards them; use ddp.yaml or zero2.yaml")
+    shared = min(vocabulary_size(draft), vocabulary_size(target))
+    # Not fast: packed copies of the weights would go stale, because the weights change at every step.
+    decoder = SpeculativeDecoder(draft, fast=False)
+    return Answerer(draft, decoder, config.on_policy, config.max_length, config.seed, shared)

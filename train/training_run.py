@@ -33,6 +33,7 @@ from train.data import Examples, divide, load_examples, packed, trained_prompts,
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
+from train.onpolicy import make_answerer
 from train.parallel import make_world
 from train.retokenize import other_tokenizer
 from train.smoke import make_inputs, smoke_config
@@ -143,9 +144,12 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     if is_main():
         _announce(config, draft, training, heldout, mapping, identity)
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
-    memory = draft_setup.state_memory(config, objective, world, frozen, training, heldout, steps)
-    trainee = draft_setup.make_trainee(config, objective, world, draft, frozen, memory)
-    answerer = draft_setup.make_answerer(config, world, draft, target)
+    drawn = steps * rows_per_step * (1 - config.replay_fraction)
+    # Answers that the draft generates do not come back, nor does data in a single epoch or that nothing reads.
+    comes_back = drawn > (training.replay_from or len(training)) and config.on_policy.fraction == 0
+    comes_back = comes_back and (objective.needs_target or list(frozen) != ["target"])
+    trainee = draft_setup.make_trainee(config, objective, world, draft, frozen, comes_back)
+    answerer = make_answerer(config, world, draft, target)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
     # As JSON, because the identity is compared with what was written.
