@@ -97,8 +97,8 @@ def _filled_shape(config: TrainConfig, shape: PretrainedConfig, target: PreTrain
         if "vocab_size" not in values:
             raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
         return shape
-    code = config.trust_remote_code
-    theirs = AutoConfig.from_pretrained(config.target, trust_remote_code=code) if target is None else target.config
+    code, name = config.trust_remote_code, str(config.target)
+    theirs = AutoConfig.from_pretrained(name, trust_remote_code=code) if target is None else target.config
     values, taken = filled(values, theirs)
     if taken:
         shown = ", ".join(f"{key} {value}" for key, value in taken.items())
@@ -122,10 +122,10 @@ def _with_draft_vocabulary(
     """Attach the draft vocabulary that the language model has on disk, or that the options ask for."""
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
     whole = min(vocabulary_size(each) for each in (model, target) if each is not None)
-    ids = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
-    if ids is not None and config.head.draft_vocab_size is not None:
+    known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
+    if known is not None and config.head.draft_vocab_size is not None:
         check_draft_vocabulary("head.draft_vocab_size", config.head.draft_vocab_size, whole, config.draft)
-    ids = _draft_vocab(config, whole, training) if ids is None else ids
+    ids = _draft_vocab(config, whole, training) if known is None else known
     if ids is not None:
         attach_draft_vocabulary(model, torch.as_tensor(ids))
     return model
