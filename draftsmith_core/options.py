@@ -23,7 +23,7 @@ checked once, in the constructor; from Python and from the command line a wrong 
 Python callers may pass paths for texts and tuples for lists. The docstring under a field is its help. `Rare[...]` hides
 an option from `--help` (`--help=all` shows it); `NotIdentity[...]` keeps it out of `identity(config)`, because it does
 not change what comes out. The first docstring line of an inherited or nested class is the heading of its section.
-`Annotated[DistillConfig, Without("out")]` nests a config without some of its options.
+`Annotated[dict[str, Any], Given(DistillConfig, without=("out",))]` nests the options of a config, all of them open.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import inspect
 import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
@@ -43,7 +43,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 import pydantic.dataclasses
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs
+from pydantic_core import ArgsKwargs, core_schema
+from typing_extensions import TypedDict
 
 from draftsmith_core.errors import InputError, one_line
 from draftsmith_core.sampling_options import MIN_TEMPERATURE
@@ -60,11 +61,40 @@ class _Rare:
     pass
 
 
-class Without:
-    """Marks a nested config of which some fields are no options, because the outer config sets them."""
+class Given:
+    """Marks a dict that holds options of other configs: those that were given; the others are left open.
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    without: fields that are no options, because the outer config sets them. shown: options for the short --help.
+    """
+
+    def __init__(self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()) -> None:
+        self.configs, self.without, self.shown = configs, without, shown
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Check the values by the types of the configs; a null leaves the option open."""
+        return core_schema.no_info_before_validator_function(
+            _without_nulls,
+            handler.generate_schema(_partial(self.configs, self.without)),
+        )
+
+
+def _without_nulls(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_nulls(value) for key, value in values.items() if value is not None}
+
+
+def _partial(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
+    """A TypedDict of the fields of configs, none of which is required."""
+    types: dict[str, Any] = {}
+    for config in configs:
+        hints = typing.get_type_hints(config, include_extras=True)
+        for name in [field.name for field in dataclasses.fields(config) if field.name not in without]:
+            group, _ = _split(hints[name])
+            types[name] = _partial([group]) if dataclasses.is_dataclass(group) else hints[name]
+    partial: Any = TypedDict("partial", types, total=False)  # type: ignore[misc]
+    partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
+    return partial
 
 
 NotIdentity = Annotated[T, _NotIdentity()]
@@ -236,7 +266,7 @@ def options_of(cls: type) -> list[Option]:
 
 
 def _walk(
-    cls: type, prefix: str = "", rare: bool = False, same: bool = True, without: tuple[str, ...] = ()
+    cls: type, prefix: str = "", rare: bool = False, same: bool = True, without: Sequence[str] = ()
 ) -> Iterator[Option]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -248,8 +278,12 @@ def _walk(
             is_identity = same and not any(isinstance(mark, _NotIdentity) for mark in marks)
             field = fields.pop(name)
             if dataclasses.is_dataclass(hint):
-                hidden = tuple(key for mark in marks if isinstance(mark, Without) for key in mark.names)
-                yield from _walk(typing.cast(type, hint), f"{prefix}{name}.", is_rare, is_identity, hidden)
+                yield from _walk(typing.cast(type, hint), f"{prefix}{name}.", is_rare, is_identity)
+                continue
+            if given := next((mark for mark in marks if isinstance(mark, Given)), None):
+                for option in [o for c in given.configs for o in _walk(c, f"{name}.", rare, same, given.without)]:
+                    shown = option.key.partition(".")[2] in given.shown
+                    yield dataclasses.replace(option, default=None, rare=not shown)
                 continue
             default = field.default if field.default_factory is MISSING else field.default_factory()
             section = "Options" if owner is cls and not prefix else _summary(owner if not prefix else cls)
@@ -295,8 +329,12 @@ def identity(config: Any) -> dict[str, Any]:
     plain = dataclasses.asdict(config)
     for option in options_of(type(config)):
         if option.identity:
-            _put(values, option.key, functools.reduce(lambda group, name: group[name], option.key.split("."), plain))
+            _put(values, option.key, functools.reduce(_get, option.key.split("."), plain))
     return values
+
+
+def _get(group: Any, name: str) -> Any:
+    return group.get(name)
 
 
 def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
@@ -306,7 +344,8 @@ def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if any(key.startswith(f"{field.name}.") for key in table) and field.default_factory is not MISSING:
-            values[field.name] = dataclasses.asdict(field.default_factory())
+            default: Any = field.default_factory()
+            values[field.name] = default if isinstance(default, dict) else dataclasses.asdict(default)
     places: dict[str, str] = {}
     if "help" in typed:
         sys.stdout.write(parser(cls, command, everything="all" in typed["help"]).format_help())
@@ -451,6 +490,7 @@ _REASONS = {
     "missing": "is missing",
     "missing_keyword_only_argument": "is missing",
     "unexpected_keyword_argument": "no such option",
+    "extra_forbidden": "no such option",
     "greater_than_equal": "must be at least {ge:g}",
     "greater_than": "must be above {gt:g}",
     "less_than_equal": "must be at most {le:g}",

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,16 +80,3 @@ def test_general_text_is_replayed_and_a_plain_draft_stands_beside_it(aligned: Ca
     assert results.drafts == ["base", "jsd-plain", "jsd-balanced"]
     record = json.loads((out / "policy" / "jsd.json").read_text())
     assert record["policy"] == "balanced" and (out / "jsd-balanced" / "model.safetensors").is_file()
-
-
-def test_options_of_ways_that_do_not_go_together_are_refused_before_anything_is_made(
-    door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
-    words: list[Any] = ["--target", target_dir, "--prompts", prompts, "--out", tmp_path / "out", *SMALL]
-    for more, told in (
-        (["--train.anchor_kl", 1], "anchor_kl: "),
-        (["--policy", "id", "--draft", draft_dir, "--train.anchor_kl", -1], "train.anchor_kl: -1.0 must be at least 0"),
-    ):
-        code, _, err = door("align", *words, *more)
-        assert code == 2 and told in err.splitlines()[-1] and "Traceback" not in err, err
-        assert not (tmp_path / "out" / "align.yaml").exists()

@@ -87,7 +87,9 @@ def test_recipe_is_read_by_its_command(recipe: Recipe, monkeypatch: pytest.Monke
     assert written and set(written) <= names
     for key, value in written.items():
         if isinstance(value, dict):
-            assert {name: getattr(getattr(config, key), name) for name in value} == value, key
+            group = getattr(config, key)
+            group = group if isinstance(group, dict) else vars(group)
+            assert {name: group[name] for name in value} == value, key
         else:
             assert getattr(config, key) == value, key
     if isinstance(config, EvalConfig):

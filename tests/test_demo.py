@@ -1,8 +1,6 @@
 """The demo in its short form: `align` on the shipped pair, from prompts to report, in any directory."""
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,24 +58,3 @@ def test_demo_from_prompts_to_report(
     words = summary["decode"].split()[1:]
     code, out, err = door(*words, "--max_new_tokens", "4")
     assert code == 0, err
-
-
-def test_the_recipes_leave_nothing_open() -> None:
-    for short in (False, True):
-        values = demo_run.recipe(short)
-        for key in ("distill", "train", "eval"):
-            assert not [name for name, value in vars(values[key]).items() if value is None or value == []], key
-
-
-def test_a_full_disk_is_one_line(
-    tmp_path: Path, door: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*given: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("shutil.copyfileobj", full)
-    # What shutil copies on Linux by itself, with room for none of it.
-    monkeypatch.setattr("shutil._fastcopy_sendfile", full)
-    code, _, err = door("demo", "--short", "--out", tmp_path / "demo", "--device", "cpu")
-    assert (code, err.splitlines()) == (1, [f"draftsmith demo: {tmp_path / 'demo' / 'pair'}: No space left on device"])
-    assert list((tmp_path / "demo").iterdir()) == []

@@ -1,15 +1,15 @@
-"""How far to go from the base draft to the aligned one, so that what is gained in distribution is not lost elsewhere.
+"""Choose a draft between base and aligned, so that the gain in distribution is not a loss elsewhere.
 
-Between the two lies a line of drafts, theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903), which costs no
-training. Their acceptance needs no decoding, so all of them are measured on one forward of the target: in distribution
-on the answers that training held out, and in general on what the target writes by itself from BOS on. That is another
-kind of text than what is replayed, which begins with any token of the vocabulary: on the replayed kind a draft looks
-better than it is elsewhere (docs/robust.md). None of it is in the evaluation's prompts.
+The line theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903) costs no training. All its drafts are measured on
+one forward of the target, without decoding: in distribution on the answers that training held out, and in general on
+texts that the target writes from BOS. Training replays texts that begin with any token instead, and on that kind every
+draft looks better than it is elsewhere (docs/robust.md). No prompt of the evaluation is used.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
@@ -23,14 +23,14 @@ from drafts.load import LoadedPair, load_draft, load_pair
 from drafts.merge import merge, merge_states
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import dtype_name
 from draftsmith_core.prompts import read_prompts
+from draftsmith_core.runs import Run
 from draftsmith_core.sampling_options import Sampling
 from eval import measure
 from eval.acceptance import Continuation
-from eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
+from eval.bootstrap import PromptSums, difference, estimate, resamples
 from eval.estimate import measure_alphas
 from eval.schema import Estimate
 from train.data import divide, load_examples
@@ -61,7 +61,7 @@ class Point:
 
 
 def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
-    """What the target writes by itself at temperature 1: `count` texts of at most `max_new_tokens`."""
+    """Return `count` texts of at most `max_new_tokens` that the target writes by itself at temperature 1."""
     prompts = read_prompts(f"self:{count}", pair.tokenizer).prompts
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": 16, "seed": seed}
     written = measure.answers(pair.target, prompts, Sampling(temperature=1.0), **options)
@@ -69,28 +69,26 @@ def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> 
 
 
 def heldout_answers(distilled: str, max_length: int, fraction: float) -> list[Continuation]:
-    """The answers of a distilled set that training held out with this fraction: the target's own, at most `TEXTS`. One
-    of every prompt comes before the second of any.
-    """
+    """Return at most `TEXTS` answers of a distilled set that training held out: first one of every prompt."""
     _, heldout = divide(load_examples([distilled], None, max_length), fraction)
-    found: dict[tuple[int, ...], list[Continuation]] = {}
+    by_prompt: dict[tuple[int, ...], list[Continuation]] = {}
     for row in heldout.rows.select_columns(["prompt_ids", "response_ids"]):
         prompt = tuple(row["prompt_ids"])
         if prompt and row["response_ids"]:
-            same = found.setdefault(prompt, [])
-            same.append(Continuation(f"heldout-{len(found)}-{len(same)}", prompt, row["response_ids"]))
-    in_turn = [row for turn in zip_longest(*found.values()) for row in turn if row is not None]
+            same = by_prompt.setdefault(prompt, [])
+            same.append(Continuation(f"heldout-{len(by_prompt)}-{len(same)}", prompt, row["response_ids"]))
+    in_turn = [row for turn in zip_longest(*by_prompt.values()) for row in turn if row is not None]
     return in_turn[:TEXTS]
 
 
 @torch.no_grad()
 def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> PreTrainedModel:
-    """The draft at `weight` of the way; the ends are the drafts themselves."""
+    """Return the draft at interpolation weight `weight`; the ends are the drafts themselves."""
     if weight in (0.0, 1.0):
         return aligned if weight else base
-    made = copy.deepcopy(base)
-    made.load_state_dict(merge_states([(aligned.state_dict(), weight)], base.state_dict()))
-    return made
+    draft = copy.deepcopy(base)
+    draft.load_state_dict(merge_states([(aligned.state_dict(), weight)], base.state_dict()))
+    return draft
 
 
 def curve(
@@ -107,73 +105,63 @@ def curve(
 ) -> list[Point]:
     """alpha at every weight. sampling: of the answers in distribution; general texts are at temperature 1."""
     drafts = {f"{weight:g}": between(base, aligned, weight) for weight in WEIGHTS}
-    found = []
+    figures: list[dict[str, tuple[Estimate, Estimate]]] = []
     for rows, drawn in ((in_distribution, sampling), (general, Sampling(temperature=1.0))):
         picks = resamples(len(rows), bootstrap, seed)
         measured = measure_alphas(pair.target, drafts, rows, drawn, batch_size=batch_size, seed=seed)
-        sums = {name: PromptSums.of(each["sum"], each["count"]) for name, each in measured.items()}
-        found.append(_figures(sums, picks))
+        sums = {name: PromptSums.of(counts["sum"], counts["count"]) for name, counts in measured.items()}
+        at_base = sums["0"]
+        figures.append({name: (estimate(part, picks), difference(part, at_base, picks)) for name, part in sums.items()})
     return [
-        Point(weight, found[0][name][0], found[1][name][0], found[0][name][1], found[1][name][1])
+        Point(weight, figures[0][name][0], figures[1][name][0], figures[0][name][1], figures[1][name][1])
         for weight, name in zip(WEIGHTS, drafts, strict=True)
     ]
 
 
-def _figures(sums: Mapping[str, PromptSums], picks: Resamples) -> dict[str, tuple[Estimate, Estimate]]:
-    """Of every draft alpha, and its change against the first."""
-    base = next(iter(sums.values()))
-    return {name: (estimate(each, picks), difference(each, base, picks)) for name, each in sums.items()}
-
-
 def choose(policy: Policy, points: Sequence[Point]) -> Point:
-    """The point of the line that the policy takes; `RULES` says how. The base where nothing else qualifies."""
+    """Return the point that the policy takes, as `RULES` describes; the base if nothing else qualifies."""
     if policy == "id":
         return points[-1]
     if policy == "balanced":
         return max(points, key=lambda point: (point.id_change["value"] or 0) + (point.general_change["value"] or 0))
-    kept = [point for point in points if point.weight == 0 or _no_loss(point.general_change)]
-    return max(kept, key=lambda point: point.id_change["value"] or 0)
+    lossless = [point for point in points if point.weight == 0 or _no_loss(point.general_change)]
+    return max(lossless, key=lambda point: point.id_change["value"] or 0)
 
 
 def _no_loss(change: Estimate) -> bool:
     return change["low"] is not None and change["low"] > -TOLERANCE
 
 
-def keep_general(config: AlignConfig, out: Path) -> list[str]:
-    """Write, for every aligned draft in `out`, the one that the policy takes between it and the base.
+def keep_general(config: AlignConfig, run: Run) -> list[str]:
+    """Write, for every aligned draft, the draft between it and the base that the policy takes; one line per draft.
 
-    OUT/policy/NAME.json says what was measured and why. What is there is kept, so that a killed run continues.
-    Returns one line per draft. Raises InputError where there is nothing to measure on.
+    OUT/policy/NAME.json has the measured line and the choice.
     """
     assert config.draft is not None
-    lines = []
-    loaded: tuple[LoadedPair, dict[str, list[Continuation]]] | None = None
+    lines, loaded = [], cache(lambda: _load(config))
     for name, merged in zip(config.drafts(), config.offered(), strict=True):
-        file = out / "policy" / f"{name}.json"
-        if not file.exists():
-            loaded = loaded or _load(config, out)
-            write_json_atomic(file, _measure(config, out / name, *loaded))
-        found = read_json(file, "the choice of a policy")
-        if not (out / merged / "config.json").exists():
-            merge(MergeConfig(out=str(out / merged), base=config.draft, draft=[f"{out / name}={found['weight']}"]))
-        chosen = next(point for point in found["points"] if point["weight"] == found["weight"])
+        aligned = run.out / name
+        record = run.step(f"policy/{name}.json", lambda aligned=aligned: _measure(config, aligned, *loaded()))
+        weight = record["weight"]
+        if not (run.out / merged / "config.json").exists():
+            merge(MergeConfig(out=str(run.out / merged), base=config.draft, draft=[f"{aligned}={weight}"]))
+        point = next(point for point in record["points"] if point["weight"] == weight)
         changes = " and ".join(
-            f"{chosen[key]['value']:+.3f} [{chosen[key]['low']:+.3f}, {chosen[key]['high']:+.3f}] {where}"
-            for key, where in (("id_change", "in distribution"), ("general_change", "in general"))
-            if chosen[key]["low"] is not None
+            f"alpha {point[key]['value']:+.3f} [{point[key]['low']:+.3f}, {point[key]['high']:+.3f}] {where}"
+            for key, where in (("id_change", "ID"), ("general_change", "general text"))
+            if point[key]["low"] is not None
         )
-        lines.append(f"{merged}: {found['weight']:g} of the way to {name} ({changes or 'no interval'})")
+        lines.append(f"{merged}: interpolation weight {weight:g} towards {name} ({changes or 'no interval'})")
     return lines
 
 
-def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Continuation]]]:
+def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, list[Continuation]]]:
     """Target and base, and the texts of both kinds."""
-    assert (
-        config.draft is not None and config.train.max_length is not None and config.distill.max_new_tokens is not None
-    )
+    assert config.draft is not None
     pair = load_pair(config.target, {"base": config.draft}, **loading(config))
-    answers = heldout_answers(str(out / "distilled"), config.train.max_length, config.train.heldout_fraction)
-    longest = min(config.distill.max_new_tokens, (pair.context or 1 << 30) - 2)
+    distilled = str(Path(config.out) / "distilled")
+    answers = heldout_answers(distilled, config.train["max_length"], config.train["heldout_fraction"])
+    longest = min(config.distill["max_new_tokens"], (pair.context or 1 << 30) - 2)
     texts = {"id": answers, "general": free_texts(pair, TEXTS, longest, config.seed)}
     if empty := next((kind for kind, rows in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty])} texts to measure {empty} on are too few; use --policy id")
@@ -183,7 +171,8 @@ def _load(config: AlignConfig, out: Path) -> tuple[LoadedPair, dict[str, list[Co
 def _measure(
     config: AlignConfig, aligned: Path, pair: LoadedPair, texts: Mapping[str, list[Continuation]]
 ) -> dict[str, Any]:
-    """The rule, the line as it was measured, and the point that was taken."""
+    """The rule, the measured line, and the chosen point."""
+    assert config.policy is not None
     base = pair.drafts["base"]
     draft = load_draft(str(aligned), pair.target, device=config.device, dtype=dtype_name(pair.target))
     assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
@@ -191,19 +180,16 @@ def _measure(
         # The whole line drafts these tokens only, and so does what is merged on it.
         base = copy.deepcopy(base)
         trim(base, ids_D)
-    drawn, chosen = config.distill, config.eval
-    assert drawn.temperature is not None and chosen.batch_size is not None and config.policy is not None
-    given = {key: getattr(drawn, key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    sampling = Sampling(**{key: value for key, value in given.items() if value is not None})
+    given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
     points = curve(
         pair,
         base,
         draft,
         texts["id"],
         texts["general"],
-        sampling,
-        batch_size=chosen.batch_size,
-        bootstrap=chosen.bootstrap,
+        Sampling(**{key: value for key, value in given.items() if value is not None}),
+        batch_size=config.eval["batch_size"],
+        bootstrap=config.eval.get("bootstrap", 2000),
         seed=config.seed,
     )
     return {

@@ -10,7 +10,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 from drafts.make.widen import widen
-from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
+from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import figure
 from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, make_dir, write_rows
@@ -56,8 +56,7 @@ def recipe(short: bool) -> dict[str, Any]:
     if short:
         for key, changed in yaml.safe_load((RECIPES / "demo_short.yaml").read_text(encoding="utf-8")).items():
             values[key] = values[key] | changed
-    parts: tuple[tuple[str, type], ...] = (("distill", DistillChoices), ("train", TrainChoices), ("eval", EvalChoices))
-    return {**values, **{key: part(**values[key]) for key, part in parts}}
+    return dict(values)
 
 
 def time_large(options: AlignConfig, short: bool) -> Results:
