@@ -37,10 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     130 interrupted, 143 told to stop.
     """
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
+        words = [words[1], "--help"]
     called = " ".join(["draftsmith", *words[:1]])
     try:
         try:
-            code = _run(words)
+            code = _prepare(words)
+            if code is None:
+                run(words[0], words[1:])
+                code = 0
         finally:
             # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
             sys.stdout.flush()
@@ -52,9 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(called, error)
 
 
-def _run(words: list[str]) -> int:
-    if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
-        words = [words[1], "--help"]
+def _prepare(words: list[str]) -> int | None:
+    """Prepare the process for a command; answer words that are none, and return their exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -72,13 +76,12 @@ def _run(words: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if "torch" not in sys.modules:
-        settle_threads(name)
     if name == "--print_shtab":
         print_completion(words[1:])
-    else:
-        run(name, words[1:])
-    return 0
+        return 0
+    if "torch" not in sys.modules:
+        settle_threads(name)
+    return None
 
 
 def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
