@@ -81,9 +81,9 @@ def methods() -> str:
 
 def figures() -> str:
     """What every figure in results.json means, from its own definitions."""
-    from eval.definitions import DEFINITIONS
+    from eval.schema import definitions
 
-    rows = "\n".join(f"| **{name}** | {text} |" for name, text in DEFINITIONS.items())
+    rows = "\n".join(f"| **{name}** | {text} |" for name, text in definitions().items())
     return (
         "# Figures in results\n\nThese definitions are also in every `results.json`, under `definitions`. "
         f"[Acceptance and speed](acceptance.md) explains them.\n\n| figure | definition |\n| --- | --- |\n{rows}\n"

@@ -1,6 +1,6 @@
 """Make the rows of results.json from the measurements: one row per figure, each with its interval.
 
-A new figure is one `group.row(...)` here, and its meaning in `eval.definitions`.
+A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,6 @@ from eval.bootstrap import (
     resamples,
     transfer,
 )
-from eval.definitions import DEFINITIONS
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
@@ -45,6 +44,7 @@ from eval.schema import (
     SuiteKind,
     SuiteRow,
     ViewedText,
+    definitions,
 )
 from eval.suites import Suite
 
@@ -400,7 +400,7 @@ def assemble(
     rows, texts = diagnosis
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
-        definitions=DEFINITIONS,
+        definitions=definitions(),
         remarks=list(remarks),
         config=config,
         base=setting.base,

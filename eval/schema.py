@@ -1,4 +1,4 @@
-"""The types of results.json. `eval.definitions` says what its figures mean.
+"""The types of results.json. definitions.yaml says what its figures mean.
 
 `python -m eval.schema` writes its JSON Schema, docs/results.schema.json.
 """
@@ -179,6 +179,14 @@ class ResultsDocument(TypedDict):
     conditions: list[Conditions]
     provenance: dict[str, Any]
     clock: dict[str, Any]
+
+
+def definitions() -> dict[str, str]:
+    """Return the meaning of every figure, from definitions.yaml."""
+    import yaml
+
+    text = (Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""The sentences of a report, made from the numbers.
+"""Choose and fill the sentences of a report, which are in templates/words.yaml.
 
-Only an interval that leaves out zero is called a change. Sentences are templates, chosen by a sign: 1 or -1 if the
-interval lies on one side of zero, 0 if it does not, None if there is no interval.
+Only an interval that leaves out zero is called a change.
 """
 
 from dataclasses import dataclass
 
-from eval.decision import Cell, Decision, Setting, Verdict, decide
-from eval.report.formats import KIND_TITLES, Figure, interval, number, percent, points, tree_name
+from eval.decision import Cell, Decision, Setting, decide
+from eval.report.formats import KIND_TITLES, WORDS, Figure, interval, number, percent, points, tree_name
 from eval.results import Results
 from eval.schema import Row, SuiteKind
 
@@ -32,95 +31,8 @@ class Lead:
     lossless: str
 
 
-HEADLINES: dict[Verdict, str] = {
-    "ship": "Ship {draft}: {speed} times the target alone",
-    "ship_for": "Ship {draft} for {where}: {speed} times the target alone",
-    "none_beats_none": "Do not ship: every draft is slower than the target alone",
-    "not_shown": "Do not ship: no draft is measurably faster than the target alone",
-    "too_few": "Not decided: too few prompts were timed",
-    "not_timed": "Not decided: nothing was timed",
-}
-DETAILS: dict[Verdict, str] = {
-    "ship": "Decode with {method}: it is faster than the target alone on every set at every temperature.",
-    "ship_for": "Decode with {method} there. {rest}",
-    "none_beats_none": "The fastest, {setting}, runs at {speed} times the speed of the target alone.",
-    "not_shown": "The fastest overall is {setting}, at {speed} times the speed of the target alone. {rest}",
-    "too_few": "{setting} was the fastest, at {speed} times the target alone. Time more prompts: --speed_prompts.",
-    "not_timed": "Only timings decide whether a draft pays: measure again with --speed_prompts 8 or more.",
-}
-# Sentences on the cells that do not pay, by their sign.
-REST: dict[int | None, str] = {
-    -1: "It is slower on {}: decode without a draft there.",
-    0: "No clear speedup on {}: time more prompts, or decode without a draft.",
-    None: "Too few prompts were timed on {}.",
-}
-CELLS: dict[int | None, str] = {
-    1: "Faster: {speed} times the target alone.",
-    0: "No speedup shown: {speed} times the target alone.",
-    -1: "Slower: {speed} times the target alone.",
-    None: "Too few prompts to judge: {speed} times the target alone.",
-}
-BEATS_BASE = " All sets together, it is {figure} times as fast as {base} with its own fastest method."
-AS_BASE = " All sets together, it is not measurably faster than {base} with its own fastest method ({figure} times)."
-BUSY = " The machine was busy during timing: repeat on a quiet machine before you rely on this."
-ID_HEADLINE = {
-    1: "{who} raised acceptance in distribution from {before} to {after}",
-    -1: "{who} lowered acceptance in distribution from {before} to {after}",
-    0: "{who} made no measurable change in distribution ({before} before, {after} after)",
-    None: "{who} took acceptance in distribution from {before} to {after}, on too few prompts to judge",
-}
-OOD_HEADLINE = {
-    1: "; out of distribution it gained {points}.",
-    -1: "; out of distribution it cost {lost}.",
-    0: "; out of distribution nothing measurable changed.",
-    None: "; out of distribution there are too few prompts to judge.",
-}
-OOD_KEPT = "; out of distribution {kept} of that gain survived."
-OOD_MIXED = "; out of distribution it gained on {gained} and lost on {lost}."
-CHANGE = {
-    1: "Acceptance rose from {before} to {after} ({detail}).",
-    -1: "Acceptance fell from {before} to {after} ({detail}).",
-    0: "No measurable change: {before} before, {after} after ({detail}, which includes zero).",
-    None: "Acceptance went from {before} to {after} ({detail}).",
-}
-TRANSFER = {
-    1: " Transfer: {share} of the ID gain holds ({spread}).",
-    -1: " Transfer: none, {share} of the ID gain ({spread}).",
-    0: " Transfer cannot be told from none: {share} of the ID gain ({spread}).",
-    None: " Transfer: {share} of the ID gain holds ({spread}).",
-}
-FASTER = {1: "", -1: ": slower than no draft", 0: ": no measurable speedup", None: ""}
-TRAINED = (
-    "Trained with {objective} on {response_tokens:,} tokens of the target's answers for {epochs:.1f} epochs; step "
-    "{best_step} of {steps} was the best on held-out prompts."
-)
-TRAINED_ON_SAMPLES = (
-    " Sampled tokens carry less information than full distributions: for the same gain, this objective usually needs "
-    "more fresh samples than token-level KD, and early stopping on held-out prompts."
-)
-DIVERGENCES = {
-    "fkl": "forward KL",
-    "rkl": "reverse KL",
-    "jsd": "Jensen-Shannon divergence",
-    "tvd": "total variation",
-    "tvd_pp": "TVD++",
-    "lk_alpha": "-log alpha",
-    "lk_hybrid": "KL, then total variation",
-}
-LOSSY = "Outputs are not the target's own with {names}, lossy by design (lossless: false)."
-NOT_COMPARED = (
-    "The verifiers keep the target's output distribution; temperature 0 was not measured, so outputs were not compared "
-    "token for token."
-)
-ALL_SAME = "{who}: at temperature 0, {same} of {total} outputs equal the target's own, token for token."
-SOME_SAME = (
-    "At temperature 0, {same} of {total} outputs equal the target's own, token for token. At the first token that "
-    "differs in the others, the target's two logits are at most {gap:.2g} apart in {dtype}, which is {cause}."
-)
 # The largest logit gap that rounding can flip, by dtype: a few units in the last place of a logit of 32.
 TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
-TIE = "within the rounding of that type, a tie"
-NO_TIE = "more than rounding explains: do not trust the speeds"
 
 
 def sign(figure: Figure | None, null: float = 0.0) -> int | None:
@@ -147,7 +59,7 @@ def lead(results: Results) -> Lead:
         for t in sorted(results.temperatures)
     ]
     return Lead(
-        headline=_fill(HEADLINES[decision.verdict], decision),
+        headline=_fill(WORDS["headlines"][decision.verdict], decision),
         detail=_detail(decision, results),
         changes=changes,
         cells=[_cell(cell, decision, results) for cell in decision.cells],
@@ -168,7 +80,7 @@ def _fill(template: str, decision: Decision) -> str:
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
         speed=" to ".join(ends),
         where=_where(decision, 1),
-        rest=" ".join(text.format(where) for sign, text in REST.items() if (where := _where(decision, sign))),
+        rest=" ".join(text.format(where) for sign, text in WORDS["rest"].items() if (where := _where(decision, sign))),
     )
 
 
@@ -190,14 +102,15 @@ def _where(decision: Decision, sign: int | None) -> str:
 
 
 def _detail(decision: Decision, results: Results) -> str:
-    text, over = _fill(DETAILS[decision.verdict], decision), decision.over_base
+    text, over = _fill(WORDS["details"][decision.verdict], decision), decision.over_base
     if over is not None and decision.verdict in ("ship", "ship_for"):
-        text += (BEATS_BASE if sign(over, 1.0) == 1 else AS_BASE).format(base=results.base, figure=_figure(over))
-    return text + BUSY * any(cell.busy for cell in decision.cells)
+        words = WORDS["beats_base" if sign(over, 1.0) == 1 else "as_base"]
+        text += " " + words.format(base=results.base, figure=_figure(over))
+    return f"{text} {WORDS['busy']}" if any(cell.busy for cell in decision.cells) else text
 
 
 def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
-    text = CELLS[cell.sign].format(speed=_figure(cell.speedup))
+    text = WORDS["cells"][cell.sign].format(speed=_figure(cell.speedup))
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
         text += f" Fastest there: {_setting(cell.fastest)}, {_figure(cell.fastest_speedup)}."
     text += " The machine was busy." * cell.busy
@@ -206,17 +119,19 @@ def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
 
 def _headline(results: Results, draft: str, temperature: float, who: str) -> str:
     before, after = (percent(results.alpha(each, "id", temperature)["value"]) for each in (results.base, draft))
-    text = ID_HEADLINE[sign(results.gain(draft, "id", temperature))].format(who=who, before=before, after=after)
+    text: str = WORDS["id_change"][sign(results.gain(draft, "id", temperature))].format(
+        who=who, before=before, after=after
+    )
     if not results.domains("ood"):
         return f"{text}."
     signs = {name: sign(results.gain(draft, name, temperature)) for name in results.domains("ood")}
     gained, lost = ([name for name, each in signs.items() if each == wanted] for wanted in (1, -1))
     if gained and lost:
-        return text + OOD_MIXED.format(gained=_listed(gained), lost=_listed(lost))
+        return text + str(WORDS["ood_mixed"]).format(gained=_listed(gained), lost=_listed(lost))
     change, kept = results.gain(draft, "ood", temperature), results.transfer(draft, "ood", temperature)
     if sign(change) == 1 and kept is not None and kept["value"] is not None:
-        return text + OOD_KEPT.format(kept=percent(kept["value"]))
-    return text + OOD_HEADLINE[sign(change)].format(points=points(change), lost=points(change, bare=True))
+        return text + str(WORDS["ood_kept"]).format(kept=percent(kept["value"]))
+    return text + str(WORDS["ood_change"][sign(change)]).format(points=points(change), lost=points(change, bare=True))
 
 
 def _listed(names: list[str]) -> str:
@@ -245,8 +160,8 @@ def _finding(results: Results, draft: str) -> list[tuple[str, str]]:
         points.append(("Alignment", "Only one draft was measured, so there is no gain to report; add an aligned one."))
     training = results.document["models"][draft]["training"]
     if training is not None:
-        text = TRAINED.format(**{**training, "objective": _objective(training["objective"])})
-        points.append(("Training", text + TRAINED_ON_SAMPLES * (training["objective"] == "ce")))
+        text = WORDS["trained"].format(**{**training, "objective": _objective(training["objective"])})
+        points.append(("Training", f"{text} {WORDS['trained_on_samples']}" if training["objective"] == "ce" else text))
     return points
 
 
@@ -258,7 +173,7 @@ def _acceptance(results: Results, draft: str, kind: SuiteKind, temperature: floa
         return f"{percent(alpha['value'])} of draft tokens are accepted ({_percent_interval(alpha)})."
     before, after = (percent(results.alpha(each, kind, temperature)["value"]) for each in (results.base, draft))
     detail = f"{points(gain)}, {_percent_interval(gain, sign=True)}"
-    text = CHANGE[sign(gain)].format(before=before, after=after, detail=detail)
+    text: str = WORDS["change"][sign(gain)].format(before=before, after=after, detail=detail)
     # The parts of the pooled change, if there are few enough sets to name.
     if 2 <= len(names := results.domains(kind)) <= 4:
         gains = {name: results.gain(draft, name, temperature) for name in names}
@@ -269,15 +184,14 @@ def _acceptance(results: Results, draft: str, kind: SuiteKind, temperature: floa
         return text
     if share["value"] is None:
         return f"{text} Transfer is undefined: {results.why_undefined(share)}."
-    return text + TRANSFER[sign(share)].format(share=percent(share["value"]), spread=_percent_interval(share, 0))
+    words = WORDS["transfer"][sign(share)]
+    return f"{text} {words.format(share=percent(share['value']), spread=_percent_interval(share, 0))}"
 
 
 def _objective(spec: str) -> str:
     """An objective in words; a sum, or a loss that is not one of draftsmith's, stays as it is."""
-    if spec == "ce":
-        return "sequence-level KD (cross-entropy)"
-    name = DIVERGENCES.get(spec.partition(":")[0])
-    return spec if name is None or "+" in spec or "@" in spec else f"token-level KD ({name})"
+    name: str | None = WORDS["objectives"].get(spec.partition(":")[0])
+    return spec if name is None or "+" in spec or "@" in spec else name
 
 
 def _work(results: Results, draft: str, temperature: float) -> list[tuple[str, str]]:
@@ -303,7 +217,7 @@ def _work(results: Results, draft: str, temperature: float) -> list[tuple[str, s
     findings = [("Tokens per call", f"{text}.")]
     timed, before = (results.speedup(each, "id", temperature, *method) for each in (draft, results.base))
     if timed is not None and timed["value"] is not None:
-        text = f"{_figure(timed)} times the target alone in distribution{FASTER[sign(timed, 1.0)]}"
+        text = f"{_figure(timed)} times the target alone in distribution{WORDS['faster'][sign(timed, 1.0)]}"
         if draft != results.base and before is not None and before["value"] is not None:
             text += f"; {results.base} reached {number(before['value'], 2)}"
         findings.append(("Speed", f"{text}."))
@@ -318,7 +232,7 @@ def _figure(value: Figure) -> str:
 def _lossless(results: Results) -> str:
     """Whether outputs equal the target's own, over all lossless methods on every set."""
     lossy = sorted({rule for _, rule in results.methods if not results.lossless(rule)})
-    parts = [LOSSY.format(names=", ".join(lossy))] if lossy else []
+    parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []
     sets = results.domains()
     checks, gaps = (
         [row for row in results.rows(each) if row["domain"] in sets and results.lossless(row["verifier"])]
@@ -327,11 +241,11 @@ def _lossless(results: Results) -> str:
     same, total = round(sum(row["value"] or 0.0 for row in checks)), sum(row["n"] for row in checks)
     if checks and same == total:
         who = "The others are lossless" if lossy else "Lossless"
-        parts.append(ALL_SAME.format(who=who, same=same, total=total))
+        parts.append(WORDS["all_same"].format(who=who, same=same, total=total))
     elif checks:
         gap, dtype = max(row["value"] or 0.0 for row in gaps), results.document["models"]["target"]["dtype"]
-        cause = TIE if gap <= TIES.get(dtype, TIES["float32"]) else NO_TIE
-        parts.append(SOME_SAME.format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
+        cause = WORDS["tie" if gap <= TIES.get(dtype, TIES["float32"]) else "no_tie"]
+        parts.append(WORDS["some_same"].format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
     elif len(lossy) < len({rule for _, rule in results.methods}):
-        parts.append(NOT_COMPARED)
+        parts.append(WORDS["not_compared"])
     return " ".join(parts)

@@ -1,11 +1,15 @@
-"""Write figures as text: numbers, shares, intervals, bytes, names of trees."""
+"""Write figures as text: numbers, shares, intervals, bytes, names of trees; and the words of a report."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from eval.schema import SuiteKind
 
+# The sentences, captions and notes of a report.
+WORDS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "templates" / "words.yaml").read_text(encoding="utf-8"))
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "In distribution", "ood": "Out of distribution"}

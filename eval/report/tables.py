@@ -1,19 +1,20 @@
-"""The tables of a report. Each is a pivot of the results: one line per row of its first figure, others beside it.
+"""The tables of a report. Each is a pivot of the results: one line per row of a figure, with other figures beside it.
 
-A new table is a `Table(...)` in `tables()`.
+A new table is a `_table(...)` in `tables()`, with its title and note in templates/words.yaml.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.bootstrap import bounds, signs
-from eval.report.formats import NONE, interval, memory, number, percent, signed, tree_name, with_interval
+from eval.report.formats import NONE, WORDS, interval, memory, number, percent, signed, tree_name, with_interval
 from eval.results import Results
 from eval.schema import TARGET, Row
 
 Cell = Callable[[Row], str]
-Column = tuple[str, Cell]
+CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
+COUNTS = ("read", "done", "skipped", "failed")
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,13 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
+def _table(name: str, names: int, rows: Iterable[Any], columns: dict[str, Callable[[Any], str]]) -> Table:
+    lines = [[cell(row) for cell in columns.values()] for row in rows]
+    return Table(WORDS["tables"][name]["title"], WORDS["tables"][name]["note"], names, list(columns), lines)
+
+
 def _set(domain: str, kind: str) -> str:
     return f"all {kind.upper()}" if domain == kind else f"{domain} ({kind.upper()})"
-
-
-SET: Column = ("domain", lambda row: _set(row["domain"], row["kind"]))
-DRAFT: Column = ("draft", lambda row: "target alone" if row["draft"] == TARGET else row["draft"])
-TEMPERATURE: Column = ("T", lambda row: f"{row['temperature']:g}")
-BIN: Column = ("where", lambda row: row["part"] or "")
-CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
 
 
 def tree_nodes(shape: dict[str, Any]) -> int:
@@ -43,232 +42,178 @@ def tree_nodes(shape: dict[str, Any]) -> int:
     return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
 
 
-class _Pivot:
-    """Columns of one set of results."""
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-
-    def table(self, title: str, note: str, names: int, rows: Iterable[Row], columns: Sequence[Column]) -> Table:
-        """One line per row."""
-        lines = [[cell(row) for _, cell in columns] for row in rows]
-        return Table(title, note, names, [heading for heading, _ in columns], lines)
-
-    def beside(self, figure: str, write: Callable[[Row], str], at: int | None = None) -> Cell:
-        """A column with another figure of the same draft, set, temperature and method; a dash if there is none."""
-
-        def cell(row: Row) -> str:
-            found = self.results.beside(row, figure, at)
-            return NONE if found is None else write(found)
-
-        return cell
-
-    def plain(self, figure: str, digits: int = 3, at: int | None = None) -> Cell:
-        """A column of numbers."""
-        return self.beside(figure, lambda row: number(row["value"], digits), at)
-
-    def ranged(self, figure: str, digits: int = 3, *, sign: bool = False) -> Cell:
-        """A column of numbers with their intervals."""
-        return self.beside(figure, lambda row: with_interval(row, digits, sign=sign))
-
-    def clear(self, rows: Iterable[Row], *family: str) -> Cell:
-        """Whether a gain is clear of zero under Holm's correction over the rows that are alike in `family`."""
-        families: dict[tuple[Any, ...], list[Row]] = {}
-        for row in rows:
-            families.setdefault(tuple(row[key] for key in family), []).append(row)  # type: ignore[literal-required]
-        found: dict[int, int | None] = {}
-        for members in families.values():
-            gains = [bounds(self.results.beside(row, "gain")) for row in members]
-            found |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
-        return lambda row: CLEAR[found.get(id(row))]
+def _holm(results: Results, rows: Iterable[Row], *family: str) -> Cell:
+    """A column that says which gains are clear of zero under Holm's correction over rows alike in `family`."""
+    families: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        families.setdefault(tuple(row[key] for key in family), []).append(row)  # type: ignore[literal-required]
+    clear: dict[int, int | None] = {}
+    for members in families.values():
+        gains = [bounds(results.beside(row, "gain")) for row in members]
+        clear |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
+    return lambda row: CLEAR[clear.get(id(row))]
 
 
 def tables(results: Results) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
-    document, pivot = results.document, _Pivot(results)
-    shapes = {method["tree"]: tree_nodes(method["shape"]) for method in document["methods"]}
-    several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
     domains = results.domains()
+    several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
 
-    def rows(figure: str, *, pooled: Sequence[str] = (), bins: bool = False) -> list[Row]:
-        of = [row for row in results.rows(figure) if (row["part"] is not None) == bins]
+    def rows(figure: str, pooled: Sequence[str] = (), parts: bool = False) -> list[Row]:
+        of = [row for row in results.rows(figure) if (row["part"] is not None) == parts]
         return [row for row in of if row["domain"] in domains] + [row for row in of if row["domain"] in pooled]
 
+    def beside(figure: str, write: Cell, at: int | None = None) -> Cell:
+        """A column with another figure of the same draft, set, temperature and method."""
+
+        def cell(row: Row) -> str:
+            found = results.beside(row, figure, at)
+            return NONE if found is None else write(found)
+
+        return cell
+
+    def plain(figure: str, digits: int = 3, at: int | None = None) -> Cell:
+        return beside(figure, lambda row: number(row["value"], digits), at)
+
+    def ranged(figure: str, digits: int = 3, *, sign: bool = False) -> Cell:
+        return beside(figure, lambda row: with_interval(row, digits, sign=sign))
+
     def verifier(row: Row) -> str:
-        """A lossy verifier is marked before any figure."""
         name = row["verifier"] or NONE
         return name if results.lossless(row["verifier"]) else f"{name}, lossless: false"
 
-    def transfer(row: Row) -> str:
-        return NONE if row["value"] is None else f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
-
-    def identical(row: Row) -> str:
-        return f"{row['value']:.0f} of {row['n']}"
-
-    def id_gain(row: Row) -> str:
-        return with_interval(results.gain(row["draft"], "id", row["temperature"]), sign=True)
-
-    method: list[Column] = [
-        SET,
-        DRAFT,
-        ("tree", lambda row: tree_name(row["tree"] or NONE)),
-        ("verifier", verifier),
-        TEMPERATURE,
-    ]
-    sets, why = rows("alpha"), rows("alpha", pooled=results.kinds, bins=True)
-    alpha, positions = ("α [95 %]", pivot.ranged("alpha")), ("positions", pivot.plain("positions", 0))
-    gain = ("gain [95 %]", pivot.ranged("gain", sign=True))
-    missing = [row for row in sets if (found := results.beside(row, "missing_mass")) and found["value"]]
-    transfers = rows("transfer", pooled=several)
-    reasons: list[Column] = [("why undefined", lambda row: results.why_undefined(row) or "")]
-    unequal = " Trees here have different numbers of nodes: their τ is not for equal work."
+    named: dict[str, Cell] = {
+        "domain": lambda row: _set(row["domain"], row["kind"]),
+        "draft": lambda row: "target alone" if row["draft"] == TARGET else row["draft"],
+        "T": lambda row: f"{row['temperature']:g}",
+    }
+    place, temperature = {key: named[key] for key in ("domain", "draft")}, {"T": named["T"]}
+    method = {**place, "tree": lambda row: tree_name(row["tree"] or NONE), "verifier": verifier, **temperature}
+    alpha = {"α [95 %]": ranged("alpha")}
+    gain = {"gain [95 %]": ranged("gain", sign=True)}
+    positions = {"positions": plain("positions", 0)}
+    sets, why, transfers = rows("alpha"), rows("alpha", results.kinds, parts=True), rows("transfer", several)
+    reasons: dict[str, Cell] = {"why undefined": lambda row: results.why_undefined(row) or ""}
+    nodes = {each["tree"]: tree_nodes(each["shape"]) for each in results.document["methods"]}
     depths = range(1, 1 + max((row["at"] or 0 for row in results.rows("accept")), default=0))
-    tables = [
-        pivot.table(
-            "Expected acceptance α",
-            "Pooled over positions; beside it the mean of per-prompt means. Gains are over the base, paired by "
-            "prompt. Higher and lower hold at 95 % under Holm's correction over the sets of a draft and temperature.",
-            2,
-            rows("alpha", pooled=several),
-            [
-                *(SET, DRAFT, TEMPERATURE, alpha, ("per prompt", pivot.plain("alpha_per_prompt")), gain),
-                ("Holm", pivot.clear(sets, "draft", "temperature")),
-                ("prompts", lambda row: str(row["n"])),
-                positions,
-            ],
+    found = [
+        _table(
+            *("alpha", 2, rows("alpha", several)),
+            {**named, **alpha, "per prompt": plain("alpha_per_prompt"), **gain}
+            | {"Holm": _holm(results, sets, "draft", "temperature"), "prompts": lambda row: str(row["n"]), **positions},
         ),
-        pivot.table(
-            "What cannot be drafted",
-            "Drafts of another tokenizer, or of a part of the vocabulary: α is at most 1 minus the missing mass.",
-            2,
-            missing,
-            [SET, DRAFT, TEMPERATURE, ("missing mass [95 %]", pivot.ranged("missing_mass"))],
+        _table(
+            *("missing_mass", 2, [row for row in sets if _value(results.beside(row, "missing_mass"))]),
+            {**named, "missing mass [95 %]": ranged("missing_mass")},
         ),
-        pivot.table(
-            "Transfer",
-            "Gain out of distribution over the gain in distribution, all ID sets pooled.",
-            2,
-            transfers,
-            [
-                *(SET, DRAFT, TEMPERATURE, ("transfer [95 %]", transfer)),
-                ("OOD gain [95 %]", pivot.ranged("gain", sign=True)),
-                ("ID gain [95 %]", id_gain),
-                *(reasons if any(map(results.why_undefined, transfers)) else []),
-            ],
+        _table(
+            *("transfer", 2, transfers),
+            {**named, "transfer [95 %]": _share, "OOD gain [95 %]": ranged("gain", sign=True)}
+            | {"ID gain [95 %]": lambda row: with_interval(_id_gain(results, row), sign=True)}
+            | (reasons if any(map(results.why_undefined, transfers)) else {}),
         ),
-        pivot.table(
-            "Decoding, measured",
-            "τ pooled over the set, then the mean of per-prompt τ. A dash: nothing was on offer. Outputs are compared "
-            f"at temperature 0 only, headroom is taken above it.{unequal * (len({*shapes.values()}) > 1)}",
-            4,
-            rows("tau"),
-            [
-                *method,
-                ("nodes", lambda row: str(shapes[row["tree"] or ""])),
-                ("τ [95 %]", pivot.ranged("tau", 2)),
-                ("per prompt", pivot.plain("tau_per_prompt", 2)),
-                ("gain [95 %]", pivot.ranged("tau_gain", 2, sign=True)),
-                *((f"accept@{depth}", pivot.plain("accept", at=depth)) for depth in depths),
-                ("headroom [95 %]", pivot.ranged("headroom", 2)),
-                ("α MCSD", pivot.plain("alpha_mcsd")),
-                ("target calls", pivot.plain("target_calls", 0)),
-                ("tokens", pivot.plain("emitted", 0)),
-                ("identical", pivot.beside("identical", identical)),
-            ],
+        _table(
+            *("tau", 4, rows("tau")),
+            {
+                **method,
+                "nodes": lambda row: str(nodes[row["tree"]]),
+                "τ [95 %]": ranged("tau", 2),
+                "per prompt": plain("tau_per_prompt", 2),
+                "gain [95 %]": ranged("tau_gain", 2, sign=True),
+                **{f"accept@{depth}": plain("accept", at=depth) for depth in depths},
+                "headroom [95 %]": ranged("headroom", 2),
+                "α MCSD": plain("alpha_mcsd"),
+                "target calls": plain("target_calls", 0),
+                "tokens": plain("emitted", 0),
+                "identical": beside("identical", lambda row: f"{row['value']:.0f} of {row['n']}"),
+            },
         ),
-        pivot.table(
-            "Speed",
-            "Batch 1, interleaved. Tokens per second and milliseconds per token leave the prefill out; it stands "
-            "beside them. These are clock times of one machine; those of a busy one are marked.",
-            4,
-            rows("tokens_per_s"),
-            [
-                *method,
-                ("tokens/s", pivot.plain("tokens_per_s", 1)),
-                ("ms/token", pivot.beside("latency_s_per_token", _milliseconds)),
-                ("speedup [95 %]", pivot.ranged("speedup", 2)),
-                ("tokens", pivot.plain("tokens", 0)),
-                ("decode s", pivot.plain("decode_s", 2)),
-                ("prefill s", pivot.plain("prefill_s", 2)),
-                ("machine", lambda row: "busy" if results.busy(row["domain"], row["temperature"]) else "quiet"),
-            ],
+        _table(
+            *("speed", 4, rows("tokens_per_s")),
+            {
+                **method,
+                "tokens/s": plain("tokens_per_s", 1),
+                "ms/token": beside("latency_s_per_token", _milliseconds),
+                "speedup [95 %]": ranged("speedup", 2),
+                "tokens": plain("tokens", 0),
+                "decode s": plain("decode_s", 2),
+                "prefill s": plain("prefill_s", 2),
+                "machine": lambda row: "busy" if results.busy(row["domain"], row["temperature"]) else "quiet",
+            },
         ),
-        pivot.table(
-            "Why it moved",
-            "α by kind of position, all sets of a kind pooled. Higher and lower hold at 95 % under Holm's correction "
-            "over the rows of a draft, kind and temperature.",
-            4,
-            why,
-            [
-                *(BIN, SET, DRAFT, TEMPERATURE, alpha, gain),
-                ("Holm", pivot.clear(why, "draft", "kind", "temperature")),
-                positions,
-            ],
+        _table(
+            *("why", 4, why),
+            {"where": lambda row: row["part"], **named, **alpha, **gain}
+            | {"Holm": _holm(results, why, "draft", "kind", "temperature"), **positions},
         ),
-        pivot.table(
-            "Tokens that lost most",
-            "Tokens of the target's text, seen five times or more, at which a draft lost most acceptance to the base "
-            "in all: suspects, without intervals.",
-            4,
-            rows("lost", pooled=results.kinds, bins=True),
-            [
-                ("token", lambda row: repr(row["part"])),
-                *(SET, DRAFT, TEMPERATURE),
-                ("change in all", lambda row: signed(row["value"], 2)),
-                ("α", pivot.plain("lost_alpha")),
-                ("α of the base", pivot.plain("lost_base_alpha")),
-                ("seen", lambda row: str(row["n"])),
-            ],
+        _table(
+            *("lost", 4, rows("lost", results.kinds, parts=True)),
+            {
+                "token": lambda row: repr(row["part"]),
+                **named,
+                "change in all": lambda row: signed(row["value"], 2),
+                "α": plain("lost_alpha"),
+                "α of the base": plain("lost_base_alpha"),
+                "seen": lambda row: str(row["n"]),
+            },
         ),
-        pivot.table(
-            "Calibration",
-            "ECE is the mean distance of confidence and acceptance.",
-            3,
-            rows("ece", pooled=results.kinds),
-            [SET, DRAFT, TEMPERATURE, ("ECE [95 %]", pivot.ranged("ece"))],
+        _table("ece", 3, rows("ece", results.kinds), {**named, "ECE [95 %]": ranged("ece")}),
+        _table(
+            *("suites", 2, results.document["suites"]),
+            {
+                "set": lambda suite: _set(suite["name"], suite["kind"]),
+                "source": lambda suite: suite["source"],
+                **{key: _key(key) for key in COUNTS},
+                "why skipped (first two)": _skipped,
+            },
         ),
-        _suites(results),
         _models(results),
     ]
-    return [table for table in tables if table.rows]
+    if len({*nodes.values()}) > 1:
+        found[3] = replace(found[3], note=found[3].note + WORDS["tables"]["tau"]["unequal"])
+    return [table for table in found if table.rows]
+
+
+def _value(row: Row | None) -> float:
+    return (row["value"] or 0.0) if row else 0.0
+
+
+def _id_gain(results: Results, row: Row) -> Row | None:
+    return results.gain(row["draft"], "id", row["temperature"])
+
+
+def _share(row: Row) -> str:
+    return NONE if row["value"] is None else f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
 
 
 def _milliseconds(row: Row) -> str:
     return NONE if row["value"] is None else f"{row['value'] * 1000:.3g}"
 
 
-def _suites(results: Results) -> Table:
-    counts = ("read", "done", "skipped", "failed")
-    rows = []
-    for suite in results.document["suites"]:
-        why = "; ".join(f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2])
-        numbers = [str(suite[key]) for key in counts]  # type: ignore[literal-required]
-        rows.append([_set(suite["name"], suite["kind"]), suite["source"], *numbers, why])
-    headings = ["set", "source", *counts, "why skipped (first two)"]
-    return Table("Prompts", "Every row read is done, skipped or failed.", 2, headings, rows)
+def _key(key: str) -> Callable[[Any], str]:
+    return lambda row: str(row[key])
+
+
+def _skipped(suite: Any) -> str:
+    return "; ".join(f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2])
 
 
 def _models(results: Results) -> Table:
-    models, clock = results.document["models"], results.document["clock"]
-    headings = "role,model,type,parameters,of target,memory,vocabulary,dtype,device,fingerprint".split(",")
-    rows = [
-        [
-            role,
-            model["name"],
-            model["model_type"],
-            f"{model['parameters']:,}",
-            number(model["parameters"] / models["target"]["parameters"]),
-            memory(model["memory_bytes"]),
-            f"{model['vocabulary']:,}",
-            model["dtype"] if model["quantize"] == "none" else f"{model['quantize']}, {model['dtype']}",
-            model["device"],
-            model["fingerprint"],
-        ]
-        for role, model in models.items()
-    ]
-    whole = "" if clock["machine"]["gpu"] else ", all of the process included"
-    note = (
-        "The fingerprint changes with the architecture or the weights. Memory is that of a model's own tensors; at its "
-        f"peak the run held {memory(clock['peak_memory_bytes'])}{whole}."
+    clock, whole = results.document["clock"], results.document["models"]["target"]["parameters"]
+    table = _table(
+        *("models", 2, [{"role": role, **model} for role, model in results.document["models"].items()]),
+        {
+            "role": _key("role"),
+            "model": _key("name"),
+            "type": _key("model_type"),
+            "parameters": lambda model: f"{model['parameters']:,}",
+            "of target": lambda model: number(model["parameters"] / whole),
+            "memory": lambda model: memory(model["memory_bytes"]),
+            "vocabulary": lambda model: f"{model['vocabulary']:,}",
+            "dtype": lambda m: m["dtype"] if m["quantize"] == "none" else f"{m['quantize']}, {m['dtype']}",
+            "device": _key("device"),
+            "fingerprint": _key("fingerprint"),
+        },
     )
-    return Table("Models", note, 2, headings, rows)
+    process = "" if clock["machine"]["gpu"] else ", all of the process included"
+    return replace(table, note=table.note.format(memory=memory(clock["peak_memory_bytes"]), whole=process))
