@@ -25,7 +25,7 @@ from drafts.make.shape import read_per_token, too_costly
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_dir_replaceable, write_json_atomic, writing
+from draftsmith_core.io import atomic_dir, check_writable, write_json_atomic, writing
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
@@ -89,7 +89,7 @@ def init(config: InitConfig) -> Started:
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
-    check_dir_replaceable(out, "--out")
+    check_writable(out, "--out")
     pair = load_pair(config.target, **loading(config))
     target = pair.target
     texts = answer_texts(config, target, pair.tokenizer)

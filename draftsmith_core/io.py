@@ -81,8 +81,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the block succeeds."""
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{path}: is no directory; name another")
+    if (path.exists() and not path.is_dir()) or Path.cwd().is_relative_to(path.resolve()):
+        raise InputError(f"{path}: is a file, or where this command runs; name another directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -129,15 +129,10 @@ def make_dir(path: Path, option: str) -> None:
         raise InputError(f"{option} {path}: cannot be made a directory ({error.strerror})") from None
 
 
-def check_dir_replaceable(path: Path, option: str) -> None:
-    """Raise InputError for a directory that `atomic_dir` cannot replace: the working directory, or one above it."""
-    if Path.cwd().is_relative_to(path.resolve()):
-        raise InputError(f"{option} {path}: is where this command runs, and would be replaced; name a directory in it")
-    check_writable(path, option)
-
-
 def check_writable(path: Path, option: str) -> None:
-    """Raise InputError, before the work, if `path` cannot be made because of what is above it."""
+    """Raise InputError, before the work, if `path` cannot be made, or would replace the working directory."""
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise InputError(f"{option} {path}: is where this command runs; name a directory in it")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise InputError(f"{option} {path}: {above} is no directory that can be written; name another place")

@@ -433,11 +433,10 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _nearest(key: str, known: list[str], dashes: str = "") -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not close:
-        # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
-        by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
+    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    close = [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"; did you mean {dashes}{close[0]}?" if close else "; --help=all lists them"
 
 

@@ -217,7 +217,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
     [
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "asks for Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "asks for a parallelism_config"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor; leave it out and set `compile`"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor, .*set `compile` instead"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "sets fp16 for mixed_precision"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set `accumulation` instead"),
         (FSDP | {"FSDP_VERSION": "1"}, "sets 1 for fsdp_version"),
