@@ -69,7 +69,7 @@ class DraftModelProposer(NetworkProposer):
     def network(self, setup: SessionSetup) -> Network:
         """The drafts, with every prompt but its last token in their caches."""
         self.steps = steps_for(self.models, setup.compile, self._fast, self.steps)
-        networks: list[DraftModelNetwork] = []
+        networks: list[_OneNetwork] = []
         for place, (model, words) in enumerate(zip(self.models, self._words, strict=True)):
             steps = self.steps[place] if self.steps else None
             runner = Runner(model, self._windows[place], self._limits[place], self._packs[place], steps)
@@ -83,110 +83,92 @@ class DraftModelProposer(NetworkProposer):
                 roots = [words.translate(root)[-_MOST_PIECES:] for root in roots]
                 room = _MOST_PIECES * (setup.max_new_tokens + 2)
             runner.prefill(heads, room + slots_per_step(setup.tree))
-            networks.append(DraftModelNetwork(runner, roots, setup.vocabulary, words))
-        return networks[0] if len(networks) == 1 else SeveralNetworks(networks)
+            networks.append(_OneNetwork(runner, roots, setup.vocabulary, words))
+        return networks[0] if len(networks) == 1 else _SeveralNetworks(networks)
 
 
-class DraftModelNetwork(Network):
-    """One draft model, its cache, and the pending tokens of each row in its vocabulary.
+class _OneNetwork(Network):
+    """One draft model and its cache; of each row the pending tokens, in its vocabulary."""
 
-    words: the map of a draft of another vocabulary.
-    """
+    runner: Runner
 
     def __init__(
         self, runner: Runner, pending: list[list[int]], vocabulary: int, words: VocabularyMap | None = None
     ) -> None:
-        self.runner, self.device, self._pending, self._words = runner, runner.device, pending, words
-        self._vocabulary, self._draft_vocabulary = vocabulary, vocabulary_size(runner.model)
+        self.runner, self.device, self.rows, self.words = runner, runner.device, pending, words
+        self.vocabulary, self.draft_vocabulary = vocabulary, vocabulary_size(runner.model)
         if words is not None:
-            self._draft_of_V = words.draft_of_V.to(runner.device)
+            self.draft_of_V = words.draft_of_V.to(runner.device)
 
     def open(self) -> Tensor:
-        """Forward the pending tokens."""
-        return self._forward(*self._open(), 1)
+        return self._forward(*self._pending(), 1)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """Forward the nodes of a level."""
-        tokens_Be = frontier.tokens_Be if self._words is None else self._draft_of_V[frontier.tokens_Be]
+        tokens_Be = frontier.tokens_Be if self.words is None else self.draft_of_V[frontier.tokens_Be]
         return self._forward(tokens_Be, frontier.block, 0)
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` or `extend`; None if nothing is recorded."""
-        if self.runner.steps is None or self._words is not None:
+        if self.runner.steps is None or self.words is not None:
             return None
-        tokens_Bq, block = self._open() if frontier is None else (frontier.tokens_Be, frontier.block)
+        tokens_Bq, block = self._pending() if frontier is None else (frontier.tokens_Be, frontier.block)
         run = self.runner.static(block.offsets_RT.shape[1], 1 if frontier is None else 0)
 
         def forward(tokens_Bq: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             logits, _ = run(self._known(tokens_Bq), *rest)
-            return (fit_vocabulary(logits, self._vocabulary),)
+            return (fit_vocabulary(logits, self.vocabulary),)
 
         return StaticCall(self.runner.steps, run.name, forward, (tokens_Bq, *self.runner.inputs(block)))
 
-    def _open(self) -> tuple[Tensor, Block]:
-        tokens_BW, self._lead = self.runner.open_pending(self._pending)
-        self.width = tokens_BW.shape[1]
-        return tokens_BW, pending_block(self.width, self.runner.device)
-
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Keep the accepted path in the cache; emitted tokens that were never forwarded become pending."""
+        # The accepted path stays in the cache; emitted tokens that were never forwarded become pending.
         slots: list[list[int]] = []
         for row, (path, emitted) in enumerate(zip(expanded, outcome.tokens, strict=True)):
-            if not emitted:
-                slots.append([])
-                continue
             cached = [index for index in path if index is not None]
-            slots.append([*range(self._lead[row], self.width), *(self.width + index for index in cached)])
+            slots.append([*range(self.lead[row], self.width), *(self.width + index for index in cached)])
             new = list(emitted[len(cached) :])
-            if self._words is not None:
+            if self.words is not None:
                 # Drafted tokens are shared, one for one. Only the target's own token can be many pieces, of which the
                 # last are read: whatever a draft has read, its guesses are verified.
-                new = [*self._words.translate(new[:-1]), *self._words.translate(new[-1:])[-_MOST_PIECES:]]
-            self._pending[row] = new
+                new = [*self.words.translate(new[:-1]), *self.words.translate(new[-1:])[-_MOST_PIECES:]]
+            if emitted:
+                self.rows[row] = new
+            else:
+                slots[row], self.rows[row] = [], self.rows[row][-1:]
         self.runner.keep(slots)
         for row, emitted in enumerate(outcome.tokens):
             if not emitted:
                 self.runner.finish(row)
-                self._pending[row] = self._pending[row][-1:]
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self.runner.select_rows(rows)
-        self._pending = [self._pending[row] for row in rows]
-
-    def join(self, other: "DraftModelNetwork") -> None:
-        """Append the rows of another network of the same kind."""
-        self.runner.join(other.runner)
-        self._pending += other._pending
+    def _pending(self) -> tuple[Tensor, Block]:
+        tokens_BW, self.lead = self.runner.open_pending(self.rows)
+        self.width = tokens_BW.shape[1]
+        return tokens_BW, pending_block(self.width, self.device)
 
     def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
         logits, _ = self.runner.forward(self._known(tokens_Bq), block, keep_logits=keep_logits)
-        return fit_vocabulary(logits, self._vocabulary) if self._words is None else self._words.to_target(logits)
+        return fit_vocabulary(logits, self.vocabulary) if self.words is None else self.words.to_target(logits)
 
     def _known(self, tokens_Bq: Tensor) -> Tensor:
         # The target may emit a token that the draft has no embedding for; whatever the draft then guesses is verified.
-        fewer = self._words is None and self._draft_vocabulary < self._vocabulary
-        return tokens_Bq.clamp(max=self._draft_vocabulary - 1) if fewer else tokens_Bq
+        fewer = self.words is None and self.draft_vocabulary < self.vocabulary
+        return tokens_Bq.clamp(max=self.draft_vocabulary - 1) if fewer else tokens_Bq
 
 
-class SeveralNetworks(Network):
+class _SeveralNetworks(Network):
     """Several drafts on one tree; at every node their logits stand side by side."""
 
-    def __init__(self, networks: Sequence[DraftModelNetwork]) -> None:
+    def __init__(self, networks: Sequence[_OneNetwork]) -> None:
         self.networks, self.drafts, self.device = networks, len(networks), networks[0].device
 
     def open(self) -> Tensor:
-        """Logits of every draft at the root."""
         logits = [network.open() for network in self.networks]
         self.width = self.networks[0].width
         return self._side_by_side(logits)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """Logits of every draft at every node."""
         return self._side_by_side([network.extend(frontier) for network in self.networks])
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """All forwards in one function, if they are recorded."""
         calls = [call for network in self.networks if (call := network.static(frontier)) is not None]
         if len(calls) < self.drafts:
             return None
@@ -202,17 +184,14 @@ class SeveralNetworks(Network):
         return StaticCall(calls[0].steps, tuple(call.name for call in calls), forward, inputs)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """All of them learn the same."""
         for network in self.networks:
             network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
         for network in self.networks:
             network.select_rows(rows)
 
-    def join(self, other: "SeveralNetworks") -> None:
-        """Append the rows of another network of the same kind."""
+    def join(self, other: "_SeveralNetworks") -> None:
         for network, theirs in zip(self.networks, other.networks, strict=True):
             network.join(theirs)
 

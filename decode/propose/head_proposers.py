@@ -55,42 +55,40 @@ class HeadProposer(NetworkProposer):
         return default_tree(heads=depth_limit(self.head))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse a tree that is deeper than there are heads, and a target of another size."""
+        """Raise ValueError for a target of another size, a tree deeper than the heads, or branches for blockwise."""
         width = int(target.config.get_text_config().hidden_size)
         reads = self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else feature_size(self.head)
         if reads != width:
             raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
         heads = depth_limit(self.head) or tree.depth
         if tree.depth > heads:
-            raise ValueError(
-                f"tree of depth {tree.depth}, but there are {heads} heads; use a tree such as chain:{heads}"
-            )
+            raise ValueError(f"tree of depth {tree.depth}, but there are {heads} heads; use for example chain:{heads}")
         if self._chains_only and not tree.is_chain:
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Refuse a head in training. Heads reach as far as their target, whose own context is checked."""
+        """Raise ValueError for a head in training. Heads reach as far as their target, whose own context is checked."""
         if self.head.training:
             raise ValueError("the head is in training mode; call eval() on it first")
 
     def network(self, setup: SessionSetup) -> Network:
         """The head over the features of the prompts."""
         if self._model is None:
-            kind = MedusaNetwork if isinstance(self.head, MedusaHeads) else HydraNetwork
+            kind = _MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork
             return kind(self.head, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
         runner = Runner(self._model, {"full_attention": None}, None, self._packs, steps)  # type: ignore[arg-type]
-        return EagleNetwork(self._model, runner, setup)
+        return _EagleNetwork(self._model, runner, setup)
 
 
 def feature_size(head: AnyHead) -> int:
-    """Width of the features that a head drafts with; an EAGLE-3 head fuses them from states of the target's width."""
+    """Width of the features that a head drafts with. An EAGLE-3 head fuses them from states of the target's width."""
     return head.config.layer.hidden_size if isinstance(head, EagleHead | Eagle3Head) else head.config.hidden_size
 
 
 def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:
-    """By row `[H]`: the state that the last prompt token was chosen from; zeros when no token is before it."""
+    """By row `[H]`: the state that the last prompt token was chosen from; zeros if no token is before it."""
     return [
         hidden_BTH[row, len(prompt) - 2] if len(prompt) > 1 else hidden_BTH.new_zeros(hidden_BTH.shape[2])
         for row, prompt in enumerate(prompts)
@@ -115,9 +113,7 @@ class _HeadConfig:
 
 
 class _HeadAsModel(nn.Module):
-    """An EAGLE head in the form of a model for a `Runner`, which passes tokens only: `features_BTH` holds the features
-    that belong to the tokens of the coming forwards.
-    """
+    """An EAGLE head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
 
     def __init__(self, head: EagleHead | Eagle3Head) -> None:
         super().__init__()
@@ -154,87 +150,77 @@ class _HeadAsModel(nn.Module):
         return _Output(logits, (features,))
 
 
-class EagleNetwork(Network):
-    """An EAGLE or EAGLE-3 head, its cache, and its pending tokens with their true features."""
+class _EagleNetwork(Network):
+    """An EAGLE or EAGLE-3 head and its cache; of each row the pending tokens and their true features."""
+
+    runner: Runner
 
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.model, self.runner, self.device, self._vocabulary = model, runner, setup.device, setup.vocabulary
-        self.head = model.head
+        self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
         features_BTH = self._fuse(setup.hidden_BTH)
-        self.model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
-        self.runner.prefill(
-            [prompt[1:-1] for prompt in setup.prompts], setup.max_new_tokens + slots_per_step(setup.tree)
-        )
-        self._tokens = [[prompt[-1]] for prompt in setup.prompts]
-        self._features = [feature.unsqueeze(0) for feature in last_features(setup.prompts, features_BTH)]
+        model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
+        room = setup.max_new_tokens + slots_per_step(setup.tree)
+        runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
+        features = last_features(setup.prompts, features_BTH)
+        self.rows = [
+            ([prompt[-1]], feature.unsqueeze(0)) for prompt, feature in zip(setup.prompts, features, strict=True)
+        ]
 
     def open(self) -> Tensor:
-        """Forward the text that is new, with the target's features."""
         logits, features_BWH = self._forward(*self._pending(), 1)
-        self._outputs_BEH = features_BWH[:, -1:]
+        self.outputs_BEH = features_BWH[:, -1:]
         return logits
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """Forward a level with the features that the head predicted for the parents."""
         logits, features_BeH = self._forward(*self._level(frontier), 0)
-        self._outputs_BEH = torch.cat([self._outputs_BEH, features_BeH], dim=1)
+        self.outputs_BEH = torch.cat([self.outputs_BEH, features_BeH], dim=1)
         return logits
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` or `extend`; None if nothing is recorded."""
         if self.runner.steps is None:
             return None
+        opening = frontier is None
         tokens_Bq, features_BqH, block = self._pending() if frontier is None else self._level(frontier)
         run = self.runner.static(block.offsets_RT.shape[1], 0, (0,))
-        opening = frontier is None
 
         def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
             logits, (features_BqH,) = run(*inputs)
             return self._logits(logits[:, -1:] if opening else logits), features_BqH
 
         def learn(features_BqH: Tensor) -> None:
-            before = () if frontier is None else (self._outputs_BEH,)
-            self._outputs_BEH = torch.cat([*before, features_BqH[:, -1:] if frontier is None else features_BqH], dim=1)
+            new = [features_BqH[:, -1:]] if opening else [self.outputs_BEH, features_BqH]
+            self.outputs_BEH = torch.cat(new, dim=1)
 
         inputs = (tokens_Bq, *self.runner.inputs(block), features_BqH)
         return StaticCall(self.runner.steps, run.name, forward, inputs, learn)
 
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        # Only tokens forwarded with true features stay; the emitted ones now have theirs and are pending.
+        live = [bool(tokens) for tokens in outcome.tokens]
+        self.runner.keep(
+            [[*range(lead, self.width)] if alive else [] for lead, alive in zip(self.lead, live, strict=True)]
+        )
+        for row, emitted in enumerate(outcome.tokens):
+            if emitted:
+                states = [state.unsqueeze(0) for state in outcome.hidden[row]]
+                self.rows[row] = list(emitted), self._fuse(states)[0]
+            else:
+                self.runner.finish(row)
+                tokens, features = self.rows[row]
+                self.rows[row] = tokens[-1:], features[-1:]
+
     def _pending(self) -> tuple[Tensor, Tensor, Block]:
-        tokens_BW, self._lead = self.runner.open_pending(self._tokens)
+        tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
         self.width = tokens_BW.shape[1]
-        features = [nn.functional.pad(f, (0, 0, lead, 0)) for f, lead in zip(self._features, self._lead, strict=True)]
+        pairs = zip(self.rows, self.lead, strict=True)
+        features = [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
         return tokens_BW, torch.stack(features), pending_block(self.width, self.runner.device)
 
     def _level(self, frontier: Frontier) -> tuple[Tensor, Tensor, Block]:
+        # A drafted token goes with the feature that the head predicted for its parent.
         index = frontier.parents_Re.expand(frontier.tokens_Be.shape[0], -1).unsqueeze(2)
-        features = self._outputs_BEH.gather(1, index.expand(-1, -1, self._outputs_BEH.shape[2]))
+        features = self.outputs_BEH.gather(1, index.expand(-1, -1, self.outputs_BEH.shape[2]))
         return frontier.tokens_Be, features, frontier.block
-
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Keep only what was forwarded with true features; the emitted tokens now have theirs and are pending."""
-        live = [bool(tokens) for tokens in outcome.tokens]
-        self.runner.keep(
-            [[*range(lead, self.width)] if alive else [] for lead, alive in zip(self._lead, live, strict=True)]
-        )
-        for row, tokens in enumerate(outcome.tokens):
-            if not tokens:
-                self.runner.finish(row)
-                self._tokens[row], self._features[row] = self._tokens[row][-1:], self._features[row][-1:]
-                continue
-            self._tokens[row] = list(tokens)
-            self._features[row] = self._fuse([state.unsqueeze(0) for state in outcome.hidden[row]])[0]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self.runner.select_rows(rows)
-        self._tokens = [self._tokens[row] for row in rows]
-        self._features = [self._features[row] for row in rows]
-
-    def join(self, other: "EagleNetwork") -> None:
-        """Append the rows of another network of the same kind."""
-        self.runner.join(other.runner)
-        self._tokens += other._tokens
-        self._features += other._features
 
     def _fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         return self.head.fuse(hidden) if isinstance(self.head, Eagle3Head) else hidden[0]
@@ -246,64 +232,51 @@ class EagleNetwork(Network):
     def _logits(self, logits: Tensor) -> Tensor:
         if isinstance(self.head, Eagle3Head):
             logits = self.head.to_target(logits)
-        return fit_vocabulary(logits, self._vocabulary)
+        return fit_vocabulary(logits, self.vocabulary)
 
 
-class FeatureNetwork(Network):
-    """Heads without a cache, which read the feature that each row's root was chosen from. Nothing is recorded."""
+class _FeatureNetwork(Network):
+    """Heads without a cache; of each row the root and the feature that it was chosen from. Nothing is recorded."""
 
     def __init__(self, heads: nn.Module, setup: SessionSetup) -> None:
-        self.heads, self.device, self._vocabulary = heads, setup.device, setup.vocabulary
-        self._features = last_features(setup.prompts, setup.hidden_BTH[0])
-        self._roots = [prompt[-1] for prompt in setup.prompts]
+        self.heads, self.device, self.vocabulary = heads, setup.device, setup.vocabulary
+        features = last_features(setup.prompts, setup.hidden_BTH[0])
+        self.rows = [(prompt[-1], feature) for prompt, feature in zip(setup.prompts, features, strict=True)]
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """The new root was chosen at the last accepted node."""
-        for row, states in enumerate(outcome.hidden):
-            if outcome.tokens[row]:
-                self._features[row], self._roots[row] = states[0][-1], outcome.tokens[row][-1]
+        for row, (tokens, states) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
+            if tokens:
+                self.rows[row] = tokens[-1], states[0][-1]
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self._features = [self._features[row] for row in rows]
-        self._roots = [self._roots[row] for row in rows]
-
-    def join(self, other: "FeatureNetwork") -> None:
-        """Append the rows of another network of the same kind."""
-        self._features += other._features
-        self._roots += other._roots
+    def features_B1H(self) -> Tensor:
+        return torch.stack([feature for _, feature in self.rows]).unsqueeze(1)
 
 
-class MedusaNetwork(FeatureNetwork):
-    """Medusa heads: head d gives the same distribution at all nodes of depth d + 1, whatever their path."""
+class _MedusaNetwork(_FeatureNetwork):
+    """Head d gives the same distribution at all nodes of depth d + 1, whatever their path; all of them run at once."""
 
     def open(self) -> Tensor:
-        """Run all heads on the last features; returns the first head's logits, `[B, 1, V]`."""
-        logits_BKV = self.heads(torch.stack(self._features).unsqueeze(1))[:, 0]
-        self._logits_BKV = fit_vocabulary(logits_BKV, self._vocabulary)
-        self._depth = 0
-        return self._logits_BKV[:, :1]
+        self.logits_BKV = fit_vocabulary(self.heads(self.features_B1H())[:, 0], self.vocabulary)
+        self.depth = 0
+        return self.logits_BKV[:, :1]
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """The next head's logits, repeated for every node."""
-        self._depth += 1
-        return self._logits_BKV[:, self._depth : self._depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
+        self.depth += 1
+        return self.logits_BKV[:, self.depth : self.depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
 
 
-class HydraNetwork(FeatureNetwork):
-    """Hydra heads: head d reads the feature and the tokens from the root down to a node of depth d."""
+class _HydraNetwork(_FeatureNetwork):
+    """Head d reads the feature and the tokens from the root down to a node of depth d."""
 
     reads_paths = True
 
     def open(self) -> Tensor:
-        """The first head, below the root."""
-        self._features_B1H = torch.stack(self._features).unsqueeze(1)
-        self._roots_B11 = torch.tensor(self._roots, device=self._features_B1H.device).view(-1, 1, 1)
-        return fit_vocabulary(self.heads(self._features_B1H, self._roots_B11), self._vocabulary)
+        self.open_B1H = self.features_B1H()
+        self.roots_B11 = torch.tensor([root for root, _ in self.rows], device=self.open_B1H.device).view(-1, 1, 1)
+        return fit_vocabulary(self.heads(self.open_B1H, self.roots_B11), self.vocabulary)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        """The head of this depth, below every node."""
         count = frontier.tokens_Be.shape[1]
-        tokens_Bed = torch.cat([self._roots_B11.expand(-1, count, -1), frontier.paths_Bed.clamp(min=0)], dim=2)
-        logits = self.heads(self._features_B1H.expand(-1, count, -1), tokens_Bed)
-        return fit_vocabulary(logits, self._vocabulary)
+        tokens_Bed = torch.cat([self.roots_B11.expand(-1, count, -1), frontier.paths_Bed.clamp(min=0)], dim=2)
+        logits = self.heads(self.open_B1H.expand(-1, count, -1), tokens_Bed)
+        return fit_vocabulary(logits, self.vocabulary)

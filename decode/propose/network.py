@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Outcome
-from decode.runner import Block
+from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
 
 
@@ -58,12 +58,15 @@ class StaticCall:
 class Network:
     """Gives logits for the children of any node of a tree.
 
-    width: pending tokens in the present step, padding included. device: where it drafts.
+    rows: what it keeps of each row of the batch. width: pending tokens in the present step, padding included. runner:
+    its model and cache, if it has them. device: where it drafts.
     """
 
     drafts: int = 1
     reads_paths: bool = False
     width: int = 1
+    runner: Runner | None = None
+    rows: list[Any]
     device: torch.device
 
     def open(self) -> Tensor:
@@ -86,11 +89,15 @@ class Network:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
-        raise NotImplementedError
+        if self.runner is not None:
+            self.runner.select_rows(rows)
+        self.rows = [self.rows[row] for row in rows]
 
     def join(self, other: Any) -> None:
         """Append the rows of another network of the same kind."""
-        raise NotImplementedError
+        if self.runner is not None:
+            self.runner.join(other.runner)
+        self.rows += other.rows
 
 
 class NetworkSession:
