@@ -9,7 +9,7 @@ section 3.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,52 +59,45 @@ class DraftingPlan:
     @staticmethod
     def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
         """Indices on the draft's device; the trees of the proposals on the target's."""
-        depth_of = (0, *tree.depths)
-        levels: list[Level] = []
-        numbers: list[int | None] = [None] * len(depth_of)
-        chosen = [0]
+
+        def tensor(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        depth_of, levels, chosen = (0, *tree.depths), list[Level](), [0]
         for depth in range(tree.depth):
             parents = [m for m, below in enumerate(tree.children) if below and depth_of[m] == depth]
             kids = [m for m, d in enumerate(depth_of) if d == depth + 1]
             counts = tuple(len(tree.children[m]) for m in parents)
-            uniform = [
-                [tree.children[m][min(k, n - 1)] - 1 for k in range(max(counts))]
-                for m, n in zip(parents, counts, strict=True)
-            ]
+            parent_c = [parents.index(tree.parents[m - 1] + 1) for m in kids]
             expanded = [i for i, m in enumerate(kids) if tree.children[m]]
-            above = [chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]
             levels.append(
                 Level(
                     draws=max(counts),
                     counts_e=counts,
-                    uniform_eK=torch.tensor(uniform, device=device),
-                    parent_c=torch.tensor([parents.index(tree.parents[m - 1] + 1) for m in kids], device=device),
-                    rank_c=torch.tensor([tree.ranks[m - 1] for m in kids], device=device),
-                    expanded_c=None if len(expanded) == len(kids) else torch.tensor(expanded, device=device),
-                    count=len(expanded),
-                    parent_e=torch.tensor(
-                        [parents.index(tree.parents[kids[i] - 1] + 1) for i in expanded],
-                        dtype=torch.long,
-                        device=device,
+                    uniform_eK=tensor(
+                        [
+                            [tree.children[m][min(k, len(tree.children[m]) - 1)] - 1 for k in range(max(counts))]
+                            for m in parents
+                        ]
                     ),
-                    parents_1e=torch.tensor([above], dtype=torch.long, device=device),
+                    parent_c=tensor(parent_c),
+                    rank_c=tensor([tree.ranks[m - 1] for m in kids]),
+                    expanded_c=None if len(expanded) == len(kids) else tensor(expanded),
+                    count=len(expanded),
+                    parent_e=tensor([parent_c[i] for i in expanded]),
+                    parents_1e=tensor([[chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]]),
                 )
             )
             chosen += [kids[i] for i in expanded]
+        numbers: list[int | None] = [None] * len(depth_of)
         for order, m in enumerate(chosen[1:]):
             numbers[m] = order
         cuts = [
             Tree(tuple(p for p, d in zip(tree.parents, tree.depths, strict=True) if d <= end))
             for end in range(tree.depth + 1)
         ]
-        return DraftingPlan(
-            tree,
-            device,
-            tuple(levels),
-            tuple(numbers),
-            tuple(chosen),
-            tuple(TreeBatch.build(cut, target_device) for cut in cuts),
-        )
+        batches = tuple(TreeBatch.build(cut, target_device) for cut in cuts)
+        return DraftingPlan(tree, device, tuple(levels), tuple(numbers), tuple(chosen), batches)
 
     def block(self, depth: int, width: int) -> Block:
         """The forward of the expanded nodes of this depth (from 1) behind `width` pending tokens."""
@@ -131,8 +124,8 @@ class DraftingPlan:
 
 
 class Grown(NamedTuple):
-    """The children drawn in one level, and what the level below needs: those among the expanded ones that may have
-    children (-1 for others), the probability of their paths where the tree has a stop, and the tokens to forward.
+    """The children drawn in one level, and for the level below: which expanded ones may have children (-1 for others),
+    the probability of their paths if the tree has a stop, and the tokens to forward.
     """
 
     tokens_Bc: Tensor
@@ -149,7 +142,7 @@ class StaticTreeSession(NetworkSession):
     def __init__(
         self, network: Network, plan: DraftingPlan, drawing: Drawing, sampling: Sampling, recorded: bool = False
     ) -> None:
-        """recorded: forwards have fixed shapes, and are functions of tensors together with what follows them."""
+        """recorded: each forward, with the drawing after it, is one function of tensors of fixed shapes."""
         self.network, self.plan, self.drawing, self.sampling = network, plan, drawing, sampling
         self._origin: Tensor | None = None
         plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1 and not network.reads_paths
@@ -192,9 +185,7 @@ class StaticTreeSession(NetworkSession):
         return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
 
     def _most_probable_chain(self) -> Proposal:
-        """`propose` for a chain of the most probable tokens on a CPU, where reading a tensor waits for nothing: lists
-        take less than half the time of so many small tensors.
-        """
+        # On a CPU, where reading a tensor waits for nothing, lists take less than half the time of small tensors.
         network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
         drafted: list[list[int]] = []
@@ -225,14 +216,13 @@ class StaticTreeSession(NetworkSession):
         return self._proposal(tokens_BM, [], len(drafted), torch.tensor(finite))
 
     def _level(self, depth: int, frontier: Frontier | None, above: "Grown | None", u_BN: Tensor | None) -> "Grown":
-        """The forward of a level and the drawing of its children; where forwards are recorded, in one function."""
         call = self.network.static(frontier)
         if call is None:
             logits_BeV = self.network.open() if frontier is None else self.network.extend(frontier)
             return self._grow(depth, logits_BeV, logits_BeV.amax().isfinite(), above, u_BN)
         before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
         optional = [u_BN, *before]
-        given = [each for each in optional if each is not None]
+        inputs = [*call.inputs, *(each for each in optional if each is not None)]
         # What is recorded must hold none of the present tensors: they are other ones in the next step.
         function, count, present = call.function, len(call.inputs), [each is not None for each in optional]
 
@@ -246,17 +236,16 @@ class StaticTreeSession(NetworkSession):
             return *(each for each in grown if each is not None), *state
 
         name = ("level", depth, self.plan, self.drawing, self.sampling, tuple(present), call.name)
-        outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *call.inputs, *given))
+        outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *inputs))
         last, stop = depth + 1 == len(self.plan.levels), self.plan.tree.stop > 0
-        there = (True, u_BN is not None, True, not last, not last and stop, not last)
-        grown = Grown(*(next(outputs) if each else None for each in there))  # type: ignore[arg-type]
+        fields = (True, u_BN is not None, True, not last, not last and stop, not last)
+        grown = Grown(*(next(outputs) if used else None for used in fields))  # type: ignore[arg-type]
         call.learn(*outputs)
         return grown
 
     def _grow(
         self, depth: int, logits_BeV: Tensor, finite: Tensor, above: "Grown | None", u_BN: Tensor | None
     ) -> "Grown":
-        """The children of the nodes that have these logits, as a function of tensors."""
         plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
         draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
         chain = level.parent_c.numel() == 1
@@ -297,7 +286,6 @@ class StaticTreeSession(NetworkSession):
         return number if number is not None and number < self._forwarded else None
 
     def _draw(self, logits_BeV: Tensor, level: Level, u_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Children of the expanded nodes of one depth, `[B, e, K]`, -1 for those that do not exist, and q."""
         if self.drawing == "deterministic":
             return most_probable(logits_BeV, level.draws, self.network.drafts), None
         assert u_BN is not None
@@ -323,10 +311,7 @@ class StaticTreeSession(NetworkSession):
 
 
 def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Keep only the nodes that exist in each row, in order, padded to the row with the most.
-
-    Returns the per-row tree, its tokens, and for each of its M indices the index that the node had before.
-    """
+    """Keep only the nodes that exist in each row: the per-row tree, its tokens, and the index each node had before."""
     rows = tokens_BM.shape[0]
     exists_BN = tokens_BM[:, 1:] >= 0
     kept = int(exists_BN.sum(1).max())
