@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode.engine import SpeculativeDecoder
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
@@ -19,7 +18,7 @@ from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import batch_of, grow_batch
 from decode.tree_spec import kary, parse_tree
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith_core.sampling import Sampling
 from tests.tiny_models import random_llama
 
 CPU = torch.device("cpu")
@@ -381,15 +380,6 @@ def test_lookahead_fits_its_shape(window: int, ngram: int, candidates: int, prom
 
 
 @pytest.mark.parametrize("name", proposers())
-def test_rows_do_not_influence_each_other(name: str) -> None:
-    proposer, tree = proposers()[name]
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [1, 2, 1, 2, 1, 2], [0, 1, 4, 9]]
-    together = drive(proposer, prompts, tree, hashed, 12)
-    assert together == [drive(proposer, [prompt], tree, hashed, 12)[0] for prompt in prompts]
-    assert len({len(seen) for seen in together}) > 1
-
-
-@pytest.mark.parametrize("name", proposers())
 def test_rows_leave_and_change_places(name: str) -> None:
     proposer, tree = proposers()[name]
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 8], [1, 2, 1, 2, 1, 2], [0, 1, 4, 9]]
@@ -416,44 +406,16 @@ def test_rows_leave_and_change_places(name: str) -> None:
     assert all(alone[row].startswith(seen[row]) for row in range(4))
 
 
-@pytest.mark.parametrize("name", proposers())
-def test_trees_that_need_confidences_are_refused(name: str) -> None:
-    proposer, tree = proposers()[name]
-    target = random_llama(0, VOCAB, eos=2)
-    proposer.check(target, tree)
-    for shape in (DynamicTree(depth=2, beam=2, nodes=4), Tree(tree.parents, stop=0.1)):
-        with pytest.raises(ValueError, match="has no confidences") as caught:
+def test_what_cannot_be_drafted_is_refused() -> None:
+    target, retrieval = random_llama(0, VOCAB, eos=2), RetrievalProposer(SuffixIndex.build([[3, 17]]))
+    for proposer, shape, message in (
+        (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "has no confidences"),
+        (PromptLookupProposer(), Tree((-1, 0), stop=0.1), "has no confidences"),
+        (LookaheadProposer(), parse_chain(60), r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"),
+        (retrieval, parse_chain(4), r"token 17.*ends at 16.*target's tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
             proposer.check(target, shape)
-        assert "\n" not in str(caught.value)
-    assert proposer.drawings(tree) == {"deterministic"}
-
-
-def test_what_cannot_work_is_refused_with_the_fix() -> None:
-    target = random_llama(0, VOCAB, eos=2)
-    with pytest.raises(ValueError, match=r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"):
-        LookaheadProposer().check(target, parse_tree("chain:60"))
-    with pytest.raises(ValueError, match=r"token 17.*ends at 16.*target's tokenizer"):
-        RetrievalProposer(SuffixIndex.build([[3, 17]])).check(target, parse_tree("chain:4"))
-
-
-@pytest.mark.parametrize("name", proposers())
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_engine_emits_what_the_target_alone_emits(name: str, temperature: float) -> None:
-    """At temperature 0 token for token; above it a row does not depend on its batch mates."""
-    proposer, tree = proposers()[name]
-    target, sampling = random_llama(1, VOCAB, eos=2), Sampling(temperature=temperature)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [1, 2, 1, 2, 1, 2]]
-
-    def outputs(decoder: SpeculativeDecoder, rows: Sequence[int]) -> list[list[int]]:
-        batch = decoder.generate([prompts[row] for row in rows], sampling, 24, [generator(row) for row in rows])
-        return [each.output_ids for each in batch.generations]
-
-    decoder = SpeculativeDecoder(target, proposer, tree, "exact")
-    alone = SpeculativeDecoder(target) if not temperature else decoder
-    expected = [outputs(alone, [row])[0] for row in range(3)]
-    assert outputs(decoder, [0, 1, 2]) == expected
-    if not temperature:
-        assert outputs(decoder, [0]) == expected[:1]
 
 
 def test_forest_shares_one_chain_between_rows() -> None:

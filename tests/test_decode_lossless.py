@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -39,6 +38,7 @@ from drafts.heads import HEADS, Head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.vocabulary import VocabularyMap, attach
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
+from tests.chi_square import chi_square, counts_of, exact_distribution
 from tests.tiny_models import random_llama, stirred
 
 VOCAB = 5
@@ -284,31 +284,12 @@ def test_a_row_that_joins_a_batch_is_what_it_is_alone(variant: str) -> None:
         assert len({len(each.output_ids) for each in found.values()}) > 3
 
 
-@torch.inference_mode()
-def exact_distribution(sampling: Sampling) -> Tensor:
-    """Probability of every continuation of PROMPT, `[V ** LENGTH]`."""
-    sequences = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
-    inputs = torch.cat([torch.tensor(PROMPT).expand(len(sequences), -1), sequences], dim=1)
-    logits = llama(2)(input_ids=inputs).logits[:, len(PROMPT) - 1 : -1]
-    return probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1).double().prod(1)
-
-
 def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS) -> float:
     """Chi-square of decoded rows against the exact distribution over its 1e-5 critical value; inf if impossible."""
     generators = [generator(1000 + row) for row in range(draws)]
     batch = made.generate([PROMPT] * draws, sampling, LENGTH, generators)
-    ids = torch.tensor([g.output_ids for g in batch.generations])
-    code = (ids * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(1)
-    counts, distribution = torch.bincount(code, minlength=VOCAB**LENGTH).double(), exact_distribution(sampling)
-    if float(counts[distribution == 0].sum()):
-        return float("inf")
-    expected = distribution / distribution.sum() * draws
-    large = expected >= 8
-    seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
-    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
-    used = wanted > 0
-    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
-    return value / float(chi2.ppf(1 - 1e-5, int(used.sum()) - 1))
+    counts = counts_of([g.output_ids for g in batch.generations], VOCAB)
+    return chi_square(counts, exact_distribution(llama(2), PROMPT, LENGTH, sampling), 1e-5)
 
 
 # The fast tests hold every verifier and every proposer once; the slow ones every pair.

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.propose.protocol import Proposal
 from decode.transport_bound import optimal_acceptance
-from decode.tree import Drawing, DynamicTree, Tree
+from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.verify import VERIFIERS, Verifier
 from decode.verify.kseq import any_accepted, solve_rho
@@ -28,6 +27,7 @@ from draftsmith_core.sampling import (
     draw_without_replacement,
     generator,
 )
+from tests.chi_square import chi_square
 
 VOCAB, LENGTH, ROWS = 4, 3, 6_000
 CPU = torch.device("cpu")
@@ -149,27 +149,11 @@ def outputs(world: World, verdict: Verdict) -> Tensor:
     return torch.bincount(code_B, minlength=vocab**LENGTH)
 
 
-def statistic(counts: Tensor, distribution: Tensor) -> float:
-    """Chi-square over its 1e-4 critical value; infinite when something impossible was seen. Cells that expect fewer
-    than 8 draws are pooled.
-    """
-    if int(counts[distribution == 0].sum()):
-        return float("inf")
-    expected = distribution / distribution.sum() * counts.sum()
-    large = expected >= 8
-    seen = torch.cat([counts[large].double(), counts[~large].double().sum().unsqueeze(0)])
-    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
-    used = wanted > 0
-    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
-    freedom = int(used.sum()) - 1
-    return value / float(chi2.ppf(1 - 1e-4, freedom)) if freedom else value
-
-
 def value(name: str, drawing: Drawing, kind: str, tree: Tree | None = None, seed: int = 0, drafts: int = 1) -> float:
     verifier = VERIFIERS[name]
     made = world(kind, seed, drafts)
     proposal, p_BMV = propose(made, tree or (CHAIN if verifier.chains_only else BUSHY), drawing)
-    return statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution())
+    return chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,7 +200,7 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name: str, draw
     batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=3, most=widest)
     mixed = Proposal(batch, torch.cat(tokens), torch.cat(q) if q else None, drawing)
     verdict = verify(verifier, mixed, torch.cat(p))
-    assert statistic(outputs(made, verdict), made.distribution()) < 1
+    assert chi_square(outputs(made, verdict), made.distribution()) < 1
     assert not verdict.accepted_B[-(ROWS // 3) :].any() and not verdict.open_B[-(ROWS // 3) :].any()
     if name == "traversal":
         # One uniform a node, so that it can be compared with the shared tree row by row.
@@ -335,7 +319,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
 def test_rules_on_other_drawings_are_rejected(name: str, drawing: Drawing) -> None:
     made = world("random", 6)
     proposal, p_BMV = propose(made, BUSHY, drawing, rows=40_000)
-    assert statistic(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
+    assert chi_square(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
     if name != "typical":
         with pytest.raises(ValueError, match=f"^verifier '{name}' is not valid for drafts drawn '{drawing}'"):
             VERIFIERS[name].check(BUSHY, drawing)
@@ -348,7 +332,7 @@ def test_a_last_token_without_temperature_is_rejected(name: str) -> None:
     proposal, p_BMV = propose(made, tree, verifier.drawings[0], rows=40_000)
     leaves = [node for node, below in enumerate(tree.children) if not below]
     p_BMV[:, leaves] = (p_BMV[:, leaves].log() * 0.3).softmax(-1)
-    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
+    assert chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
 
 
 @pytest.mark.parametrize("name", ["exact", "naive", "mcsd", "traversal"])
@@ -367,7 +351,7 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
     )
     p_leaf = made.p[1][kept]
     verdict = verify(VERIFIERS[name], pruned, torch.cat([p_BMV[:, :1], p_leaf], dim=1))
-    assert (statistic(outputs(made, verdict), made.distribution()) < 1) == (name in ("exact", "naive"))
+    assert (chi_square(outputs(made, verdict), made.distribution()) < 1) == (name in ("exact", "naive"))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +371,7 @@ def test_broken_rules_are_rejected(
     monkeypatch.setattr(broken, replacement)
     verifier, made = VERIFIERS[name], world("random", 6)
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000)
-    assert statistic(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
+    assert chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
 
 
 # How much is accepted.
@@ -446,25 +430,16 @@ def test_traversal_on_a_chain_is_block_verification(kind: str) -> None:
             assert torch.equal(block.open_B, traversal.open_B)
 
 
-def test_block_accepts_more_than_speculative_sampling() -> None:
+@pytest.mark.parametrize(
+    ("better", "other", "parents", "length"),
+    [("block", "speculative", (-1, 0, 1), 4), ("traversal", "mcsd", (-1, -1, 0, 0, 1, 1), LENGTH)],
+)
+def test_block_and_traversal_accept_more(better: str, other: str, parents: tuple[int, ...], length: int) -> None:
     gains = []
     for seed in range(12):
-        made = world("random", seed, length=4)
-        proposal, p_BMV = propose(made, Tree((-1, 0, 1)), "without_replacement")
-        one, error = accepted("speculative", proposal, p_BMV)
-        more, _ = accepted("block", proposal, p_BMV)
-        assert more > one - error
-        gains.append(more - one)
-    assert sum(gains) / len(gains) > 0.01
-
-
-def test_traversal_accepts_more_than_mcsd() -> None:
-    gains = []
-    for seed in range(12):
-        made = world("random", seed)
-        proposal, p_BMV = propose(made, Tree((-1, -1, 0, 0, 1, 1)), "without_replacement")
-        one, error = accepted("mcsd", proposal, p_BMV)
-        more, _ = accepted("traversal", proposal, p_BMV)
+        proposal, p_BMV = propose(world("random", seed, length=length), Tree(parents), "without_replacement")
+        one, error = accepted(other, proposal, p_BMV)
+        more, _ = accepted(better, proposal, p_BMV)
         assert more > one - error
         gains.append(more - one)
     assert sum(gains) / len(gains) > 0.01
@@ -483,16 +458,7 @@ def test_deterministic_children_are_accepted_with_their_mass(name: str) -> None:
             distribution[child] = distribution[node] * p_BMV[0, node, proposal.tokens_BM[0, child]]
     for node, below in enumerate(BUSHY.children):
         distribution[node] -= sum(distribution[child] for child in below)
-    assert statistic(ends, distribution) < 1
-
-
-def test_a_deterministic_chain_is_a_one_hot_draft() -> None:
-    """Block and traversal run deterministic drafts as `exact`; their own formulas with one-hot q accept as much."""
-    made = world("one-hot q", 5)
-    for name in ("block", "traversal"):
-        fixed, error = accepted(name, *propose(made, CHAIN, "deterministic"))
-        drawn, _ = accepted(name, *propose(made, CHAIN, "without_replacement"), seed=9)
-        assert abs(fixed - drawn) < 1.5 * error
+    assert chi_square(ends, distribution) < 1
 
 
 def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_target() -> None:
@@ -505,42 +471,30 @@ def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_targe
     # Tokens 2 and 3 are implausible. Of two paths as long the more probable is taken.
     assert verdict.nodes_BD[:5].tolist() == [[2, 4], [1, 0], [2, 4], [0, 0], [1, 0]]
     last = verdict.tokens_BD1.gather(1, verdict.accepted_B.unsqueeze(1)).squeeze(1)
-    assert statistic(torch.bincount(last, minlength=VOCAB), p.double()) < 1
+    assert chi_square(torch.bincount(last, minlength=VOCAB), p.double()) < 1
     assert not VERIFIERS["typical"].lossless
 
 
 # What a rule says of itself.
 
 
-def test_verifiers_describe_themselves() -> None:
-    for name, verifier in VERIFIERS.items():
-        assert verifier.name == name
-        assert 0 < len(verifier.title) <= 60 and verifier.paper
-        assert len(set(verifier.drawings)) == len(verifier.drawings) > 0
-    assert VERIFIERS["exact"].drawings[0] == "without_replacement"
-    assert {name for name, verifier in VERIFIERS.items() if verifier.chains_only} == {"speculative", "block"}
-
-
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_check_refuses_in_one_line_with_the_fix(name: str) -> None:
+def test_a_rule_describes_itself_and_checks_its_domain(name: str) -> None:
     verifier = VERIFIERS[name]
+    assert verifier.name == name and 0 < len(verifier.title) <= 60 and verifier.paper
+    assert verifier.chains_only == (name in ("speculative", "block"))
+    verifier.check(CHAIN, None)  # at temperature 0 there is nothing to draw
     grown = DynamicTree(depth=3, beam=1 if verifier.chains_only else 2, nodes=3)
-    for drawing in DRAWINGS:
-        if drawing in verifier.drawings:
-            verifier.check(CHAIN, drawing)
+    # A tree that the draft's confidence shapes is deterministic, whatever the proposer can do on others.
+    cases: list[tuple[TreeShape, Drawing, bool]] = [(CHAIN, each, each in verifier.drawings) for each in DRAWINGS]
+    for tree, drawing, valid in [*cases, (grown, verifier.drawings[0], "deterministic" in verifier.drawings)]:
+        if valid:
+            verifier.check(tree, drawing)
         else:
             with pytest.raises(ValueError, match=r"^verifier '\w+' is not valid .*; use verifier exact$"):
-                verifier.check(CHAIN, drawing)
-    # A tree that the draft's confidence shapes is deterministic, whatever the proposer can do on others.
-    if "deterministic" in verifier.drawings:
-        verifier.check(grown, verifier.drawings[0])
+                verifier.check(tree, drawing)
+    if verifier.several_drafts:
+        verifier.check(CHAIN, verifier.drawings[0], drafts=2)
     else:
-        with pytest.raises(ValueError, match="drawn 'deterministic'"):
-            verifier.check(grown, verifier.drawings[0])
-    # At temperature 0 there is nothing to draw.
-    verifier.check(CHAIN, None)
-    if not verifier.several_drafts:
         with pytest.raises(ValueError, match=r"there are 2; use specinfer or exact"):
             verifier.check(CHAIN, verifier.drawings[0], drafts=2)
-    else:
-        verifier.check(CHAIN, verifier.drawings[0], drafts=2)

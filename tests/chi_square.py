@@ -1,0 +1,43 @@
+"""The exact law of a tiny model's continuations, and the chi-square test of outputs against a law."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith_core.sampling import Sampling, probs
+
+
+@torch.inference_mode()
+def exact_distribution(model: PreTrainedModel, prompt: Sequence[int], length: int, sampling: Sampling) -> Tensor:
+    """Probability of every continuation of the prompt, `[V ** length]`, from teacher-forced forwards."""
+    sequences = torch.tensor(list(itertools.product(range(model.config.vocab_size), repeat=length)))
+    inputs = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences], dim=1)
+    logits = model(input_ids=inputs).logits[:, len(prompt) - 1 : -1]
+    return probs(logits, sampling).gather(2, sequences.unsqueeze(-1)).squeeze(-1).double().prod(1)
+
+
+def counts_of(outputs: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
+    """How often each output of equal length came, in the order of `exact_distribution`."""
+    ids = torch.tensor(outputs)
+    length = ids.shape[1]
+    code = (ids * vocabulary ** torch.arange(length - 1, -1, -1)).sum(1)
+    return torch.bincount(code, minlength=vocabulary**length)
+
+
+def chi_square(counts: Tensor, distribution: Tensor, significance: float = 1e-4) -> float:
+    """Chi-square over its critical value; infinite if something impossible came. Cells below 8 draws are pooled."""
+    counts = counts.double()
+    if float(counts[distribution == 0].sum()):
+        return float("inf")
+    expected = distribution / distribution.sum() * counts.sum()
+    large = expected >= 8
+    seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
+    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
+    used = wanted > 0
+    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
+    freedom = int(used.sum()) - 1
+    return value / float(chi2.ppf(1 - significance, freedom)) if freedom else value
