@@ -23,7 +23,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith_core.provenance import RECORD, command_line, provenance, read_record
+from draftsmith_core.runs import RECORD, command_line, provenance, read_record
 from draftsmith_core.tokenization import find_tokenizer
 
 State = Mapping[str, Tensor]

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -66,27 +66,21 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
 def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
     """Run llama-server with these options on a free port, and yield the port."""
     port = free_port()
-    process = subprocess.Popen(
-        [str(server), *words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    log: list[str] = []
-    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        end = time.monotonic() + _START_S
-        while not (up := is_up(port)) and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.1)
-        if not up:
-            reader.join(1)
-            error = next((line for line in reversed(log) if " E " in line or "error" in line.lower()), "no message")
-            raise RunError(f"{server}: did not serve within {_START_S} s: {error.strip()}")
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-        reader.join()
-        process.stderr.close()
+    with tempfile.TemporaryFile("w+") as log:
+        command = [str(server), *words, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
+        try:
+            end = time.monotonic() + _START_S
+            while not (up := is_up(port)) and time.monotonic() < end and process.poll() is None:
+                time.sleep(0.1)
+            if not up:
+                log.seek(0)
+                errors = [line for line in log if " E " in line or "error" in line.lower()] or ["no message"]
+                raise RunError(f"{server}: did not serve within {_START_S} s: {errors[-1].strip()}")
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def free_port() -> int:

@@ -27,8 +27,7 @@ from drafts.rules import PATH_TRAPS, Model, Pair, first_broken
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, writing
 from draftsmith_core.models import fingerprint, text_config
-from draftsmith_core.provenance import RECORD, command_line, provenance
-from draftsmith_core.run_directory import hold
+from draftsmith_core.runs import RECORD, command_line, hold, provenance
 
 
 def export(config: ExportConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from drafts.heads import head_kind, load_head
 from drafts.load import Draft, check_draft_vocabulary, kind_of
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import DTYPES, load_model, vocabulary_size
-from draftsmith_core.provenance import read_record
+from draftsmith_core.runs import read_record
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 
 # The largest difference of an engine's logits from ours.
