@@ -82,7 +82,7 @@ def offsets(ids_D: Tensor) -> Tensor:
 
 
 def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
-    """The tokens that `d2t` names, sorted; None where they are not ids below `size`, each once, in order."""
+    """The tokens that `d2t` names; None unless they are ascending ids below `size`."""
     if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
         return None
     ids_D = d2t + torch.arange(len(d2t), device=d2t.device)

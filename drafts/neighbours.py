@@ -1,7 +1,6 @@
 """Other engines on this machine: where their programs are, and running them. `make engines` installs them.
 
-They need other versions of our libraries, so each lives in an environment of its own and is run as a process. Nothing
-is installed by looking for them; what is not there is None.
+They need other versions of our libraries, so each lives in an environment of its own and runs as a process.
 """
 
 import json

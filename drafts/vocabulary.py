@@ -51,7 +51,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] | None:
-    """Token ids whose texts together are `text`, the longest first; None where a byte is in no token."""
+    """Token ids whose texts join to `text`, longest match first; None if a byte is in no token."""
     ids: list[int] = []
     while text:
         size = next((size for size in range(min(longest, len(text)), 0, -1) if text[:size] in known), 0)
@@ -66,8 +66,8 @@ def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] |
 class VocabularyMap:
     """A draft's tokens beside a target's. `draft_ids` and `target_ids` are the shared tokens, pair by pair.
 
-    `in_draft[t]` are the draft's tokens for target token t: one where it is shared, else pieces of the same text;
-    the draft's end of text, or its token 0, where there is neither.
+    `in_draft[t]` are the draft's tokens for target token t: its partner if it is shared, else pieces of the same text,
+    else the draft's end of text or token 0.
     """
 
     draft_ids: Tensor

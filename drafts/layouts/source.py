@@ -14,7 +14,7 @@ from drafts.load import Draft, check_draft_vocabulary, kind_of
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import DTYPES, load_model, vocabulary_size
 from draftsmith_core.runs import read_record
-from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 # The largest difference of an engine's logits from ours.
 TOLERANCE = 1e-4
@@ -61,33 +61,34 @@ def load_source(
 ) -> Source:
     """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its target's."""
     kind = head_kind(name)
+    options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
+    target, tokenizer = None, None
     target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
-    target = None
     if target_name is not None:
-        target = load_model(target_name, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
-    elif kind is not None:
-        raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
-    tokenizer = None if target_name is None else find_tokenizer(target_name, trust_remote_code)
-    if kind is not None and target is not None and target_name is not None:
-        stored = AutoConfig.from_pretrained(target_name, trust_remote_code=trust_remote_code)
-        kept = _dtype(dtype, stored.get_text_config(decoder=True))
-        return Source(name, _rounded(load_head(name, target), kept), kept, tokenizer, target, target_name)
-    model = load_model(name, device="cpu", dtype="float32", trust_remote_code=trust_remote_code, quantize="none")
+        target, tokenizer = load_model(target_name, **options), find_tokenizer(target_name, trust_remote_code)
+    if kind is not None:
+        if target is None:
+            raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
+        weights_dtype = _dtype(dtype, str(target_name), trust_remote_code)
+        return Source(
+            name, _rounded(load_head(name, target), weights_dtype), weights_dtype, tokenizer, target, target_name
+        )
+    model = load_model(name, **options, quantize="none")
     if (ids_D := read_draft_vocabulary(name, vocabulary_size(model))) is not None:
         attach_draft_vocabulary(model, ids_D)
-    tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
     if target is not None and tokenizer is not None:
-        theirs = load_tokenizer(str(target_name), trust_remote_code)
-        check_draft_vocabulary(name, model, target, theirs, trust_remote_code)
-    kept = _dtype(dtype, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
-    return Source(name, _rounded(model, kept), kept, tokenizer, None, target_name)
+        check_draft_vocabulary(name, model, target, tokenizer, trust_remote_code)
+    weights_dtype = _dtype(dtype, name, trust_remote_code)
+    tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
+    return Source(name, _rounded(model, weights_dtype), weights_dtype, tokenizer, None, target_name)
 
 
-def _dtype(dtype: str, stored: Any) -> torch.dtype:
+def _dtype(dtype: str, name: str, trust_remote_code: bool) -> torch.dtype:
     if dtype != "auto":
         return DTYPES[dtype]
-    own = getattr(stored, "dtype", None)
-    return own if isinstance(own, torch.dtype) else torch.float32
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
 def _rounded(module: M, dtype: torch.dtype) -> M:

@@ -41,12 +41,12 @@ def main() -> None:
         )
         both = both[0] if isinstance(both, tuple) else both
     save_file({"logits": model.lm_head(model.norm(both)).contiguous()}, out)
-    found = {
+    report = {
         "engine": f"speculators {importlib.metadata.version('speculators')}",
         "class": type(model).__name__,
         "aux": model.config.eagle_aux_hidden_state_layer_ids,
     }
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    sys.stdout.write("\n" + json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A draft cut out of its target: some of its layers, thinner feed-forward blocks, fewer heads.
 
-Neurons and heads are kept by what they add to the residual stream on a few texts: the root mean square of the
+Neurons and heads are ranked by what they add to the residual stream on a few texts: the root mean square of the
 activation times the norm of the column that it is multiplied with (as in Wanda, arXiv 2306.11695, section 3, summed
-over a neuron; widths by activations as in Minitron, arXiv 2407.14679, section 3). Embedding and output
-stay. What comes out is no good model, but it speaks the target's embedding, and training starts from there.
+over a neuron; widths by activations as in Minitron, arXiv 2407.14679, section 3). Embedding and output stay. The result
+is no good model yet, but training starts from the target's embedding.
 
 Legend: B rows, T tokens, F neurons of a block, G groups of heads that share keys.
 """
@@ -11,6 +11,7 @@ Legend: B rows, T tokens, F neurons of a block, G groups of heads that share key
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,9 @@ Score = Callable[[PreTrainedModel], float]
 
 @dataclass(frozen=True)
 class Family:
-    """Module paths of one family. `up` go into a feed-forward block's neurons, `down` comes out of them; `q`, `kv`
-    and `o` of attention are empty where the size of a head follows from their number, so that none can be left out.
+    """Module paths of one family. `up` go into a feed-forward block's neurons, `down` comes out of them.
+
+    `q`, `kv` and `o` of attention are empty if the size of a head follows from their number: none can be left out.
     """
 
     layers: str
@@ -102,12 +104,13 @@ def prune(
             f"num_heads: {wanted_heads} of {heads} heads cannot be kept: models of type {kind} "
             f"{'can' if family.o else 'cannot'} be cut by heads, and {heads // groups} heads share keys"
         )
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     kept = _layers(target, layers, wanted_layers, keep, score)
-    read = _inputs(target, layers, kept, family, texts) if texts else {}
+    squares = _mean_squares(target, layers, kept, family, texts) if texts else {}
     setattr(config, family.depth_key, wanted_layers)
     setattr(config, family.width_key, wanted_width)
     if wanted_heads != heads:
-        config.head_dim = _head_size(target)
+        config.head_dim = size
         config.num_attention_heads = wanted_heads
         if groups > 1:
             config.num_key_value_heads = wanted_heads * groups // heads
@@ -121,12 +124,18 @@ def prune(
         layer = layers[index]
         cut = dict(layer.state_dict())
         if wanted_width != width:
-            down = layer.get_submodule(family.down)
-            neurons_F = _strongest(read[index, family.down], down, wanted_width, 1)
+            neurons_F = _strongest(squares[index, family.down], layer.get_submodule(family.down), wanted_width, 1)
             _take(cut, layer, family.up, neurons_F, outputs=True)
             _take(cut, layer, (family.down,), neurons_F, outputs=False)
         if wanted_heads != heads:
-            _cut_heads(cut, layer, family, read[index, family.o], wanted_heads, heads, groups, _head_size(target))
+            # Heads that share keys stay together.
+            shared = heads // groups if groups > 1 else 1
+            out = layer.get_submodule(family.o)
+            chosen_G = _strongest(squares[index, family.o], out, wanted_heads // shared, shared * size)
+            _take(cut, layer, (family.q,), _rows(chosen_G, shared * size), outputs=True)
+            _take(cut, layer, (family.o,), _rows(chosen_G, shared * size), outputs=False)
+            if groups > 1:
+                _take(cut, layer, family.kv, _rows(chosen_G, size), outputs=True)
         weights |= {f"{inside}{place}.{name}": value for name, value in cut.items()}
     small.load_state_dict(weights)
     small.tie_weights()
@@ -139,11 +148,6 @@ def _within(key: str, wanted: int | None, present: int) -> int:
     if wanted is not None and not 0 < wanted <= present:
         raise InputError(f"{key}: {wanted} is not in 1 to {present}, what the target has")
     return present if wanted is None else wanted
-
-
-def _head_size(model: PreTrainedModel) -> int:
-    config = model.config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: Keep, score: Score | None) -> list[int]:
@@ -169,64 +173,36 @@ def _skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     return states if isinstance(output, Tensor) else (states, *output[1:])
 
 
-def _inputs(
+def _mean_squares(
     target: PreTrainedModel, layers: nn.ModuleList, kept: Sequence[int], family: Family, texts: Sequence[Sequence[int]]
 ) -> dict[tuple[int, str], Tensor]:
-    """Mean square of what goes into each kept layer's `down` and `o` over all tokens of the texts, `[inputs]`."""
+    """Mean square of each input of the kept layers' `down` and `o` over all tokens of the texts, `[inputs]`."""
     sums: dict[tuple[int, str], Tensor] = {}
 
-    def listen(key: tuple[int, str]) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            square = args[0].detach().flatten(0, -2).double().square().sum(0)
-            sums[key] = sums[key] + square if key in sums else square
+    def add(key: tuple[int, str], _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sums[key] = sums.get(key, 0) + args[0].detach().flatten(0, -2).double().square().sum(0)
 
-        return hook
-
-    names = [name for name in (family.down, family.o) if name]
-    handles = [
-        layers[index].get_submodule(name).register_forward_pre_hook(listen((index, name)))
-        for index in set(kept)
-        for name in names
-    ]
+    places = [(index, name) for index in set(kept) for name in (family.down, family.o) if name]
+    hooks = [layers[i].get_submodule(name).register_forward_pre_hook(partial(add, (i, name))) for i, name in places]
     for text in texts:
         target(input_ids=torch.tensor([list(text)], device=target.device), use_cache=False)
-    for handle in handles:
-        handle.remove()
+    for hook in hooks:
+        hook.remove()
     return sums
 
 
 def _strongest(squares: Tensor, out: nn.Module, count: int, size: int) -> Tensor:
-    """Indices, in order, of the `count` groups of `size` inputs of `out` that add most to what it puts out."""
+    """Sorted indices of the `count` groups of `size` inputs of `out` that add most to its output."""
     added = squares * _by_inputs(out).double().square().sum(1)
     chosen: Tensor = added.view(-1, size).sum(1).topk(count).indices.sort().values
     return chosen
 
 
-def _cut_heads(
-    cut: dict[str, Tensor],
-    layer: nn.Module,
-    family: Family,
-    squares: Tensor,
-    wanted: int,
-    heads: int,
-    groups: int,
-    size: int,
-) -> None:
-    """Keep the strongest heads, by groups where they share keys."""
-    shared = heads // groups if groups > 1 else 1
-    chosen_G = _strongest(squares, layer.get_submodule(family.o), wanted // shared, shared * size)
-
-    def rows(width: int) -> Tensor:
-        return (chosen_G[:, None] * width + torch.arange(width, device=chosen_G.device)).flatten()
-
-    _take(cut, layer, (family.q,), rows(shared * size), outputs=True)
-    _take(cut, layer, (family.o,), rows(shared * size), outputs=False)
-    if groups > 1:
-        _take(cut, layer, family.kv, rows(size), outputs=True)
+def _rows(groups_G: Tensor, width: int) -> Tensor:
+    return (groups_G[:, None] * width + torch.arange(width, device=groups_G.device)).flatten()
 
 
 def _take(cut: dict[str, Tensor], layer: nn.Module, names: Sequence[str], chosen: Tensor, *, outputs: bool) -> None:
-    """Only the chosen outputs or inputs of these linear modules."""
     for name in names:
         # GPT-2's Conv1D keeps its weight the other way round.
         first = outputs != isinstance(layer.get_submodule(name), Conv1D)

@@ -44,7 +44,7 @@ def read_per_token(model: nn.Module) -> int:
 
 
 def too_costly(draft: int, target: int) -> str | None:
-    """A warning that names both costs where a draft's is more than half of its target's; costs in parameters read."""
+    """A warning if a draft costs more than half of its target, both in parameters read; else None."""
     if draft <= COSTLY * target:
         return None
     return (

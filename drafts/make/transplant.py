@@ -1,8 +1,8 @@
-"""A donor of another tokenizer moved to the target's vocabulary: new embedding and output rows, everything else kept.
+"""Move a donor of another tokenizer to the target's vocabulary: new embedding and output rows, all other weights stay.
 
-A token that both have, by its text or its role, takes the donor's rows. Another takes rows of the donor's pieces of
-the same text: the mean of them as its embedding, since all of them have been read after it; the first of them in the
-output, since that is what the donor would write first.
+A token that both have, by its text or its role, takes the donor's rows. Any other token takes rows of the donor's
+pieces of its text: their mean as its embedding, because all of them will have been read; the first of them in the
+output, because that is what the donor would write first.
 """
 
 import copy
@@ -22,7 +22,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Moved:
-    """How many rows came from where. `unmapped` are tokens without any partner; their rows are the donor's mean."""
+    """Number of rows by origin. `unmapped` are tokens without any partner; their rows are the donor's mean."""
 
     shared: int
     from_pieces: int
@@ -64,7 +64,7 @@ def transplant(
     assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
-    # Also where the target has none: the donor's own are ids of its vocabulary.
+    # None too: the donor's own are ids of its vocabulary.
     taken |= {key: getattr(target.config.get_text_config(decoder=True), key, None) for key in _SPECIAL}
     for key, value in taken.items():
         setattr(config.get_text_config(decoder=True), key, value)
