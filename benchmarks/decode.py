@@ -40,7 +40,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import dtype_name, load_model, resolve_device
 from draftsmith_core.options import parse
-from draftsmith_core.provenance import git_commit, versions
+from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 
 TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"

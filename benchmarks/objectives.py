@@ -40,8 +40,7 @@ from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.models import eos_ids, fingerprint, load_model
 from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
-from draftsmith_core.provenance import difference, versions
-from draftsmith_core.runs import Run
+from draftsmith_core.runs import Run, difference, versions
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure

@@ -45,7 +45,7 @@ from draftsmith_core.errors import InputError  # noqa: E402
 from draftsmith_core.memory import peak_memory, reset_peak_memory  # noqa: E402
 from draftsmith_core.models import load_model, resolve_device, vocabulary_size  # noqa: E402
 from draftsmith_core.options import parse  # noqa: E402
-from draftsmith_core.provenance import git_commit, versions  # noqa: E402
+from draftsmith_core.runs import git_commit, versions  # noqa: E402
 from train.batch import IGNORE, Batch  # noqa: E402
 from train.chunked import chunk_size, projected  # noqa: E402
 from train.objective import parse_objective  # noqa: E402

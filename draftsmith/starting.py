@@ -30,7 +30,7 @@ from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
-from draftsmith_core.provenance import command_line, provenance
+from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.acceptance import Continuation

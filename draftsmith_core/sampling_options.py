@@ -3,15 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from draftsmith_core.errors import InputError
-
 MIN_TEMPERATURE = 1e-5
-
-
-def check_seed(seed: int) -> None:
-    """InputError for what some generator does not take."""
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed: {seed} must be at least 0 and below 2**63")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +32,3 @@ class Sampling:
     def greedy(self) -> bool:
         """True when the distribution is a point mass on the most probable token."""
         return self.temperature == 0
-
-
-def check_sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None = None
-) -> None:
-    """InputError, beginning with its key, for an option that was given and that no sampling can have."""
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    try:
-        Sampling(**{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-    except ValueError as error:
-        raise InputError(str(error)) from None

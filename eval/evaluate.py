@@ -18,8 +18,7 @@ from draftsmith_core.memory import reset_peak_memory
 from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
-from draftsmith_core.provenance import command_line, provenance
-from draftsmith_core.runs import Run
+from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
 from eval import measure, remarks, rows

@@ -19,7 +19,7 @@ from draftsmith_core.models import (
     quantization,
     vocabulary_size,
 )
-from draftsmith_core.provenance import read_record
+from draftsmith_core.runs import read_record
 from eval.schema import ModelRow, Training
 
 

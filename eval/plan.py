@@ -34,7 +34,7 @@ from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.processes import say
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompts import Prompt, read_prompts
-from draftsmith_core.provenance import provenance
+from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure

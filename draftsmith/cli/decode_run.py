@@ -24,7 +24,7 @@ from draftsmith_core.options import identity
 from draftsmith_core.processes import say, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.run_directory import hold, keeping
+from draftsmith_core.runs import hold, keeping
 from draftsmith_core.sources import check_source
 from draftsmith_core.tokenization import load_tokenizer
 
