@@ -1,7 +1,6 @@
 """Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs; cached features."""
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -406,15 +405,14 @@ def test_a_cache_that_goes_away_writes_what_it_holds(tmp_path: Path) -> None:
     assert cache_at(tmp_path).get([1, 2, 3]) is not None
 
 
-@pytest.mark.parametrize("damage", ["torn", "changed", "gone", "manifest", "unlisted"])
-def test_a_damaged_shard_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", ["torn", "changed", "gone"])
+def test_a_damaged_shard_is_made_again(tmp_path: Path, damage: str) -> None:
     cache = cache_at(tmp_path)
     cache.put([1, 2, 3], states(0, 3))
     cache.flush()
+    (shard,) = tmp_path.rglob("*.safetensors")
     cache.put([4, 5], states(1, 2))
     cache.flush()
-    shard = min(tmp_path.rglob("*.safetensors"))
-    manifest = shard.parent / "manifest.json"
     content = shard.read_bytes()
     match damage:
         case "torn":
@@ -423,21 +421,14 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path, damage: str, caplog: pyte
             shard.write_bytes(content[:-4] + b"\0\0\0\0")
         case "gone":
             shard.unlink()
-        case "manifest":
-            manifest.write_text(manifest.read_text()[:40])
-        case "unlisted":
-            listed = json.loads(manifest.read_text())
-            listed["shards"] = listed["shards"][1:]
-            manifest.write_text(json.dumps(listed))
     again = cache_at(tmp_path)
-    assert again.get([1, 2, 3]) is None
-    assert (again.get([4, 5]) is None) == (damage == "manifest")
+    assert again.get([1, 2, 3]) is None and again.get([4, 5]) is not None
     again.put([1, 2, 3], states(0, 3))
     again.flush()
     found = cache_at(tmp_path).get([1, 2, 3])
     assert found is not None and torch.equal(found, states(0, 3))
     assert not list(tmp_path.rglob(".*tmp*"))
-    assert len(list(tmp_path.rglob("*.safetensors"))) == (1 if damage == "manifest" else 2)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
 def on_disk(directory: Path) -> int:
@@ -459,27 +450,16 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path: Pat
     assert len(hits) > 20 and hits == list(range(len(hits)))
 
 
-def test_a_cache_filled_by_fewer_processes_stays_within_its_bound(tmp_path: Path) -> None:
+def test_a_full_cache_stays_within_its_bound_for_other_targets_too(tmp_path: Path) -> None:
     bound = 60_000
     for processes in (1, 4):
-        caches = [cache_at(tmp_path, max_bytes=bound, process=i, processes=processes) for i in range(processes)]
+        more = {"max_bytes": bound, "processes": processes, "fingerprint": f"{processes}" * 16}
+        caches = [cache_at(tmp_path, process=i, **more) for i in range(processes)]
         for number in range(90):
             caches[number % processes].put([number, processes] * 5, states(number, 10))
         for cache in caches:
             cache.flush()
         assert 0.6 * bound < on_disk(tmp_path) <= bound
-
-
-def test_room_is_made_by_shards_of_another_target_only(tmp_path: Path) -> None:
-    bound = 20_000
-    for changes in ({}, {"fingerprint": "b" * 16}):
-        cache = cache_at(tmp_path, max_bytes=bound, **changes)
-        for number in range(40):
-            cache.put([number] * 10, states(number, 10))
-        cache.flush()
-        assert on_disk(tmp_path) <= bound
-        assert cache.get([0] * 10) is not None and cache.get([39] * 10) is None
-    assert cache_at(tmp_path, max_bytes=bound).get([0] * 10) is None
 
 
 def test_a_disk_that_cannot_be_written_ends_the_caching_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

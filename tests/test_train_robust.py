@@ -92,7 +92,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_next_start_continues(
         code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
         assert (code, out) == (143, "")
         assert last_line(err).endswith("stopped by SIGTERM; the same command continues where it was")
-        assert (tmp_path / f"draft/run/checkpoints/step_{step:08d}/position.json").exists()
+        assert (tmp_path / f"draft/run/checkpoints/step_{step:08d}/state.json").exists()
         assert not (tmp_path / "draft/config.json").exists()
     early = "before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))"
     before = result(tmp_path / "draft")
@@ -109,7 +109,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_twice_stops_at_once(
     code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + once).wait()
     assert (code, out) == (130, "")
     assert last_line(err) == "draftsmith train: interrupted; the same command continues where it was"
-    assert (tmp_path / "draft/run/checkpoints/step_00000007/position.json").exists()
+    assert (tmp_path / "draft/run/checkpoints/step_00000007/state.json").exists()
     before = result(tmp_path / "draft")
     twice = "\nfor number in (2, 3): before(train.loop, 'collate', number, send(signal.SIGINT))"
     code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + twice).wait()
@@ -124,13 +124,13 @@ def test_ctrl_c_leaves_a_checkpoint_and_twice_stops_at_once(
 @pytest.mark.slow
 def test_the_best_weights_are_those_of_the_path_that_was_taken(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
     """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out otherwise."""
-    best = tmp_path / "draft/run/best"
     killed = "train.checkpoint.on_main = lambda work: (work(), os.kill(os.getpid(), signal.SIGKILL))"
     for step in (4, 8):
         # The first process also evaluates at its start, the second from step 3 on at step 4.
         trap = f"before(train.checkpoint, 'save_best', 2, lambda: exec({killed!r}))"
         assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
-        assert json.loads((best / "step.json").read_text()) == {"step": step}
+        best = tmp_path / f"draft/run/best_{step:08d}"
+        assert best.exists()
         if step == 4:
             expected = load_file(best / "model.safetensors")
     worse = """
@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     err = ends_like(whole, words, tmp_path, spawn)
     assert "optimizer.safetensors is not what was written; continuing from the checkpoint before it" in err
     # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away unasked.
-    (tmp_path / "both/draft/run/checkpoints/step_00000006/position.json").unlink()
+    (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
     (tmp_path / "both/draft/.lock").unlink()  # of the run that was killed
     before = result(tmp_path / "both")
     code, out, err = spawn(*words, cwd=tmp_path / "both").wait()

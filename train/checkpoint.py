@@ -1,34 +1,35 @@
 """The state that a killed run continues from, bit for bit, and the draft checkpoint it ends with.
 
-A checkpoint is a directory `checkpoints/step_N` of safetensors files, with their hashes in `files.json`: a damaged file
-is found before it is used, and the checkpoint before it is taken instead.
+A checkpoint is a directory `checkpoints/step_N` of safetensors files; `state.json` has the position, the layout and the
+files' hashes, so that a damaged checkpoint is found before it is used, and the one before it is taken instead. The best
+weights at a checkpoint lie beside it in `best_N`, until the draft is published.
 """
 
 import json
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, writing
-from draftsmith_core.processes import on_main
+from draftsmith_core.processes import from_main, on_main
+from draftsmith_core.runs import RECORD
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
 from train.config import TrainConfig
-from train.parallel import World, WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
+from train.parallel import WrappedTrainee, gather_optimizer, gather_weights, load_optimizer, load_weights
 
 log = logging.getLogger(__name__)
-
-_FILES = "files.json"
 
 
 @dataclass(frozen=True)
@@ -55,89 +56,55 @@ class BatchLayout:
     processes: int
     sharing: str
 
+    def __str__(self) -> str:
+        return f"{self.batch_size} x {self.accumulation} x {self.processes} processes ({self.sharing})"
+
 
 def save_best(run_dir: Path, wrapped: WrappedTrainee, step: int) -> None:
-    """Keep the weights of this step as the best so far. Every process calls it.
-
-    Best weights that a checkpoint refers to are kept beside them: a run that continues from that checkpoint needs them.
-    """
+    """Keep the weights of this step as the best so far. Every process calls it."""
     weights = gather_weights(wrapped)
 
     def write() -> None:
-        best = run_dir / "best"
-        before = _best_step(best)
-        if before in _best_steps_of_checkpoints(run_dir) and before != step:
-            shutil.rmtree(_aside(run_dir, before), ignore_errors=True)
-            best.rename(_aside(run_dir, before))
-        with writing(best), atomic_dir(best) as directory:
+        path = _best(run_dir, step)
+        with writing(path), atomic_dir(path) as directory:
             save_file(weights, directory / "model.safetensors")
-            (directory / "step.json").write_text(json.dumps({"step": step}))
-            _seal(directory)
+            _seal(directory, {})
+        _drop_bests(run_dir, path)
 
     on_main(write)
 
 
-def restore_best(run_dir: Path, position: Position) -> None:
-    """Make `best` that of a restored position. Every process calls it; RunError when those weights are gone."""
-
-    def restore() -> None:
-        best, aside = run_dir / "best", _aside(run_dir, position.best_step)
-        if _best_step(best) != position.best_step:
-            if not aside.exists():
-                raise RunError(
-                    f"{best}: the weights of step {position.best_step} are gone; "
-                    f"delete `checkpoints` beside it to train again from the start"
-                )
-            shutil.rmtree(best, ignore_errors=True)
-            aside.rename(best)
-        _drop_bests(run_dir)
-
-    on_main(restore)
+def load_best(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """The best weights, which are those of this step; RunError if the file is damaged."""
+    reason = _damage(_best(run_dir, step))
+    if reason is not None:
+        raise RunError(
+            f"{_best(run_dir, step)}: {reason}; delete `checkpoints` beside it to train again from the start"
+        )
+    return load_file(_best(run_dir, step) / "model.safetensors")
 
 
-def _best_step(directory: Path) -> int | None:
-    try:
-        step = read_json(directory / "step.json", "the step of the best weights")["step"]
-    except (InputError, KeyError):
-        return None
-    return int(step)
-
-
-def _aside(run_dir: Path, step: int) -> Path:
+def _best(run_dir: Path, step: int) -> Path:
     return run_dir / f"best_{step:08d}"
 
 
-def _best_steps_of_checkpoints(run_dir: Path) -> set[int]:
-    found = set()
+def _drop_bests(run_dir: Path, *wanted: Path) -> None:
+    """Delete best weights that no checkpoint refers to: a run that continues from a checkpoint needs its own."""
     for path in _checkpoints(run_dir):
-        try:
-            found.add(int(read_json(path / "position.json", "the position of a training run")["best_step"]))
-        except (InputError, KeyError):
-            continue  # a damaged checkpoint, which `newest` reports
-    return found
-
-
-def _drop_bests(run_dir: Path) -> None:
-    wanted = {_aside(run_dir, step) for step in _best_steps_of_checkpoints(run_dir)}
+        # A damaged checkpoint is reported by `newest`.
+        with suppress(InputError):
+            wanted += (_best(run_dir, int(_state(path)["position"]["best_step"])),)
     for path in run_dir.glob("best_*"):
         if path not in wanted:
             shutil.rmtree(path)
 
 
-def load_best(run_dir: Path) -> dict[str, Tensor]:
-    """The best weights so far, by name; RunError when the file is damaged."""
-    reason = _damage(run_dir / "best")
-    if reason is not None:
-        raise RunError(f"{run_dir / 'best'}: {reason}; delete `checkpoints` beside it to train again from the start")
-    return load_file(run_dir / "best" / "model.safetensors")
-
-
 def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: BatchLayout, config: TrainConfig) -> None:
     """Write `checkpoints/step_N` whole or not at all, then delete what need not be kept. Every process calls it.
 
-    RunError, one line, in every process when it cannot be written; the checkpoints before it are then untouched.
+    Raise RunError in every process if it cannot be written; the checkpoints before it are then untouched.
     """
-    states = gather_object([_random_state()])
+    random_states = gather_object([_random_state()])
     weights, moments = gather_weights(wrapped), gather_optimizer(wrapped)
 
     def write() -> None:
@@ -145,11 +112,9 @@ def save(run_dir: Path, wrapped: WrappedTrainee, position: Position, layout: Bat
         with writing(path), atomic_dir(path) as directory:
             save_file(weights, directory / "model.safetensors")
             save_file(moments, directory / "optimizer.safetensors")
-            for rank, state in enumerate(states):
+            for rank, state in enumerate(random_states):
                 save_file(state, directory / f"random_{rank}.safetensors")
-            (directory / "position.json").write_text(json.dumps(asdict(position)))
-            (directory / "layout.json").write_text(json.dumps(asdict(layout)))
-            _seal(directory)
+            _seal(directory, {"position": asdict(position), "layout": asdict(layout)})
         _drop_old(run_dir, config)
         _drop_bests(run_dir)
 
@@ -161,34 +126,30 @@ def _drop_old(run_dir: Path, config: TrainConfig) -> None:
     *older, newest = _checkpoints(run_dir)
     # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves the same files as
     # one that was never stopped.
-    regular = [path for path in [*older, newest] if _step(path) % config.save_every == 0]
+    regular = [path for path in (*older, newest) if int(path.name.removeprefix("step_")) % config.save_every == 0]
     for old in older:
         if old not in regular[-config.keep :]:
             shutil.rmtree(old)
 
 
-def newest(run_dir: Path, world: World) -> Path | None:
-    """The newest undamaged checkpoint, or None when there is none at all. Every process calls it.
+def newest(run_dir: Path) -> Path | None:
+    """The newest undamaged checkpoint, or None if there is none at all. Every process calls it.
 
-    A damaged one is skipped with a warning; RunError when all are damaged.
+    Skip a damaged one with a warning; raise RunError if all are damaged.
     """
-    found: list[str | None] = [None]
 
-    def look() -> None:
-        there = _checkpoints(run_dir)
-        for path in reversed(there):
+    def look() -> Path | None:
+        checkpoints = _checkpoints(run_dir)
+        for path in reversed(checkpoints):
             reason = _damage(path)
             if reason is None:
-                found[0] = str(path)
-                return
+                return path
             log.warning("%s: %s; continuing from the checkpoint before it", path, reason)
-        if there:
+        if checkpoints:
             raise RunError(f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to start again")
+        return None
 
-    on_main(look)
-    if world.size > 1:
-        broadcast_object_list(found)
-    return None if found[0] is None else Path(found[0])
+    return from_main(look)
 
 
 def restore_weights(path: Path, draft: nn.Module) -> None:
@@ -199,44 +160,43 @@ def restore_weights(path: Path, draft: nn.Module) -> None:
 def restore_rest(path: Path, wrapped: WrappedTrainee, layout: BatchLayout, seed: int) -> Position:
     """Restore the optimizer and the random states of a checkpoint; returns its position."""
     load_optimizer(wrapped, load_file(path / "optimizer.safetensors"))
-    position = Position(**read_json(path / "position.json", "the position of a training run"))
-    before = BatchLayout(**read_json(path / "layout.json", "the layout of a training run"))
+    state = _state(path)
+    position, before = Position(**state["position"]), BatchLayout(**state["layout"])
     rank = wrapped.world.accelerator.process_index
     if before == layout:
-        _restore_random_state(load_file(path / f"random_{rank}.safetensors"))
+        random_state = load_file(path / f"random_{rank}.safetensors")
+        torch.set_rng_state(random_state["cpu"])
+        if "cuda" in random_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_state["cuda"])
         return position
     if wrapped.world.accelerator.is_main_process:
-        log.warning("continuing a run of %s as %s: the same up to rounding", _described(before), _described(layout))
+        log.warning("continuing a run of %s as %s: the same up to rounding", before, layout)
     torch.manual_seed(row_seed(seed, f"process {rank} from step {position.step}"))
     return position
-
-
-def _described(layout: BatchLayout) -> str:
-    return f"{layout.batch_size} x {layout.accumulation} x {layout.processes} processes ({layout.sharing})"
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step_*"))
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def _seal(directory: Path) -> None:
+def _seal(directory: Path, state: dict[str, Any]) -> None:
     hashes = {path.name: sha256_file(path) for path in sorted(directory.iterdir())}
-    (directory / _FILES).write_text(json.dumps(hashes))
+    (directory / "state.json").write_text(json.dumps(state | {"files": hashes}))
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    state: dict[str, Any] = read_json(directory / "state.json", "the state of a training run")
+    return state
 
 
 def _damage(directory: Path) -> str | None:
-    """What is damaged in a directory, or None when its files are what was written."""
+    """What is damaged in a directory, or None if its files are what was written."""
     try:
-        hashes = read_json(directory / _FILES, "the list of a checkpoint's files")
-        for name, there in hashes.items():
-            if sha256_file(directory / name) != there:
+        for name, digest in _state(directory)["files"].items():
+            if sha256_file(directory / name) != digest:
                 return f"{name} is not what was written"
     except InputError:
-        return f"{_FILES} cannot be read"
+        return "state.json cannot be read"
     except OSError as error:
         return f"{Path(str(error.filename)).name} cannot be read"
     return None
@@ -244,15 +204,7 @@ def _damage(directory: Path) -> str | None:
 
 def _random_state() -> dict[str, Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def publish(
@@ -267,7 +219,7 @@ def publish(
         write(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        (directory / "draftsmith.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
         (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
@@ -276,8 +228,7 @@ def publish(
 
 def tidy(run_dir: Path, config: TrainConfig) -> None:
     """Delete what only an unfinished run needs, also what one that was killed while it published has left."""
-    shutil.rmtree(run_dir / "final", ignore_errors=True)
-    for path in run_dir.glob("best_*"):
-        shutil.rmtree(path)
+    for path in (run_dir / "final", *run_dir.glob("best_*")):
+        shutil.rmtree(path, ignore_errors=True)
     if _checkpoints(run_dir):
         _drop_old(run_dir, config)

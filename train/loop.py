@@ -213,7 +213,7 @@ def _heldout_batches(job: TrainingJob) -> Iterator[tuple[list[int], bool]]:
 
 
 def fit(job: TrainingJob, stop: StopSignal) -> Position:
-    """Train to the end, from the newest checkpoint if there is one; the best weights are then `run/best`.
+    """Train to the end, from the newest checkpoint if there is one; `checkpoint.load_best` then has the best weights.
 
     SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
     finite or memory runs out.
@@ -280,15 +280,13 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position]:
     """Wrap the trainee and load the newest checkpoint, if there is one."""
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
-    newest = checkpoint.newest(job.run_dir, job.world)
+    newest = checkpoint.newest(job.run_dir)
     if newest is not None:
         checkpoint.restore_weights(newest, draft)
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
     if newest is None:
         return wrapped, Position()
-    position = checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
-    checkpoint.restore_best(job.run_dir, position)
-    return wrapped, position
+    return wrapped, checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
 
 
 def _share_stop(job: TrainingJob, stop: StopSignal) -> None:

@@ -3,7 +3,7 @@
     objective = term { "+" term } [ "@" "adaspec" [ ":keep=" number ] ] | "tvd" "@" "e2e" [ ":depth=" number ]
     term      = [ number "*" ] name [ ":" key "=" number ]
 
-Reading a name needs no torch (so that a mistyped option is answered at once); the functions are in `train.losses`.
+Parsing needs no torch, so that a typo is answered at once; the functions are in `train.losses`.
 
 Legend: N tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from train.losses import InPlaceFn, LossFn
 
-# The losses that can be named, and what each may be given with the open interval it must lie in.
+# The losses by name, and the options of each with the open interval that they must lie in.
 LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "ce": {},
     "fkl": {},
@@ -35,9 +35,8 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "lk_alpha": {},
     "lk_hybrid": {"eta": (0.0, math.inf)},
 }
-_DEFAULT_KEEP = 0.4
-# Drafted tokens in a row that `@e2e` looks at.
-_DEFAULT_DEPTH, _DEEPEST = 4, 64
+# What may stand behind `@`: name, option, default, and the bounds of the option.
+_MASKS = {"adaspec": ("keep", 0.4, 1e-9, 1.0), "e2e": ("depth", 4.0, 1.0, 64.0)}
 # Dividing the logits by T shrinks the gradient of these by T squared (Hinton et al. 2015, section 2.1).
 _MULTIPLIED_BY_T_SQUARED = frozenset({"fkl", "rkl", "jsd"})
 
@@ -64,27 +63,26 @@ class Term:
         return self.function is not None or self.name == "ce"
 
     def loss(self, draft_NV: "Tensor", target_NV: "Tensor | None", tokens_N: "Tensor") -> "Tensor":
-        """Loss `[N]` per token, not weighted. InputError when a caller's own function does not return that."""
+        """Loss `[N]` per token, not weighted. Raise InputError if a caller's own function does not return that."""
         if self.function is None:
             from train.losses import LOSSES
 
             return LOSSES[self.name](draft_NV, target_NV, tokens_N, **dict(self.options))
         value = self.function(draft_NV, target_NV, tokens_N)
-        if getattr(value, "shape", None) != tokens_N.shape:
-            found = list(value.shape) if hasattr(value, "shape") else type(value).__name__
-            raise InputError(f"loss: {self.name} returned {found}; it must return one value per token, {len(tokens_N)}")
+        if value.shape != tokens_N.shape:
+            raise InputError(f"loss: {self.name} returned {list(value.shape)}; return one value per token")
         if draft_NV.requires_grad and not value.requires_grad:
-            raise InputError(f"loss: what {self.name} returned has no gradient; compute it from the draft's logits")
+            raise InputError(f"loss: the result of {self.name} has no gradient; compute it from the draft's logits")
         return value
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of losses; with `keep`, on the share of each sequence's tokens where the draft can gain most;
-    with `depth`, of runs of so many tokens in place of single ones (`train.end_to_end`).
+    """A weighted sum of losses.
 
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
-    square, so that the size of their gradient does not depend on it.
+    square, so that the size of their gradient does not depend on it. keep: use only this share of each sequence's
+    tokens, those where the draft can gain most. depth: use runs of this many tokens (`train.losses.draft_losses`).
     """
 
     spec: str
@@ -135,53 +133,52 @@ class Objective:
 
 
 def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
-    """Read an objective's name; InputError, one line, shows the part at fault and what would be right."""
-    _check_temperature(temperature)
+    """Parse an objective. Raise InputError, one line, that shows the part at fault and what would be right."""
     text = "".join(spec.split())
-    losses, _, mask = text.partition("@")
-    if losses.split(":")[0] == "adaspec" and not mask:
+    losses, at, mask = text.partition("@")
+    alone = losses.partition(":")[0]
+    if alone in _MASKS and not at:
         # Hu et al. (2025) select tokens for the forward KL.
-        losses, mask = "fkl", losses
-    if losses.split(":")[0] == "e2e" and not mask:
-        losses, mask = "tvd", losses
+        losses, at, mask = "fkl" if alone == "adaspec" else "tvd", "@", losses
     terms = tuple(_term(part, spec) for part in losses.split("+"))
-    if mask.split(":")[0] == "e2e":
-        if losses != "tvd":
-            raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so only tvd stands before it")
-        return Objective(text, terms, temperature, depth=_depth(mask, spec))
-    return Objective(text, terms, temperature, _keep(mask, spec) if mask or "@" in text else None)
+    if not at:
+        return Objective(text, terms, temperature)
+    name, colon, option = mask.partition(":")
+    key, _, value = option.partition("=")
+    if name not in _MASKS or (colon and key != _MASKS[name][0]):
+        raise InputError(f"objective: {spec!r}: behind '@' stands adaspec:keep=0.4 or e2e:depth=4, not '{mask}'")
+    _, default, least, most = _MASKS[name]
+    number = _number(value, key, spec) if colon else default
+    if not least <= number <= most or (name == "e2e" and number != int(number)):
+        kind = "a whole number from 1 to 64" if name == "e2e" else "above 0 and at most 1"
+        raise InputError(f"objective: {spec!r}: {key} must be {kind}, not {number:g}")
+    if name == "adaspec":
+        return Objective(text, terms, temperature, keep=number)
+    if losses != "tvd":
+        raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so only tvd stands before it")
+    return Objective(text, terms, temperature, depth=int(number))
 
 
 def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
-    """An objective of a loss of one's own: any callable `(draft_NV, target_NV, tokens_N) -> loss_N`.
+    """Make an objective of your own loss: any callable `(draft_NV, target_NV, tokens_N) -> loss_N`.
 
     It gets the logits of draft and target `[N, V]` divided by `temperature`, and the tokens of the data `[N]`; it
     returns a differentiable value per token and must not depend on which tokens share a call. The target's logits are
-    None where there is no target; a loss that does without one has the attribute `needs_target = False`. Where the
-    target cannot give a token, or a stored row has no tail, a logit is minus infinity.
+    None if there is no target; a loss that needs none has the attribute `needs_target = False`. A logit is minus
+    infinity if the target cannot give a token, or if a stored row has no tail.
     """
-    _check_temperature(temperature)
-    if not callable(loss):
-        raise InputError(f"loss: {loss!r} cannot be called; give a function of (draft_NV, target_NV, tokens_N)")
     module = getattr(loss, "__module__", None) or "__main__"
     name = f"custom:{module}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
     return Objective(name, (Term(1.0, name, function=loss),), temperature)
 
 
 def loss_digest(loss: Callable[..., Any]) -> str | None:
-    """sha256 of the source text of a loss of one's own, so that a run does not continue with another; None where Python
-    does not find that text, as for functions that were compiled, typed into an interpreter or executed from a string.
-    """
+    """sha256 of the source of your own loss, so that a run continues only with the same; None without source."""
     try:
         source = inspect.getsource(loss if hasattr(loss, "__qualname__") else type(loss))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return None
     return hashlib.sha256(source.encode()).hexdigest()
-
-
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise InputError(f"temperature: {temperature} must be above 0")
 
 
 def _number(text: str, what: str, spec: str) -> float:
@@ -191,32 +188,8 @@ def _number(text: str, what: str, spec: str) -> float:
         raise InputError(f"objective: {spec!r}: {what} '{text}' is not a number") from None
 
 
-def _keep(mask: str, spec: str) -> float:
-    name, colon, option = mask.partition(":")
-    key, _, value = option.partition("=")
-    if name != "adaspec" or (colon and key != "keep"):
-        raise InputError(
-            f"objective: {spec!r}: after '@' stands adaspec or adaspec:keep=0.4, or e2e or e2e:depth=4, not '{mask}'"
-        )
-    keep = _number(value, "keep", spec) if colon else _DEFAULT_KEEP
-    if not 0 < keep <= 1:
-        raise InputError(f"objective: {spec!r}: keep must be above 0 and at most 1, not {keep:g}")
-    return keep
-
-
-def _depth(mask: str, spec: str) -> int:
-    _, colon, option = mask.partition(":")
-    key, _, value = option.partition("=")
-    if colon and key != "depth":
-        raise InputError(f"objective: {spec!r}: e2e has the option depth, such as e2e:depth=4, not '{option}'")
-    depth = _number(value, "depth", spec) if colon else _DEFAULT_DEPTH
-    if not 1 <= depth <= _DEEPEST or depth != int(depth):
-        raise InputError(f"objective: {spec!r}: depth must be a whole number from 1 to {_DEEPEST}, not {depth:g}")
-    return int(depth)
-
-
 def _suggestion(name: str) -> str:
-    """How a name that is no loss was probably meant to be written; empty when that cannot be told."""
+    """How a name that is no loss was probably meant; empty if that is unknown."""
     loss, equals, value = name.partition("=")
     if equals and LOSS_OPTIONS.get(loss):
         return f" (write {loss}:{next(iter(LOSS_OPTIONS[loss]))}={value})"
@@ -239,14 +212,10 @@ def _term(part: str, spec: str) -> Term:
     if not colon:
         return Term(weight, name)
     key, _, value_text = option.partition("=")
-    limits = LOSS_OPTIONS[name].get(key)
-    if limits is None:
+    if key not in LOSS_OPTIONS[name]:
         known = ", ".join(LOSS_OPTIONS[name]) or "none"
         raise InputError(f"objective: {spec!r}: {name} has no option '{key}'; it has {known}")
-    value = _number(value_text, key, spec)
-    if not limits[0] < value < limits[1]:
-        hint = "; use fkl or rkl for its limits" if name == "jsd" else ""
-        raise InputError(
-            f"objective: {spec!r}: {key} must lie between {limits[0]:g} and {limits[1]:g}, not {value:g}{hint}"
-        )
+    value, (low, high) = _number(value_text, key, spec), LOSS_OPTIONS[name][key]
+    if not low < value < high:
+        raise InputError(f"objective: {spec!r}: {key} must lie between {low:g} and {high:g}, not {value:g}")
     return Term(weight, name, ((key, value),))

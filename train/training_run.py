@@ -210,10 +210,10 @@ def _publish(job: TrainingJob, position: checkpoint.Position, command: str) -> d
     }
 
     def write() -> None:
-        # The trained draft may be sharded over processes; its best weights are whole in `run/best`.
+        # The trained draft may be sharded over processes; its best weights are whole on disk.
         best = draft_setup.build(config, job.frozen.get("target"), training)
         adapted = draft_setup.attach_lora(best, config.lora) if config.lora.rank else None
-        draft_setup.load_state(best, checkpoint.load_best(job.run_dir))
+        draft_setup.load_state(best, checkpoint.load_best(job.run_dir, position.best_step))
         if adapted is not None:
             best = draft_setup.merge_lora(adapted, out / "adapter")
         record["fingerprint"] = draft_fingerprint(best)
