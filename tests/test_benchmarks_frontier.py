@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import frontier, objectives_data
 from benchmarks.frontier import EnoughError, Options, Sets, run
-from benchmarks.frontier_tables import area, document_of, met, tables, write_pictures
+from benchmarks.frontier_tables import area, document_of, tables, write_pictures
 from benchmarks.frontier_tables import frontier as hull_of
 from eval.bootstrap import PromptSums
 from tests.test_benchmarks_objectives import noted, tiny_pair
@@ -68,10 +68,6 @@ def test_in_pieces_is_as_at_once_and_nothing_is_trained_twice(options: Options, 
     assert kept["rows"].keys() == SETTINGS.keys() | merged
     assert {row["seeds"] for row in kept["rows"].values()} == {2}
     assert len(kept["points"]) == 2 + 2 * 3 + 3 * (1 + 3) + 1
-    # What is half-way is between the two in weights, and named by how far it is.
-    assert {point["setting"] for point in kept["points"] if point["method"] == "replay + interpolation"} == {
-        f"share 0.5, {weight} of the way" for weight in (0.25, 0.5, 0.75)
-    }
     bench = frontier.prepare(options)
     config = frontier.config_of(bench, "anchor kl", "weight 1", rate, 1)
     assert (config.optim.lr, config.anchor_kl, config.steps, config.seed) == (2 * rate, 1.0, 4, 1)
@@ -111,27 +107,12 @@ def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported() -> None:
     assert kept["met"] and not plain["met"]
 
 
-@pytest.mark.parametrize(
-    ("share", "change", "expected"),
-    [
-        (0.95, {"value": -0.02, "low": -0.05, "high": 0.001}, True),
-        (0.95, {"value": -0.02, "low": -0.03, "high": -0.01}, False),
-        (0.95, {"value": -0.01, "low": -0.03, "high": -0.005}, True),
-        (0.85, {"value": 0.02, "low": 0.01, "high": 0.03}, False),
-    ],
-)
-def test_the_bars(share: float, change: dict[str, float], expected: bool) -> None:
-    assert met({"share": {"value": share}, "ood": {"change": change}}, -0.1) is expected
-
-
 def test_the_area_under_a_frontier() -> None:
     # The whole gain at no loss is the whole rectangle; the plain method's straight line has half of it.
     assert area([(0.1, 0.0)], 0.1, -0.2) == pytest.approx(1, abs=1e-3)
     assert area([(0.1, -0.2)], 0.1, -0.2) == pytest.approx(0.5, abs=1e-3)
     # Half the gain at no loss, and nothing beyond.
     assert area([(0.05, 0.0)], 0.1, -0.2) == pytest.approx(0.5, abs=1e-3)
-    # What surpasses the base counts for more, also below its own gain.
-    assert area([(0.1, 0.2)], 0.1, -0.2) == pytest.approx(2, abs=1e-3)
     # A point below the line between two others adds nothing, one above it does.
     two = [(0.05, 0.0), (0.1, -0.2)]
     assert area([*two, (0.075, -0.15)], 0.1, -0.2) == area(two, 0.1, -0.2) == pytest.approx(0.75, abs=1e-3)
