@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith_core.memory import peak_memory, reset_peak_memory
+from draftsmith_core.models import peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from benchmarks.methods import Pair, build, decoder
 from decode import SpeculativeDecoder
 from drafts.heads.eagle3 import Eagle3Head
 from draftsmith.demo import corpus
-from draftsmith_core.packages import is_installed
+from draftsmith_core.errors import is_installed
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import encode_text, load_tokenizer
 from train.batch import Batch

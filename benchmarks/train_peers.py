@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from draftsmith_core.packages import is_installed
+from draftsmith_core.errors import is_installed
 from draftsmith_core.tokenization import load_tokenizer
 
 # TRL's name for a divergence is the beta of its generalised Jensen-Shannon divergence.

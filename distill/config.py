@@ -23,7 +23,7 @@ from draftsmith_core.options import (
     Text,
     options,
 )
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling
 
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 

@@ -23,7 +23,6 @@ from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
 from distill.parts import SCHEMA, TEACHER, check_digest, write_part
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import hash_json, read_json, sha256_file
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import (
     check_tokenizer,
     context_length,
@@ -38,6 +37,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
 from draftsmith_core.prompts import answered, content_id
 from draftsmith_core.runs import Run, command_line
+from draftsmith_core.settings import loading
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer, vocabulary_sample
 

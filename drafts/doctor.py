@@ -20,9 +20,9 @@ from drafts.load import first_difference
 from drafts.rules import Model, Pair, first_broken
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import check_source, why_not
 from draftsmith_core.io import read_json
 from draftsmith_core.models import text_config
-from draftsmith_core.sources import check_source, why_not
 from draftsmith_core.tokenization import find_tokenizer
 
 DRAFT_TOKENS = 4

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import cached
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sources import cached
 
 FILE = "draft_vocabulary.safetensors"
 _BUFFER = "target_ids_D"

@@ -16,8 +16,11 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.processes import Terminated, is_main  # noqa: E402
-from draftsmith_core.threads import settle_threads  # noqa: E402
+from draftsmith_core.processes import (  # noqa: E402
+    Terminated,
+    is_main,
+    settle_threads,  # noqa: E402
+)
 
 
 def usage() -> str:

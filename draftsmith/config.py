@@ -7,7 +7,6 @@ from typing import Literal
 from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import check_apart, check_replaceable
-from draftsmith_core.model_options import Quantize
 from draftsmith_core.options import (
     AtLeast1,
     ChatModelOptions,
@@ -24,6 +23,7 @@ from draftsmith_core.options import (
     Text,
     options,
 )
+from draftsmith_core.settings import Quantize
 
 # What decodes is part of a run's identity by its content (`Decoding.identity`), not by its name.
 Named = NotIdentity[str | None]

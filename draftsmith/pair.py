@@ -20,12 +20,10 @@ from draftsmith.datastore import read_documents
 from draftsmith.drafting import DraftingMethod, choose_method
 from draftsmith.outputs import Output
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling
-from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Quantize, Sampling, resolve_sampling
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
 
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.

@@ -26,12 +26,12 @@ from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_writable, write_json_atomic, writing
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling, acceptance, probs
+from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.acceptance import Continuation
 from eval.estimate import alpha_sums

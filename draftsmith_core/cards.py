@@ -147,7 +147,7 @@ def licence_of(name: str) -> str | None:
     directory = Path(name)
     card = directory / "README.md"
     if not directory.is_dir():
-        from draftsmith_core.sources import hub_has_address
+        from draftsmith_core.hub import hub_has_address
 
         try:
             card = Path(hf_hub_download(name, "README.md", local_files_only=not hub_has_address()))

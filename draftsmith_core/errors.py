@@ -1,9 +1,10 @@
-"""The errors that draftsmith raises on purpose. All of them are a `DraftsmithError`.
+"""The errors that draftsmith raises on purpose, and the one message for an optional package that is missing.
 
 `InputError` and `RunError` are also a `ValueError` and a `RuntimeError`, so code that catches those catches them.
 """
 
 import difflib
+import importlib.util
 from collections.abc import Collection, Sequence
 
 
@@ -44,3 +45,34 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
     """What to say of an unknown word: the known one that it resembles, or `otherwise` and all of them."""
     near = difflib.get_close_matches(word, known, 1)
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
+
+
+# Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
+EXTRAS = {
+    "bitsandbytes": "bnb",
+    "deepspeed": "deepspeed",
+    "gguf": "gguf",
+    "httpx": "serve",
+    "peft": "peft",
+    "ray": "ray",
+    "tensorboard": "tensorboard",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not imported for that."""
+    return importlib.util.find_spec(package) is not None
+
+
+def require_package(package: str, asked_by: str, instead: str = "") -> None:
+    """InputError unless `package` is installed: one line that begins with `asked_by` and names the extra.
+
+    asked_by: the option or file that needs it, such as "--quantize nf4". instead: what to do without it, if anything.
+    """
+    if not is_installed(package):
+        extra = EXTRAS.get(package)
+        install = f"'draftsmith[{extra}]'" if extra else package
+        more = f", or {instead}" if instead else ""
+        raise InputError(f"{asked_by}: needs {package}, which is not installed; pip install {install}{more}")

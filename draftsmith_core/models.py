@@ -1,23 +1,26 @@
-"""Causal language models: load them, tell them apart by their weights, and check that a draft fits its target."""
+"""Causal language models: load them, tell them apart by their weights, check them, and measure memory."""
 
+import contextlib
 import hashlib
 import importlib
 import logging
 import math
 import os
+import resource
+import sys
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from draftsmith_core.errors import InputError, first_line
+from draftsmith_core.errors import InputError, first_line, require_package
+from draftsmith_core.hub import announce_remote_code, check_source, quiet, why_not
 from draftsmith_core.io import canonical_json
-from draftsmith_core.model_options import Quantize as Quantize
-from draftsmith_core.packages import require_package
-from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
+from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -279,3 +282,28 @@ def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> 
             f"{name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "
             f"{len(tokenizer)}; use the tokenizer that the model was trained with"
         )
+
+
+MemoryKind = Literal["cuda", "process_rss"]
+
+
+def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
+    """The most bytes held at once since the process began or `reset_peak_memory`, and what they were measured of.
+
+    "cuda": PyTorch's tensors on that device. "process_rss": resident memory of the process, for any other device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "cuda"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, "process_rss"  # macOS counts bytes, Linux KiB
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Count the peak from what is held now. Outside Linux the peak of a process cannot be reset and stays."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # no /proc (macOS), or one that is mounted read-only (some containers)
+            Path("/proc/self/clear_refs").write_text("5")

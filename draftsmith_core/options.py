@@ -47,7 +47,7 @@ from pydantic_core import ArgsKwargs, core_schema
 from typing_extensions import TypedDict
 
 from draftsmith_core.errors import InputError, one_line
-from draftsmith_core.sampling_options import MIN_TEMPERATURE
+from draftsmith_core.settings import MIN_TEMPERATURE
 
 C = TypeVar("C")
 T = TypeVar("T")

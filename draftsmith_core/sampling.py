@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith_core.sampling_options import Sampling as Sampling
+from draftsmith_core.settings import Sampling as Sampling
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:

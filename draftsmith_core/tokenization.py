@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sources import announce_remote_code, check_source, quiet, why_not
+from draftsmith_core.hub import announce_remote_code, check_source, quiet, why_not
 
 log = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core.errors import InputError, one_line
+from draftsmith_core.errors import InputError, one_line, require_package
 from draftsmith_core.io import hash_json
-from draftsmith_core.packages import require_package
 from draftsmith_core.processes import launched, on_main
 
 if TYPE_CHECKING:

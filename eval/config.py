@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftsmith_core.io import check_replaceable, check_writable
-from draftsmith_core.model_options import Quantize
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
@@ -22,6 +21,7 @@ from draftsmith_core.options import (
     Temperature,
     options,
 )
+from draftsmith_core.settings import Quantize
 
 Named = Annotated[list[str], Field(min_length=1)]
 

@@ -12,13 +12,11 @@ from decode import take_over
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import remove_leftovers, write_json_atomic
-from draftsmith_core.memory import reset_peak_memory
-from draftsmith_core.model_options import loading
-from draftsmith_core.models import context_length, resolve_device
+from draftsmith_core.models import context_length, reset_peak_memory, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
 from eval import measure, remarks, rows

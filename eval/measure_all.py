@@ -11,7 +11,7 @@ from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import from_main
 from draftsmith_core.progress import Advance, no_advance, progress
 from draftsmith_core.runs import Run
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling
 from eval import measure
 from eval.acceptance import Continuation
 from eval.config import EvalConfig

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from drafts.load import Draft, draft_fingerprint, kind_of
-from draftsmith_core.memory import peak_memory
 from draftsmith_core.models import (
     context_length,
     dtype_name,
     memory_bytes,
     parameter_count,
+    peak_memory,
     quantization,
     vocabulary_size,
 )

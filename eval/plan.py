@@ -27,15 +27,14 @@ from decode.tree_spec import kary
 from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling, sampling_options
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.processes import say
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import PromptSums, estimate, quotient, ratio_signs, resamples

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode import Tree
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling
 from eval.acceptance import Trace
 from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
 from eval.request import Method

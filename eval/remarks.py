@@ -12,10 +12,10 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.model_options import Quantize
 from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
+from draftsmith_core.settings import Quantize
 from eval.config import EvalConfig
 from eval.schema import Conditions, ModelRow, Remark
 from eval.suites import Suite

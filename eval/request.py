@@ -9,8 +9,8 @@ from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.processes import launched
-from draftsmith_core.sampling_options import Sampling
-from draftsmith_core.suites import load_suite, suite_name
+from draftsmith_core.prompt_rows import load_suite, suite_name
+from draftsmith_core.settings import Sampling
 from eval.config import EvalConfig
 from eval.require import Requirement
 

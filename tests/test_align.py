@@ -13,9 +13,8 @@ import draftsmith as ds
 from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.prompts import check_unchanged, hold_out
-from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.prompts import read_prompts
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from tests.results_made_up import timeless as timeless_results
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import draftsmith as ds
-from draftsmith_core.packages import is_installed
+from draftsmith_core.errors import is_installed
 from tests.test_align import SMALL
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -8,8 +8,7 @@ import pytest
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import ignored_keys, resolve_sampling
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling, ignored_keys, resolve_sampling
 
 
 def target(**keys: Any) -> PreTrainedModel:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith_core.errors import DraftsmithError, InputError, RunError
-from draftsmith_core.memory import peak_memory, reset_peak_memory
-from draftsmith_core.packages import EXTRAS, is_installed, require_package
+from draftsmith_core.errors import EXTRAS, DraftsmithError, InputError, RunError, is_installed, require_package
+from draftsmith_core.models import peak_memory, reset_peak_memory
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith_core import sources
+from draftsmith_core import hub
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
@@ -217,5 +217,5 @@ def test_code_from_the_hub_is_named_with_its_commit(tmp_path: Path, monkeypatch:
         assert name == ("other/code" if file.endswith(".py") else "owner/name")
         return str(snapshot / file) if (snapshot / file).exists() else None
 
-    monkeypatch.setattr(sources, "cached_file", cached_file)
-    assert sources.remote_files("owner/name") == {"other/code: modeling_theirs.py": f"commit {commit}"}
+    monkeypatch.setattr(hub, "cached_file", cached_file)
+    assert hub.remote_files("owner/name") == {"other/code: modeling_theirs.py": f"commit {commit}"}

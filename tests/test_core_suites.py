@@ -8,8 +8,7 @@ import pytest
 
 from draftsmith_core import prompt_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.suites import load_suite, suite_names
+from draftsmith_core.prompt_rows import iterate_rows, load_suite, suite_names
 from eval.config import EvalConfig
 from eval.request import check
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.threads import settle_threads
+from draftsmith_core.processes import settle_threads
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 

@@ -193,7 +193,7 @@ def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompt
 def test_without_vllm_it_says_how_to_install_it(
     target_dir: str, prompts_file: str, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith_core.packages.is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr("draftsmith_core.errors.is_installed", lambda package: package != "vllm")
     code, _, err = door(
         *f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine vllm".split()
     )

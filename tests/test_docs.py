@@ -21,7 +21,7 @@ import pytest
 import draftsmith as ds
 from draftsmith.__main__ import main
 from draftsmith.cli.method_table import markdown
-from draftsmith_core.suites import suite_names
+from draftsmith_core.prompt_rows import suite_names
 from train.losses import LOSSES
 from train.trainees import TRAINEES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.packages import EXTRAS
+from draftsmith_core.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

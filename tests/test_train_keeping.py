@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftsmith_core.errors import is_installed
 from draftsmith_core.models import load_model
-from draftsmith_core.packages import is_installed
 from tests import train_laws
 from tests.train_laws import Words, words_of
 from train.batch import IGNORE

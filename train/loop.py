@@ -21,8 +21,7 @@ from decode.defaults import CHAIN
 from decode.stats import independent_tau
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic, writing
-from draftsmith_core.memory import peak_memory
-from draftsmith_core.models import memory_bytes
+from draftsmith_core.models import memory_bytes, peak_memory
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from draftsmith_core.tokenization import Tokenizer

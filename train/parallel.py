@@ -20,9 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from draftsmith_core.errors import RunError, one_line
+from draftsmith_core.errors import RunError, one_line, require_package
 from draftsmith_core.models import resolve_device
-from draftsmith_core.packages import require_package
 from draftsmith_core.processes import (
     check_process_count,
     interruptible,

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from transformers import GenerationConfig
 
 from distill.config import DistillConfig
-from draftsmith_core.generation_defaults import Configured, ResolvedSampling, resolve_sampling, sampling_options
+from draftsmith_core.errors import require_package
 from draftsmith_core.models import end_tokens
-from draftsmith_core.packages import require_package
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Configured, ResolvedSampling, Sampling, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer
 
 

@@ -12,9 +12,9 @@ from distill.score import score
 from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_tree_file
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.sampling import generator
+from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer
 
 # Tokens of each row that are decoded to measure whether a draft pays.

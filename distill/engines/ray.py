@@ -21,8 +21,8 @@ from ray.util import ActorPool
 from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.generation_defaults import ResolvedSampling
 from draftsmith_core.processes import require_single_process
+from draftsmith_core.settings import ResolvedSampling
 from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per group before it is taken for the reason of its worker's death, and restarts per worker.

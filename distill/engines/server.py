@@ -22,7 +22,7 @@ import httpx
 
 from distill.engines import Answer, AnswerRequest, at_temperature
 from draftsmith_core.errors import InputError
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0

@@ -15,10 +15,9 @@ from drafts.heads.medusa import MedusaHeads
 from drafts.layouts.files import read_tensors, write_tensors
 from drafts.layouts.table import HeadFiles, layout_of, may_be_head, renamed
 from draftsmith_core.errors import InputError, first_line
-from draftsmith_core.hub import is_hub_name
+from draftsmith_core.hub import cached, is_hub_name, snapshot
 from draftsmith_core.io import atomic_dir, read_json
 from draftsmith_core.runs import read_record
-from draftsmith_core.sources import cached, snapshot
 
 Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith_core.errors import InputError, first_line
+from draftsmith_core.hub import lfs_pointer
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.sources import lfs_pointer
 
 # Frequencies that older versions of transformers saved; they follow from the config.
 _COMPUTED = "rotary_emb.inv_freq"

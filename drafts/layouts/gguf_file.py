@@ -12,9 +12,8 @@ from drafts.layouts import gguf_vocabulary
 from drafts.layouts.source import Proof, Source, probe_ids
 from drafts.layouts.table import inverted, renamed
 from drafts.neighbours import complete, llama_server, program
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, require_package
 from draftsmith_core.models import text_config, vocabulary_size
-from draftsmith_core.packages import require_package
 
 FILE = "model.gguf"
 # transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring dimensions).

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import ResolvedSampling
+from draftsmith_core.settings import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.

@@ -23,11 +23,10 @@ from drafts.load import LoadedPair, load_draft, load_pair
 from drafts.merge import merge, merge_states
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import dtype_name
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import Run
-from draftsmith_core.sampling_options import Sampling
+from draftsmith_core.settings import Sampling, loading
 from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, difference, estimate, resamples

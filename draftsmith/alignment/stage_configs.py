@@ -7,9 +7,9 @@ from distill.config import DistillConfig
 from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.model_options import loading
 from draftsmith_core.options import from_values
 from draftsmith_core.processes import launched
+from draftsmith_core.settings import loading
 from eval.config import EvalConfig
 from eval.request import NAME
 from train.config import TrainConfig

@@ -26,16 +26,15 @@ from draftsmith.config import InitConfig
 from draftsmith.starting import init
 from draftsmith_core.cards import add_results
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import resolve_sampling
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.model_options import loading
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
 from draftsmith_core.options import check_file, from_values
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.runs import Run, difference
+from draftsmith_core.settings import loading, resolve_sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
 from eval.request import check

@@ -293,8 +293,8 @@ def print_completion(argv: list[str]) -> None:
         raise InputError(f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"')
     import argparse
 
+    from draftsmith_core.errors import require_package
     from draftsmith_core.options import parser
-    from draftsmith_core.packages import require_package
 
     require_package("shtab", "--print_shtab")
     import shtab

@@ -16,16 +16,15 @@ from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.outputs import Output
 from draftsmith.pair import Decoding, Pair, Settings, load_pair
 from draftsmith_core.errors import InputError
-from draftsmith_core.generation_defaults import ResolvedSampling, resolve_sampling, sampling_options
+from draftsmith_core.hub import check_source
 from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
-from draftsmith_core.memory import peak_memory
-from draftsmith_core.model_options import loading
+from draftsmith_core.models import peak_memory
 from draftsmith_core.options import identity
 from draftsmith_core.processes import say, terminable
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.runs import hold, keeping
-from draftsmith_core.sources import check_source
+from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 
 

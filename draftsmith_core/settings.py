@@ -1,16 +1,63 @@
-"""The sampling that a target asks for in its generation_config.json, for options that the user leaves open.
+"""How tokens are sampled and models are loaded, without torch, so that options are checked before anything loads.
 
-As in transformers' `generate` and vLLM, what the user gives goes before the file, key by key. Keys of the file that
-change what `generate` gives and that draftsmith does not follow are named in one warning.
+What the user leaves open comes from the target's generation_config.json, key by key, as in transformers' `generate` and
+vLLM. Keys of that file that change outputs and are not followed here are named in one warning.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.sampling_options import Sampling
+
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution to draw tokens from: temperature, then top-k, top-p and min-p. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: {self.temperature} is not a finite number >= 0")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            # Logits divided by less can leave the range of fp32 and give NaN.
+            raise ValueError(f"temperature: {self.temperature} is below {MIN_TEMPERATURE}; use 0 for greedy")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: {self.top_k} is negative; use 0 to keep the whole vocabulary")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} is not in (0, 1]; use 1 to keep everything")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: {self.min_p} is not in [0, 1]; use 0 to keep everything")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the distribution is a point mass on the most probable token."""
+        return self.temperature == 0
+
+
+Quantize = Literal["none", "nf4"]
+
+
+class LoadingOptions(TypedDict):
+    """Where and in what dtype a model is loaded, and whether code that comes with it may run."""
+
+    device: str
+    dtype: str
+    trust_remote_code: bool
+
+
+def loading(config: Any) -> LoadingOptions:
+    """Of the options of a command, those that `load_model` and `load_pair` take."""
+    return {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+
 
 log = logging.getLogger(__name__)
 
