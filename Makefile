@@ -1,24 +1,24 @@
-# make demo | make test | make test-all | make check | make docs | make install | make dist | make engines.  Needs Python >= 3.11, make and a C compiler.
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take the CPU build of torch where the default would be CUDA's.
+# make demo | test | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip install the CPU build of torch if the default is CUDA's.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 2
 
-# pip writes into every script the path of the environment that it belongs to. After `cp -r` or `mv` of a clone the scripts
-# still run the other clone: MOVED_FROM is that path then, else empty.
+# Scripts that pip installs contain the path of their environment. After `cp -r` or `mv` of a clone they still run the old
+# one: MOVED_FROM is its path then, else empty.
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser engines demo test test-slow test-all check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser engines demo test test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("draftsmith needs Python >= 3.11, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	@$(if $(MOVED_FROM),echo "$(VENV) was made as $(MOVED_FROM) and does not work here; making it anew"; rm -rf $(VENV))
+	@$(if $(MOVED_FROM),echo "$(VENV) was made as $(MOVED_FROM); recreating it"; rm -rf $(VENV))
 	@echo "installing the pinned set into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
@@ -35,13 +35,13 @@ demo: install
 pair: install
 	@$(BIN)/draftsmith demo --rebuild_pair out/pair
 
-# Tests of the report open a browser when there is one. Under CI one is installed when that is possible.
+# Tests of the report skip without a browser. CI installs one if it can.
 browser:
 	@if [ -n "$$CI" ] && ! command -v chromium >/dev/null 2>&1 && command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ]; then \
 	  echo "installing chromium"; (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 || echo "chromium could not be installed; its tests will skip"; fi
 
-# Other engines that drafts are tried in, each in an environment of its own, because they need other versions of our
-# libraries. Tests of an engine that is not there skip. llama.cpp is built from source: about ten minutes of processor.
+# Other engines that exports are tested in. Each has its own environment, because they need other versions of our
+# libraries. Tests skip an engine that is not installed. Building llama.cpp takes about ten minutes of processor time.
 ENGINES := .engines
 OPENVINO := openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
 ONNX := onnxruntime-genai==0.18.0 onnx==1.23.2 onnx-ir==1.1.0
@@ -50,7 +50,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 engines: $(ENGINES)/openvino/installed $(ENGINES)/speculators/installed $(ENGINES)/llama/llama-server
 
-# What optimum and speculators bring beside torch is not needed, and made for another build of it.
+# torchvision and torchaudio come with optimum and speculators, are not needed, and do not fit this build of torch.
 $(ENGINES)/openvino/installed:
 	@echo "installing OpenVINO GenAI and onnxruntime-genai into $(@D)"
 	@$(PYTHON) -m venv $(@D)
@@ -78,20 +78,22 @@ $(ENGINES)/llama/llama-server:
 	   nice cmake --build out --target llama-server -j $(JOBS)) > build.log 2>&1 || { tail -5 build.log; exit 1; }
 	@cp $(@D)/build/out/bin/llama-server $@ && rm -rf $(@D)/build
 
-# One thread per test process: tiny models gain nothing from more, and the processes do not compete for the cores.
+# One thread per test process: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 
-# Everything but what is marked slow: minutes.
-test: install-test browser
-	@$(PYTEST) -q -m "not slow" tests
+# The fast tests.
+test: install-test
+	@$(PYTEST) -q -m "not slow and not engines" tests
 
-# Launches of several processes, runs killed at many points, exhaustive combinations, the installed wheel.
-test-slow: install-test browser
-	@$(PYTEST) -v -m slow tests
+# Several processes, kills, exhaustive combinations.
+test-slow: install-test
+	@$(PYTEST) -q -m slow tests
 
-test-all: test test-slow
+# Exports in the engines that `make engines` installed, the wheel in an empty environment, the report in a browser.
+test-engines: install-test browser
+	@$(PYTEST) -q -m engines tests
 
-# The site, from docs/ and the code, into out/site; a broken link or a page that no menu has is an error. No network.
+# Build the site into out/site, offline. A broken link or a page without a menu entry is an error.
 docs: install-test
 	@$(BIN)/mkdocs build --strict --quiet && echo "documentation: out/site/index.html"
 

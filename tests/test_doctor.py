@@ -191,7 +191,7 @@ def target_as(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return cache(lambda form: exported(TARGET, form, tmp_path_factory.mktemp(form) / "target"))
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @some(*VARIANTS)
 def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
     server = there("llama-server")
@@ -220,14 +220,14 @@ def runs(script: str, *words: Path) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @some("same", "padded by 64", "another token")
 def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
     models = openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")
     assert runs("openvino_generate.py", *models) == verdicts(TARGET, draft)["openvino"]["loads"]
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @some("same", "padded by 64", "small heads")
 def test_onnxruntime_genai_says_the_same(
     draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]

@@ -371,6 +371,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.engines
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("name", ["small", "large", "viewer"])
 @pytest.mark.parametrize("width", [390, 1280])
@@ -388,6 +389,7 @@ def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: s
     assert "hip" in heading or "decided" in heading
 
 
+@pytest.mark.engines
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_token_that_is_focused_shows_the_drafts_candidates(pages: Path, tmp_path: Path) -> None:
     """One text is one stop of the tab key, whose arrow keys the browser brings (a group of radio buttons)."""

@@ -45,7 +45,7 @@ TEXTS = [
 ]
 AHEAD, TOKENS = 4, 40
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engines
 
 
 def engine(name: str) -> Path:

@@ -47,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
@@ -60,7 +60,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Pa
     assert any(name.endswith("linear.c") for name in found)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_sdist_holds_the_repository(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         found = {name.partition("/")[2] for name in sdist.getnames()}
@@ -90,7 +90,7 @@ def elsewhere(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: Path) -> None:
     version = PROJECT["project"]["version"]
     assert version in run(installed / "draftsmith", "--version", cwd=elsewhere)
@@ -103,7 +103,7 @@ def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: P
     assert len(files) == len(PACKAGES)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
