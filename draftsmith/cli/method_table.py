@@ -49,16 +49,15 @@ def _notes() -> list[str]:
 def terminal(columns: int = 100) -> str:
     """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100 are used)."""
     width = min(max(columns, 80), 100)
-    indent = " " * 18
+    indent = " " * 20
     lines = []
     for option, rows in method_rows().items():
         lines += [option]
         for row in rows:
-            lossy = "" if row.lossless != "NO" else " (NOT LOSSLESS)"
             trees = row.trees if option == "--tree" else f"trees: {row.trees}"
-            text = f"{row.what}{lossy}; {trees}; {row.paper}"
+            text = f"{row.what}; {trees}; {row.paper}"
             lines += textwrap.wrap(
-                text, width, initial_indent=f"  {row.name:16}", subsequent_indent=indent, break_on_hyphens=False
+                text, width, initial_indent=f"  {row.name:18}", subsequent_indent=indent, break_on_hyphens=False
             )
     for note in _notes():
         lines += ["", *textwrap.wrap(note, width)]
