@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import distill.engines.openai as openai
+from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.serving import EOS, Server, answer_of, serving, wait_until
+from tests.test_docs import ROOT, commands, run_apart
 
 Door = Callable[..., tuple[int, str, str]]
 Serve = Callable[..., Server]
@@ -281,3 +283,54 @@ def test_concurrency_is_bounded(words: list[str], door: Door, serve: Serve) -> N
     server.misbehave = lambda number: wait_until(lambda: server.most_active >= 3) if number >= 8 else None
     assert door(*words, server.url, "--concurrency", 3)[0] == 0
     assert server.most_active == 3
+
+
+@pytest.mark.engines
+def test_llama_server_draws_what_this_process_draws(tmp_path: Path, door: Door) -> None:
+    """Law 11: greedy answers of the demo's target on a real server are those of this process."""
+    server = program("llama-server")
+    if server is None:
+        pytest.skip(f"llama-server is not installed: {how_to_get('llama-server')}")
+    target = ROOT / "draftsmith" / "demo" / "pair" / "target"
+    out = tmp_path / "target.gguf"
+    assert door("export", "--draft", target, "--format", "gguf", "--out", out, "--dtype", "float32")[0] == 0
+    gguf = next(out.rglob("*.gguf")) if out.is_dir() else out
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"If the lock {number} is not"}) + "\n" for number in range(24)))
+    words = ["distill", "--target", target, "--prompts", source, "--max_new_tokens", 24, "--temperature", 0]
+    with llama_server(server, ["-m", str(gguf), "-t", "1", "-c", "2048", "-np", "4"]) as port:
+        served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1", "--concurrency", 4]
+        code, _, err = door(*words, *served, "--out", tmp_path / "served")
+        assert code == 0, err
+    assert door(*words, "--out", tmp_path / "local", "--device", "cpu")[0] == 0
+    for theirs, ours in zip(rows_of(tmp_path / "served"), rows_of(tmp_path / "local"), strict=True):
+        assert (theirs["response_ids"], theirs["finish_reason"]) == (ours["response_ids"], ours["finish_reason"])
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_data_work_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door
+) -> None:
+    """Two servers of this test stand in for the page's."""
+    monkeypatch.chdir(tmp_path)
+    Path("out/demo/prompts").mkdir(parents=True)
+    Path("out/demo/pair").symlink_to(ROOT / "draftsmith/demo/pair")
+    text = "If the file {} is not found, an error is raised and the caller must decide what to do. "
+    rows = [json.dumps({"id": f"row {i}", "text": text.format(i) * 4}) for i in range(24)]
+    Path("out/demo/prompts/prose.train.jsonl").write_text("\n".join(rows) + "\n")
+    Path("out/demo/prompts/prose.jsonl").write_text(json.dumps({"text": "Another text altogether. " * 16}) + "\n")
+    tokenizer = load_tokenizer("out/demo/pair/target")
+    with serving("vllm", tokenizer) as one, serving("llama.cpp", tokenizer) as other:
+        for line in commands((ROOT / "docs" / "data.md").read_text(encoding="utf-8")):
+            line = line.replace("http://localhost:8000/v1", one.url).replace("http://localhost:8001/v1", other.url)
+            if line.startswith("draftsmith "):
+                code, _, err = door(*line.split()[1:])
+            else:
+                code, err = run_apart(line)
+            assert code == 0, f"{line}\n{err}"
+        assert len(one.answered) > 20 and len(other.answered) > 20
+    decoded = json.loads(Path("out/served/decoded.jsonl").read_text().splitlines()[0])
+    assert decoded["stats"]["accepted"] > 0
+    alone, two = Path("out/local/data"), Path("out/local/two")
+    parts = {path.name: path.read_bytes() for path in alone.glob("*.parquet")}
+    assert parts == {path.name: path.read_bytes() for path in two.glob("*.parquet")}
