@@ -178,8 +178,6 @@ class LeanForward:
             return None
         return _WholeModel(functions, self, embedding)
 
-    # Writes into views of the cache, which autograd forbids.
-    @torch.no_grad()
     def run(
         self,
         tokens_Bq: Tensor,
@@ -284,7 +282,11 @@ class LeanForward:
                 step.masks[place] = _Mask(mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
         step.states, step.logits = states.data_ptr(), logits.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
-        if whole.run():
+        needed = whole.functions.scratch(ctypes.byref(whole.model), ctypes.byref(step))
+        if whole.scratch.numel() < needed:
+            whole.scratch = torch.empty(2 * needed)
+        step.scratch = whole.scratch.data_ptr()
+        if whole.functions.forward(ctypes.byref(whole.model), ctypes.byref(step)):
             raise IndexError(f"a token outside 0..{whole.model.vocabulary - 1}, the vocabulary of the embedding")
         return self._over_all_tokens(logits), tuple(states[wanted.index(number)] for number in numbers)
 
@@ -404,7 +406,7 @@ class _WholeModel:
         packed = isinstance(embedding, PackedMatrix)
         table = embedding.values if isinstance(embedding, PackedMatrix) else embedding
         layers = (_LayerStruct * len(lean.layers))(*(_layer_struct(each, lean._kinds) for each in lean.layers))
-        self._functions, self._alive, self._scratch = functions, (layers, table), torch.empty(0)
+        self.functions, self._alive, self.scratch = functions, (layers, table), torch.empty(0)
         self.model = _Model(
             ctypes.cast(layers, ctypes.POINTER(_LayerStruct)),
             len(lean.layers),
@@ -422,15 +424,6 @@ class _WholeModel:
             lean.scale,
         )
         self.step, self.outputs, self.nothing = _Step(), self.model.head.outputs, bytes(len(lean.layers) + 1)
-
-    def run(self) -> int:
-        """Call the kernel on `step`. Return 0 unless a token is outside the vocabulary."""
-        needed = self._functions.scratch(ctypes.byref(self.model), ctypes.byref(self.step))
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(2 * needed)
-        self.step.scratch = self._scratch.data_ptr()
-        failed: int = self._functions.forward(ctypes.byref(self.model), ctypes.byref(self.step))
-        return failed
 
 
 def _matrix(product: FusedLinear) -> _Matrix:
