@@ -1,8 +1,8 @@
 """Speculative decoding: proposers draft token trees, one forward of the target scores them, a verifier keeps a path.
 
 `SpeculativeDecoder` is the entrance. The tables `PROPOSERS`, `TREES` and `VERIFIERS`, `parse_tree`, `default_tree` and
-`default_verifier` need no torch; all other names are imported when they are first used (PEP 562), so that an option
-check or a help text that imports this package takes no time.
+`default_verifier` need no torch. All other names are imported when they are first used (PEP 562), so that an option check
+or a help text takes no time.
 """
 
 from importlib import import_module
@@ -28,33 +28,18 @@ if TYPE_CHECKING:
     from decode.tree_batch import TreeBatch
     from decode.verify.tree_walk import Verdict
 
-_LAZY = {
-    "BatchOutput": "decode.engine",
-    "DecodeStats": "decode.stats",
-    "DraftModelProposer": "decode.propose.draft_model",
-    "Generation": "decode.batch_run",
-    "HeadProposer": "decode.propose.head_proposers",
-    "LookaheadProposer": "decode.propose.lookahead",
-    "Outcome": "decode.propose.protocol",
-    "PromptLookupProposer": "decode.propose.prompt_lookup",
-    "Proposal": "decode.propose.protocol",
-    "Proposer": "decode.propose.protocol",
-    "RetrievalProposer": "decode.propose.retrieval",
-    "Session": "decode.propose.protocol",
-    "SessionSetup": "decode.propose.protocol",
-    "SpeculativeDecoder": "decode.engine",
-    "StopCondition": "decode.batch_run",
-    "StopStrings": "decode.batch_run",
-    "TreeBatch": "decode.tree_batch",
-    "Verdict": "decode.verify.tree_walk",
-    "take_over": "decode.packed_weights",
-}
+# Where the names that need torch are, in the order of the search.
+_MODULES = ("engine", "batch_run", "packed_weights", "stats", "tree_batch", "verify.tree_walk") + tuple(
+    f"propose.{name}"
+    for name in ("protocol", "draft_model", "head_proposers", "lookahead", "prompt_lookup", "retrieval")
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'decode' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    for module in _MODULES if name in __all__ else ():
+        if (value := getattr(import_module(f"decode.{module}"), name, None)) is not None:
+            return value
+    raise AttributeError(f"module 'decode' has no attribute {name!r}")
 
 
 __all__ = [
