@@ -1,8 +1,8 @@
 """Speculative decoding: proposers draft token trees, one forward of the target scores them, a verifier keeps a path.
 
 `SpeculativeDecoder` is the entrance. The tables `PROPOSERS`, `TREES` and `VERIFIERS`, `parse_tree`, `default_tree` and
-`default_verifier` need no torch. All other names are imported when they are first used (PEP 562), so that an option check
-or a help text takes no time.
+`default_verifier` need no torch. All other names are imported when they are first used (PEP 562), so that a help text
+takes no time.
 """
 
 from importlib import import_module
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from decode.verify.tree_walk import Verdict
 
 # Where the names that need torch are, in the order of the search.
-_MODULES = ("engine", "batch_run", "packed_weights", "stats", "tree_batch", "verify.tree_walk") + tuple(
-    f"propose.{name}"
-    for name in ("protocol", "draft_model", "head_proposers", "lookahead", "prompt_lookup", "retrieval")
+_MODULES = (
+    *("engine", "batch_run", "packed_weights", "stats", "tree_batch", "verify.tree_walk"),
+    *("propose.protocol", "propose.draft_model", "propose.head_proposers"),
+    *("propose.lookahead", "propose.prompt_lookup", "propose.retrieval"),
 )
 
 

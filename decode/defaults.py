@@ -1,6 +1,4 @@
-"""Which tree and which verifier suit a proposer when none is named: one answer for the command line, the evaluation,
-the benchmarks and `SpeculativeDecoder`. Needs no torch.
-"""
+"""Default tree and verifier of a proposer, for all callers. Needs no torch."""
 
 from decode.tree import Tree, TreeShape
 
@@ -8,8 +6,8 @@ CHAIN = 4  # tokens drafted per step when no tree is named
 
 
 def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
-    """The tree for a proposer of `PROPOSERS`: four tokens one after another, fewer where there are fewer `heads`.
-    Lookahead decoding has its own, which holds its window and its candidates.
+    """Return the tree for a proposer of `PROPOSERS`: a chain of four tokens, fewer if there are fewer `heads`; for
+    lookahead, a tree that holds its window and its candidates.
     """
     if proposer == "lookahead":
         from decode.propose.lookahead import LookaheadProposer
@@ -19,16 +17,14 @@ def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
 
 
 def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) -> str:
-    """The lossless rule of `VERIFIERS` for a tree whose tokens are drawn at random (`draws`) by one or more `drafts`.
+    """Return the lossless rule of `VERIFIERS` for a tree whose tokens are drawn at random (`draws`) by `drafts` drafts.
 
-    exact: for tokens that the context determines, such as copied ones and those of trees that grow by confidence.
-    Drawing from the target and looking whether a child carries the token then accepts as much as any rule can
-    (Hu et al., ICLR 2025, arXiv 2502.18779). For drawn tokens a rule that knows q accepts more: specinfer, the one that
-    takes siblings from several drafts; speculative on a chain; mcsd, for siblings drawn without replacement, on every
-    other static tree, be it `kary:`, `static:` or `sequoia:`.
+    exact: for tokens that the context determines, such as copied ones and those of growing trees; no rule accepts more
+    (Hu et al., ICLR 2025, arXiv 2502.18779). specinfer: for siblings from several drafts. speculative: for a chain.
+    mcsd: for siblings drawn without replacement, on every other static tree.
 
-    `block` on chains and `traversal` on trees accept a little more per target call, but cost more time per step, and
-    the acceptance that the evaluation predicts is that of the rules above. Name them to use them.
+    `block` on chains and `traversal` on trees accept a little more per target call and take more time per step. The
+    evaluation predicts the acceptance of the default rules.
     """
     if not draws or tree.grows:
         return "exact"

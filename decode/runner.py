@@ -95,8 +95,8 @@ class Runner:
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self.steps = steps
-        self._packs = packs
-        self._lean = lean_forward(model, packs) if packs is not None and steps is None else None
+        self._packs = packs = packs if steps is None else None
+        self._lean = None if packs is None else lean_forward(model, packs)
         if packs is not None:
             if self._lean is None:
                 packs.prepare(model)
@@ -118,6 +118,7 @@ class Runner:
             self.cache = TreeCache(layers, longest + room)
         else:
             self.cache = self.steps.begin(len(prompts), layers, longest + room, self.limit)
+            self._lean = self.steps.lean
         if longest == 0:
             size = int(text_config(self.model).hidden_size)
             return tuple(

@@ -9,12 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import benchmarks.methods
-import draftsmith.drafting
-import eval.request
 from decode import (
     PROPOSERS,
-    TREES,
     VERIFIERS,
     DraftModelProposer,
     LookaheadProposer,
@@ -80,12 +76,6 @@ def test_the_verifier_that_suits_a_tree(spec: str, drawn: str, several: str) -> 
     assert default_verifier(tree, draws=False) == default_verifier(tree, draws=False, drafts=2) == "exact"
     assert VERIFIERS[drawn].lossless and VERIFIERS[several].lossless
     VERIFIERS[drawn].check(tree, "without_replacement")
-
-
-def test_there_is_one_answer_for_all_callers() -> None:
-    for caller in (eval.request, draftsmith.drafting):
-        assert vars(caller)["default_verifier"] is default_verifier
-    assert not [name for name in vars(benchmarks.methods) if "verifier" in name]
 
 
 def test_the_tree_that_suits_a_proposer() -> None:
@@ -178,14 +168,6 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
     assert asked
     with pytest.raises(ValueError, match="verifier 'mine' is not valid for drafts drawn 'deterministic'"):
         SpeculativeDecoder(target, Repeat(), "kary:2,2", replace(mine, drawings=("top_and_one",)))
-
-
-def test_every_proposer_of_the_table_can_be_made() -> None:
-    for kind in PROPOSERS.values():
-        if kind.needs == "nothing":
-            assert kind.make(None).drawings(parse_tree("chain:1")) == {"deterministic"} and not kind.draws
-    assert PROPOSERS["draft"].make([tiny(1)]).drafts == 1 and PROPOSERS["draft"].draws
-    assert set(TREES) == {"chain", "kary", "static", "sequoia", "auto", "eagle2", "opt"}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])

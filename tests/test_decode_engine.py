@@ -124,12 +124,6 @@ def test_a_row_does_not_depend_on_its_mates(kind: str, tree: str, verifier: str,
     assert run(decoder, [2, 2, 0], sampling) == [alone[2], alone[2], alone[0]]
 
 
-def test_the_same_seed_repeats_and_another_does_not() -> None:
-    decoder = decoder_of("llama", "kary:2,2", "mcsd")
-    a, b, c = (decoder.generate([PROMPTS[0]], Sampling(), 20, [generator(seed)]).generations[0] for seed in (1, 1, 2))
-    assert a == b and a.output_ids != c.output_ids
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 def test_step_by_step_forwards_equal_teacher_forced_ones(

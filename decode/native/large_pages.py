@@ -1,9 +1,8 @@
 """Memory for packed weights and caches, in pages of 2 MB where the system has them.
 
-A forward reads every weight once, in order, and with pages of 4 KB the processor's prefetcher stops at each page's end
-and the address of each page is looked up anew: on a server CPU (AMD EPYC) the same bytes came 1.25 to 1.6 times as fast
-from large pages. Linux gives them to whoever asks (`transparent_hugepage` is `madvise` or `always`); elsewhere, or
-where it is `never`, this is ordinary memory.
+A forward reads every weight once, in order. With pages of 4 KB, the processor's prefetcher stops at the end of each
+page: on a server CPU (AMD EPYC), large pages were 1.25 to 1.6 times as fast. Linux gives them on request
+(`transparent_hugepage` is `madvise` or `always`); elsewhere this is ordinary memory.
 """
 
 import math
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-# Matrices of one model lie side by side in areas of this size, so that not each of them leaves part of a page unused.
+# Matrices of one model share areas of this size, so that few pages are partly unused.
 _AREA = 32 << 20
 _ALIGNMENT = 128
 # Zeros of fewer bytes are not worth whole pages.
@@ -27,14 +26,14 @@ _WORTHWHILE = 4 * _PAGE
 
 @dataclass
 class _Area:
-    """Memory of which `used` of `size` bytes are handed out. The tensors hold it: it is freed with the last of them."""
+    """Memory of which `used` of `size` bytes are taken. The tensors own it: it is freed with the last of them."""
 
     memory: weakref.ref[mmap.mmap]
     size: int
     used: int
 
     def take(self, size: int) -> Tensor | None:
-        """The next `size` bytes, or None where there are not as many left."""
+        """Return the next `size` bytes, or None if fewer are left."""
         memory = self.memory()
         if memory is None or self.used + size > self.size:
             return None
@@ -48,7 +47,7 @@ _open: _Area | None = None
 
 
 def empty_bytes(size: int) -> Tensor:
-    """A uint8 tensor of `size` bytes, which may hold anything."""
+    """Return an uninitialised uint8 tensor of `size` bytes."""
     global _open
     if not hasattr(mmap, "MADV_HUGEPAGE") or size == 0:
         return torch.empty(size, dtype=torch.uint8)
@@ -63,7 +62,7 @@ def empty_bytes(size: int) -> Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of that shape in memory of their own; what is never written takes none. Small ones in ordinary pages."""
+    """Return zeros in a mapping of their own, which takes memory as it is written; small ones in ordinary memory."""
     size = math.prod(shape) * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE") or size < _WORTHWHILE:
         return torch.zeros(*shape, dtype=dtype)
@@ -72,8 +71,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:
-    """A new mapping, all zeros, that holds `size` bytes from its first large page on, and where that begins."""
-    # Large pages begin at multiples of their size, and not every kernel places a mapping there by itself.
+    """Return a new mapping of zeros that holds `size` bytes from its first large page on, and that page's offset."""
+    # Large pages begin at multiples of their size. Not every kernel places a mapping there.
     memory = mmap.mmap(-1, -(-size // _PAGE) * _PAGE + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel that was built without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
