@@ -83,8 +83,8 @@ class EvalConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions):
     heterogeneous_vocab: Rare[bool] = False
     """Accept draft language models of another tokenizer; they draft the tokens that both have (lossless)."""
     strict: bool = False
-    """Turn warnings into errors: shared or trained-on prompts, oversized drafts, options without effect (exit code 2),
-    timings of a busy machine (exit code 1)."""
+    """Turn warnings into errors: shared or trained-on prompts, oversized drafts (exit code 2), timings of a busy
+    machine (exit code 1)."""
     require: list[str] = field(default_factory=list)
     """Requirements, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] > 1". They are judged
     on 95 % bounds: the low one for > and >=, the high one for < and <=. What the brackets leave open holds for every

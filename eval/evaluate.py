@@ -106,7 +106,6 @@ def render(directory: str | Path) -> Path:
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
     """Read the prompts, which is cheap, then the models, then check that all of it fits together."""
-    notes = announce(remarks.of_options(config), strict=config.strict)
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
     suites = load_suites(
         request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
@@ -135,14 +134,10 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     for name, draft in pair.drafts.items():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
             say(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}")
-    for line in remarks.of_counts(config, suites):
-        say(f"eval: {line}")
-    found = [
-        *remarks.of_sets(config, suites),
-        *remarks.of_prompts(suites),
-        *remarks.of_training(request.drafts, suites),
-    ]
-    return suites, pair, notes + announce(found, strict=config.strict)
+    if cut := [suite.name for suite in suites if suite.more]:
+        say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
+    found = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
+    return suites, pair, announce(found, strict=config.strict)
 
 
 def _with_planned_tree(work: Evaluation) -> EvalConfig:

@@ -152,7 +152,6 @@ class Remark(TypedDict):
         "same_prompts",
         "near_duplicates",
         "large_draft",
-        "same_draft",
         "widened_target",
         "options",
         "busy_machine",

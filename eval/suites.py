@@ -14,7 +14,7 @@ from eval.schema import SuiteKind
 class Suite:
     """A named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (row or prompt, reason).
 
-    more, from_text: as in `PromptSet`.
+    more: as in `PromptSet`.
     """
 
     name: str
@@ -24,7 +24,6 @@ class Suite:
     skipped: tuple[tuple[str, str], ...]
     rows: int
     more: bool = False
-    from_text: int = 0
 
     @property
     def digest(self) -> str:
@@ -41,7 +40,7 @@ def load_suites(
     for kind, name, source in [(kind, *item) for kind, sets in kinds for item in sets.items()]:
         read = read_prompts(source, tokenizer, domain=name, prompt_tokens=prompt_tokens, limit=limit)
         skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more, read.from_text))
+        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
     return suites
 
 

@@ -358,7 +358,7 @@ def test_two_processes_find_the_same_bytes(
         else:
             code, out, err = spawn("eval", *words, cwd=there).wait()
         assert code == 0, err
-        assert out.count("results:") == 1 and err.count("rows are read (--max_prompts)") == 1
+        assert out.count("results:") == 1 and err.count("rows (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append(timeless(document))
         cells = [path for path in (there / "out" / "cells").glob("*.json") if "one_level" not in path.read_text()]
