@@ -7,14 +7,15 @@ over those, paired; else over each one's own prompts, drawn independently.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
 
 from draftsmith_core.errors import InputError
 from eval.bootstrap import Floats, PromptSums, Resamples, bounds, interval, pooled_ratios, resamples, signs
-from eval.results import Results
-from eval.schema import TARGET, Estimate, Row, SuiteKind
+from eval.results import Cell, Results
+from eval.schema import TARGET, Estimate, Row
 
 Figure = Literal["alpha", "tau", "speedup"]
 # The measurement behind a figure, and its ratio of per-prompt sums.
@@ -25,7 +26,6 @@ SUMS: dict[Figure, tuple[str, str, str]] = {
 }
 # Options that are compared elsewhere, or that do not change what is measured.
 _NOT_COMPARED = ("target", "draft", "id", "ood", "temperature", "out", "tracker", "project", "strict", "bootstrap")
-_Key = tuple[str, str, float, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,6 @@ class Compared:
     """
 
     figure: Figure
-    draft: str
-    domain: str
-    kind: SuiteKind
-    temperature: float
-    tree: str | None
-    verifier: str | None
     first: Row
     second: Row
     difference: Estimate
@@ -59,7 +53,10 @@ class Comparison:
 
     def summary(self) -> dict[str, Any]:
         """As `draftsmith eval --compare A B --json` prints it."""
-        return {"rows": [asdict(row) for row in self.rows], "remarks": self.remarks}
+        names = ("draft", "domain", "kind", "temperature", "tree", "verifier")
+        places = [dict(zip(names, itemgetter(*names)(row.first), strict=True)) for row in self.rows]
+        rows = [{**place, **asdict(row)} for place, row in zip(places, self.rows, strict=True)]
+        return {"rows": rows, "remarks": self.remarks}
 
 
 def compare(first: Results, second: Results, *, bootstrap: int = 2000, seed: int = 0) -> Comparison:
@@ -82,7 +79,7 @@ def compare(first: Results, second: Results, *, bootstrap: int = 2000, seed: int
 
 
 @dataclass(frozen=True)
-class _Cell:
+class _Figure:
     """One figure of one evaluation. `parts`: its per-prompt ratio, and the target's own for a speedup."""
 
     row: Row
@@ -90,7 +87,7 @@ class _Cell:
     parts: list[PromptSums]
 
 
-def _cells(results: Results, other: Results, figure: Figure) -> dict[_Key, _Cell]:
+def _cells(results: Results, other: Results, figure: Figure) -> dict[Cell, _Figure]:
     digests = {suite["name"]: suite["digest"] for suite in other.document["suites"]}
     prompts = {}
     for suite in results.document["suites"]:
@@ -98,7 +95,7 @@ def _cells(results: Results, other: Results, figure: Figure) -> dict[_Key, _Cell
         prompts[suite["name"]] = _unique([suite["digest"]] * suite["done"] if equal else suite["prompt_hashes"])
     of, above, below = SUMS[figure]
     counts = results.counts(of)
-    cells: dict[_Key, _Cell] = {}
+    cells: dict[Cell, _Figure] = {}
     for row in results.rows(figure):
         if row["domain"] not in prompts or row["part"] is not None:
             continue
@@ -107,7 +104,7 @@ def _cells(results: Results, other: Results, figure: Figure) -> dict[_Key, _Cell
         sides = [key, (TARGET, domain, temperature, None, None)] if figure == "speedup" else [key]
         parts = [PromptSums.of(*(counts[side]["per_prompt"][name] for name in (above, below))) for side in sides]
         # Only the first prompts of a set are timed.
-        cells[key] = _Cell(row, prompts[domain][: len(parts[0].numerator_P)], parts)
+        cells[key] = _Figure(row, prompts[domain][: len(parts[0].numerator_P)], parts)
     return cells
 
 
@@ -121,7 +118,7 @@ def _unique(hashes: Sequence[str]) -> list[str]:
     return names
 
 
-def _compared(figure: Figure, ours: _Cell, theirs: _Cell, bootstrap: int, seed: int) -> Compared:
+def _compared(figure: Figure, ours: _Figure, theirs: _Figure, bootstrap: int, seed: int) -> Compared:
     places = {name: index for index, name in enumerate(theirs.prompts)}
     shared = [(index, places[name]) for index, name in enumerate(ours.prompts) if name in places]
     paired = len(shared) > 1
@@ -131,25 +128,10 @@ def _compared(figure: Figure, ours: _Cell, theirs: _Cell, bootstrap: int, seed: 
     else:
         sides = [ours.parts, theirs.parts]
         picks = [resamples(len(cell.prompts), bootstrap, seed + n) for n, cell in enumerate((ours, theirs))]
-    row = ours.row
-    return Compared(
-        figure=figure,
-        draft=row["draft"],
-        domain=row["domain"],
-        kind=row["kind"],
-        temperature=row["temperature"],
-        tree=row["tree"],
-        verifier=row["verifier"],
-        first=row,
-        second=theirs.row,
-        difference=_difference(sides, picks),
-        shared=len(shared),
-        paired=paired,
-        sign=None,
-    )
+    return Compared(figure, ours.row, theirs.row, _difference(sides, picks), len(shared), paired, sign=None)
 
 
-def _taken(cell: _Cell, indices: list[int]) -> list[PromptSums]:
+def _taken(cell: _Figure, indices: list[int]) -> list[PromptSums]:
     return [PromptSums(part.numerator_P[indices], part.denominator_P[indices]) for part in cell.parts]
 
 

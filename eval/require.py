@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith_core.errors import InputError, RequirementError, nearest
-from eval.results import Results
-from eval.schema import Row
+from eval.results import Cell, Results
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -28,8 +27,6 @@ _FORM = re.compile(r"\s*([\w@]+)\s*(?:\[([^\]]*)\])?\s*(>=|<=|>|<)\s*([-+]?[0-9]
 _PER_METHOD = ("tau", "tau_gain", "speedup")
 _OF_GAIN = ("gain", "tau_gain", "transfer")
 FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
-# draft, domain, temperature, tree, verifier
-_Cell = tuple[str, str, float, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Requirement:
         ood_sets: Iterable[str],
         temperatures: Sequence[float],
         methods: Sequence[tuple[str, str]],
-    ) -> Iterator[_Cell]:
+    ) -> Iterator[Cell]:
         """The figures that it is about in an evaluation; InputError if it names something else."""
         sets = {"id": list(id_sets), "ood": list(ood_sets)}
         if self.figure == "transfer":
@@ -125,9 +122,9 @@ class Requirement:
         )
         return [line for cell in cells if (line := self._unmet(results, cell))]
 
-    def _unmet(self, results: Results, cell: _Cell) -> str | None:
+    def _unmet(self, results: Results, cell: Cell) -> str | None:
         draft, domain, temperature, tree, rule = cell
-        row: Row | None = results.figure(self.figure, draft, domain, temperature, tree, rule)
+        row = results.figure(self.figure, draft, domain, temperature, tree, rule)
         method = f", {tree} {rule}" if tree else ""
         where = f"required {self.text}: {draft} on {domain} at T={temperature:g}{method}"
         if row is None or row["value"] is None:

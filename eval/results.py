@@ -20,8 +20,10 @@ from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Name = str | None
+Number = float | None
 _Method = tuple[str | None, str | None]
-_Cell = tuple[str, str, float, str | None, str | None]
+Cell = tuple[str, str, float, str | None, str | None]
 _Key = tuple[str, str, str, float, str | None, str | None, int | None, str | None]
 
 
@@ -118,12 +120,12 @@ class Results:
         figure: str,
         draft: str,
         domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
         *,
         at: int | None = None,
-        part: str | None = None,
+        part: Name = None,
     ) -> Row | None:
         """Any figure by its name in the table; None if there is none, as for the gain of the base over itself."""
         return self._index.get((figure, *self._cell(figure, draft, domain, temperature, tree, verifier), at, part))
@@ -133,23 +135,23 @@ class Results:
         figure: str,
         draft: str,
         domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
     ) -> list[Row]:
         """The rows of a figure that has several, such as `accept` by depth, in the order of `at`."""
         cell = self._cell(figure, draft, domain, temperature, tree, verifier)
         return [row for row in self.rows(figure) if _cell_of(row) == cell]
 
-    def alpha(self, draft: str, domain: str, temperature: float | None = None) -> Row:
+    def alpha(self, draft: str, domain: str, temperature: Number = None) -> Row:
         """Expected acceptance of one draft token."""
         return _there(self.figure("alpha", draft, domain, temperature))
 
-    def gain(self, draft: str, domain: str, temperature: float | None = None) -> Row | None:
+    def gain(self, draft: str, domain: str, temperature: Number = None) -> Row | None:
         """alpha minus the base draft's, paired by prompt; None for the base itself."""
         return self.figure("gain", draft, domain, temperature)
 
-    def transfer(self, draft: str, domain: str = "ood", temperature: float | None = None) -> Row | None:
+    def transfer(self, draft: str, domain: str = "ood", temperature: Number = None) -> Row | None:
         """Gain out of distribution over gain in distribution; None for the base, and if no OOD set was measured."""
         return self.figure("transfer", draft, domain, temperature) if self.domains("ood") else None
 
@@ -161,24 +163,12 @@ class Results:
         sides = [_there(self.gain(draft, domain, temperature)) for domain in ("id", transfer["domain"])]
         return why_undefined(*sides)
 
-    def tau(
-        self,
-        draft: str,
-        domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
-    ) -> Row:
+    def tau(self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None) -> Row:
         """Measured tokens per target call."""
         return _there(self.figure("tau", draft, domain, temperature, tree, verifier))
 
     def speedup(
-        self,
-        draft: str,
-        domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
+        self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
     ) -> Row | None:
         """Tokens per second over the target's own at batch 1; None if nothing was timed."""
         return self.figure("speedup", draft, domain, temperature, tree, verifier)
@@ -191,7 +181,7 @@ class Results:
         """All rows of some figures."""
         return (row for row in self.document["rows"] if row["figure"] in figures)
 
-    def counts(self, of: str) -> dict[_Cell, Counts]:
+    def counts(self, of: str) -> dict[Cell, Counts]:
         """Per-prompt sums of one measurement by draft, set, temperature, tree and verifier."""
         return {_cell_of(counts): counts for counts in self.document["counts"] if counts["of"] == of}
 
@@ -235,15 +225,8 @@ class Results:
                 found.setdefault(row["figure"], dict.fromkeys(self.methods))[row["tree"], row["verifier"]] = None
         return {figure: list(methods) for figure, methods in found.items()}
 
-    def _cell(
-        self,
-        figure: str,
-        draft: str,
-        domain: str,
-        temperature: float | None,
-        tree: str | None,
-        verifier: str | None,
-    ) -> _Cell:
+    def _cell(self, figure: str, draft: str, domain: str, temperature: Number, tree: Name, verifier: Name) -> Cell:
+        """Check the names; fill in the highest temperature and the only method."""
         temperature = self.top_temperature if temperature is None else temperature
         for name, value, known in (
             ("draft", draft, [*self.drafts, TARGET]),
@@ -271,7 +254,7 @@ class Results:
         raise InputError(f"{wanted}: " + (f"several fit: {listed}" if fit else f"not measured; there are {listed}"))
 
 
-def _cell_of(row: Any) -> _Cell:
+def _cell_of(row: Any) -> Cell:
     return row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]
 
 

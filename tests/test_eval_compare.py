@@ -29,7 +29,7 @@ def test_a_draft_that_gained_in_distribution_is_found_to_have_and_the_others_are
     found = both(made_up(GAINS, BOTH), made_up(BETTER, BOTH))
     # 2 drafts on 2 sets at 2 temperatures: alpha, tau and speedup of one method.
     assert len(found.rows) == 24 and all(row.paired and row.shared == 24 for row in found.rows)
-    rows = {(r.figure, r.draft, r.domain, r.temperature): r for r in found.rows}
+    rows = {(r.figure, r.first["draft"], r.first["domain"], r.first["temperature"]): r for r in found.rows}
     for temperature in (0.0, 1.0):
         up = rows["alpha", "mine", "prose", temperature]
         assert up.sign == 1 and up.difference["value"] == pytest.approx(0.05, abs=0.01)
@@ -61,10 +61,10 @@ def test_prompts_are_matched_by_their_tokens_and_sets_that_share_none_are_drawn_
     code["prompt_hashes"] = [f"{index:016x}" for index in range(24)]
     found = both(first, second)
     rows = [row for row in found.rows if row.figure == "alpha"]
-    shared = {row.domain: (row.paired, row.shared) for row in rows}
+    shared = {row.first["domain"]: (row.paired, row.shared) for row in rows}
     assert shared == {"prose": (True, 21), "code": (False, 0)}
-    assert all(row.difference["value"] == pytest.approx(0.0) for row in rows if row.domain == "prose")
-    apart = next(row for row in rows if row.domain == "code").difference
+    assert all(row.difference["value"] == pytest.approx(0.0) for row in rows if row.first["domain"] == "prose")
+    apart = next(row for row in rows if row.first["domain"] == "code").difference
     assert apart["low"] is not None and apart["high"] is not None and apart["low"] < 0 < apart["high"]
     assert "12 of 24 rows are not paired: their sets share fewer than two prompts" in found.remarks
 

@@ -45,8 +45,7 @@ def test_what_alignment_changed_is_what_the_intervals_allow(gain_id: float, gain
     head = lead(view({"base": BASE, "mine": {"id": gain_id, "ood": gain_ood}}, BOTH))
     assert len(head.changes) == 2 and head.changes[0].startswith("At T = 0, alignment ")
     assert re.search(says, head.changes[1]), head.changes
-    points = dict(head.findings[0].points)
-    assert head.findings[0].draft == "mine"
+    points = dict(head.findings["mine"])
     for temperature in (0, 1):
         if gain_id <= 0:
             assert (
@@ -62,7 +61,7 @@ def test_the_best_of_several_drafts_leads() -> None:
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
     together = "the best of 2 alignments in and out of distribution together,"
     assert head.changes[1].startswith(f"At T = 1, b, {together} raised")
-    assert [finding.draft for finding in head.findings] == ["b", "a"]
+    assert list(head.findings) == ["b", "a"]
     # What gains the most in distribution does not lead where it loses more elsewhere.
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": -0.2}}, BOTH))
     assert head.changes[1].startswith(f"At T = 1, a, {together} raised")
@@ -253,7 +252,7 @@ def test_trees_are_compared_with_their_numbers_of_nodes() -> None:
 def test_one_prompt_or_one_draft_claims_nothing() -> None:
     one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
     assert one.headline.startswith("Not decided: too few prompts") and "on too few prompts to judge" in one.changes[0]
-    assert "no interval" in one.findings[0].points[0][1]
+    assert "no interval" in one.findings["mine"][0][1]
     alone = lead(view({"base": BASE}, {"prose": "id"}))
     assert alone.changes[0] == "At T = 0, the target accepts 50 % of what base drafts in distribution."
 
@@ -293,8 +292,8 @@ def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft()
         "The others are lossless: at temperature 0, 96 of 96" in head.lossless
         and "more than rounding" not in head.lossless
     )
-    assert "typical" not in " ".join(text for finding in head.findings for _, text in finding.points)
-    alone = dict(lead(view(drafts, BOTH, verifiers=("typical",))).findings[0].points)
+    assert "typical" not in " ".join(text for points in head.findings.values() for _, text in points)
+    alone = dict(lead(view(drafts, BOTH, verifiers=("typical",))).findings["mine"])
     assert "and typical (lossless: false)" in alone["Tokens per call, T\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}1"]
 
 

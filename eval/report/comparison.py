@@ -15,11 +15,18 @@ TITLES = {
     "tau": "Tokens per target call τ",
     "speedup": "Speedup over the target alone",
 }
+
+
+def _method(row: Compared) -> str:
+    tree, verifier = row.first["tree"], row.first["verifier"]
+    return f"{tree_name(tree)} {verifier}" if tree else NONE
+
+
 COLUMNS: list[tuple[str, Callable[[Compared], str]]] = [
-    ("draft", lambda row: row.draft),
-    ("set", lambda row: f"{row.domain} ({row.kind.upper()})"),
-    ("T", lambda row: f"{row.temperature:g}"),
-    ("method", lambda row: f"{tree_name(row.tree)} {row.verifier}" if row.tree else NONE),
+    ("draft", lambda row: row.first["draft"]),
+    ("set", lambda row: f"{row.first['domain']} ({row.first['kind'].upper()})"),
+    ("T", lambda row: f"{row.first['temperature']:g}"),
+    ("method", _method),
     ("first", lambda row: number(row.first["value"])),
     ("second", lambda row: number(row.second["value"])),
     ("second - first [95 %]", lambda row: with_interval(row.difference, sign=True)),

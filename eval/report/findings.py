@@ -12,22 +12,14 @@ from eval.schema import Row, SuiteKind
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Labels and sentences on one draft."""
-
-    draft: str
-    points: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Lead:
-    """The head of a report: the decision and its cells, the changes, and findings by draft."""
+    """The head of a report: the decision and its cells, the changes, and by draft the findings (label and sentence)."""
 
     headline: str
     detail: str
     cells: list[tuple[str, str]]
     changes: list[str]
-    findings: list[Finding]
+    findings: dict[str, list[tuple[str, str]]]
     lossless: str
 
 
@@ -63,7 +55,7 @@ def lead(results: Results) -> Lead:
         detail=_detail(decision, results),
         changes=changes,
         cells=[_cell(cell, decision, results) for cell in decision.cells],
-        findings=[Finding(draft, _finding(results, draft)) for draft in order],
+        findings={draft: _finding(results, draft) for draft in order},
         lossless=_lossless(results),
     )
 
