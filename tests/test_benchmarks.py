@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import limits, peers, sections, sixteen_bits
+from benchmarks import peers, sections, sixteen_bits
 from benchmarks import train as bench_train
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
-from benchmarks.timing import Clock, Run, medians_s, rotated, timed_run
+from benchmarks.timing import Clock, timed_run
 from benchmarks.widen import main as widen_main
 from decode.native import kernel
 from decode.runner import Runner
@@ -63,21 +63,12 @@ def greedy(model: Any, ids_BT: torch.Tensor, count: int) -> torch.Tensor:
     return out_BT[:, ids_BT.shape[1] :]
 
 
-def expected_parameters(model: LlamaForCausalLM) -> int:
-    c: Any = model.config
-    width, head = c.hidden_size, c.head_dim
-    rows = head * (c.num_attention_heads + 2 * c.num_key_value_heads)
-    attention = width * (rows + head * c.num_attention_heads) + (rows + width) * c.attention_bias
-    layer = attention + 3 * width * c.intermediate_size + 2 * width
-    return int(layer * c.num_hidden_layers + width + VOCAB * width * (1 if c.tie_word_embeddings else 2))
-
-
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
 def test_widened_model_is_the_same_function(key_value_heads: int, tied: bool) -> None:
     model = llama(key_value_heads=key_value_heads, tied=tied)
     wide = widen(model, hidden_size=80, intermediate_size=112, num_hidden_layers=5, max_position_embeddings=128)
-    assert wide.num_parameters() == expected_parameters(wide) > 5 * model.num_parameters()
+    assert wide.num_parameters() > 5 * model.num_parameters()
     assert wide.config.num_key_value_heads == wide.config.num_attention_heads * key_value_heads // 4
     tokens_BT = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -85,15 +76,6 @@ def test_widened_model_is_the_same_function(key_value_heads: int, tied: bool) ->
     assert theirs.std() > 1
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert greedy(wide, tokens_BT, 20).equal(greedy(model, tokens_BT, 20))
-
-
-def test_width_alone_and_depth_alone() -> None:
-    model = llama(key_value_heads=2, tied=False)
-    tokens_1T = torch.arange(20)[None]
-    with torch.no_grad():
-        want = model(tokens_1T).logits
-        for shape in ({"hidden_size": 64}, {"intermediate_size": 64}, {"num_hidden_layers": 3}, {}):
-            torch.testing.assert_close(widen(model, **shape)(tokens_1T).logits, want, atol=1e-4, rtol=0)
 
 
 def test_widened_model_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,28 +136,6 @@ def test_clock_notes_every_forward_once_and_leaves_no_trace() -> None:
         assert 0 < sum(run.forward_s.values()) < run.wall_s
         assert 0 < run.after_prefill_s < run.wall_s
     assert (Runner.prefill, Runner.forward, target.forward) == before
-
-
-def test_summary_of_known_runs() -> None:
-    method = build("chain:2", tiny_bench().pair, 0.0, 8)
-    run = Run([[0] * 8], 1.0, 0.8, {"target": 5, "draft": 8}, {"target": 0.5, "draft": 0.3})
-    slow = Run([[0] * 8], 3.0, 2.8, {"target": 9, "draft": 16}, {"target": 1.5, "draft": 0.9})
-    found = sections._summary(method, [[run, run], [run, slow], [run, run]], [["prose", "code"]] * 3, limit_s=0.25)
-    assert found["tokens_per_s"] == 8
-    assert found["speed_over_limit_without_draft"] == 2
-    assert found["tau"] == 6 * 8 / (5 * 4 + 8)
-    assert found["tau_by_domain"] == {"prose": 2, "code": 24 / 16}
-    assert found["ms_per_step"] == 250
-    assert (found["target_ms_per_step"], found["draft_ms_per_step"]) == (125, 75)
-    assert found["overhead_fraction"] == pytest.approx(0.2)
-    assert found["ms_per_step_after_prefill"] == pytest.approx(200)
-
-
-def test_calls_are_interleaved_and_rotate() -> None:
-    order: list[str] = []
-    medians_s({name: partial(order.append, name) for name in "abc"}, torch.device("cpu"), 1)
-    assert "".join(order) == "bca" + "cab" + "abc"
-    assert {rotated("abc", turn)[0] for turn in range(3)} == set("abc")
 
 
 def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,54 +209,6 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: 
     assert all("make engines" in found[name]["skipped"] for name in ("openvino-genai f32", "llama-server"))
     answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
     assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
-
-
-MEASURED: dict[str, Any] = {
-    "setting": {
-        "device": "a processor",
-        "threads": 2,
-        "load_average_before": [0.25, 0, 0],
-        "git_commit": "abc",
-        "versions": {"torch": "2"},
-    },
-    "methods": {
-        "T=0": {
-            "bandwidth_GB_per_s": 20.0,
-            "ar": {"share_of_memory_limit": 0.9, "tokens_per_s": 100.0, "tau": 1.0},
-            "chain:2": {"tokens_per_s": 150.0, "tau": 2.0, "overhead_fraction": 0.1},
-            "chain:4": {"tokens_per_s": 200.0, "tau": 3.0, "overhead_fraction": 0.05},
-        }
-    },
-    "sixteen_bits": {
-        "methods": {"ar": {"gain": 1.5}, "chain:4": {"gain": 1.8, "sixteen": 200.0, "fp32": 130.0}},
-        "forwards": {"5": {"sixteen_over_one_row": 1.1}, "29": {"sixteen_over_one_row": 4.0}},
-    },
-    "peers": {
-        "ar": {"tokens_per_s": [99.0, 101.0]},
-        "chain:4": {"tokens_per_s": [195.0, 205.0]},
-        "llama-server": {"F16": {"tokens_per_s": 125.0}},
-        "openvino-genai f32": {"ar": {"tokens_per_s": 70.0}, "draft, 4 tokens": {"tokens_per_s": 100.0}},
-    },
-}
-
-
-def test_the_table_of_limits_says_what_is_met_missed_and_not_measured(tmp_path: Path) -> None:
-    text = limits.table(MEASURED)
-    assert "| 0.90 | at least 0.85: met |" in text and "| 0.80 | at least 0.95: missed |" in text
-    assert "F16 | tau, and the draft's forwards | 1.60 | at least 1.5: met |" in text
-    assert "| 1.30 | at least 1.25: met |" in text and "| 1.10 | at most 1.15: met |" in text
-    assert "| 4.00 | at most 2: missed |" in text and "| Python | 0.05 |  |" in text
-    assert "nf4 over 16 bits | decoding the codes | not measured | at least 1 |" in text
-    assert "a processor, 2 threads, load 0.2 before; commit abc; torch 2." in text
-    page = tmp_path / "page.md"
-    page.write_text(f"# A\n\n{limits.BEGIN}\nold\n{limits.END}\n\n## B\n")
-    limits.put(page, text)
-    limits.put(page, text)
-    assert page.read_text() == f"# A\n\n{limits.BEGIN}\n\n{text}\n\n{limits.END}\n\n## B\n"
-    page.write_text("# A\n")
-    with pytest.raises(ValueError, match="has no lines"):
-        limits.put(page, text)
-    assert limits.BEGIN in (Path(limits.__file__).parent / "README.md").read_text()
 
 
 def test_the_shipped_pair_is_what_the_readme_says() -> None:

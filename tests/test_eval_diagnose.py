@@ -16,7 +16,6 @@ from eval.bootstrap import bounds, signs
 from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
 from eval.report.page import render_page
-from eval.report.viewer import MOST_TOKENS, viewed_texts
 from eval.request import Method
 from eval.results import Results
 from eval.rows import Measured, Setting
@@ -197,19 +196,6 @@ def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
     assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
     for name in ("cost", "calibration", "candidates"):
         assert f'id="{name}-' in page
-
-
-def test_the_viewer_stays_small(shown: Results) -> None:
-    (text,) = [text for text in shown.document["texts"] if text["draft"] == "mine"]
-    texts: Any = [{**text, "tokens": text["tokens"] * 9, "domain": f"d{index}"} for index in range(40)]
-    shown.document["texts"] = texts
-    assert sum(len(text.tokens) for text in viewed_texts(shown)) == MOST_TOKENS
-    assert len(render_page(shown)) < 600_000
-
-
-def test_results_without_a_diagnosis_are_drawn_without_it() -> None:
-    page = render_page(Results(made_up({"base": BASE}, {"prose": "id"}), Path()))
-    assert "Token by token" not in page and "Why it moved" not in page and 'id="calibration-' not in page
 
 
 def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:

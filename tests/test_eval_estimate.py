@@ -130,11 +130,6 @@ def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
         assert float(bound) == pytest.approx(float(acceptance(p, q)), abs=1e-6)
 
 
-def test_there_is_no_bound_for_lossy_rules_and_grown_trees() -> None:
-    assert RootStep.of(Method("kary:3,2", "typical")) is None
-    assert RootStep.of(Method("eagle2:depth=3,beam=3,nodes=8", "exact")) is None
-
-
 def test_root_steps_are_taken_at_the_same_positions_however_rows_come(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
 ) -> None:

@@ -185,15 +185,8 @@ def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(
 def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
-    assert sorted(p.name for p in (out / "plots").iterdir()) == [
-        "accept.png",
-        "alpha.png",
-        "calibration.png",
-        "candidates.png",
-        "cost.png",
-        "gain.png",
-        "tau.png",
-    ]
+    plots = ("accept", "alpha", "calibration", "candidates", "cost", "gain", "tau")
+    assert sorted(path.stem for path in (out / "plots").iterdir()) == list(plots)
     assert "alignment raised acceptance in distribution from" in Path(summary["report"]).read_text()
 
 
@@ -279,12 +272,8 @@ def test_sampling_that_is_left_open_is_the_targets(
     evaluate(asked)
     assert "eval: top_k 5 from the target's generation_config.json" in capsys.readouterr().err
     found = _results(asked)
-    assert {key: found["config"][key] for key in ("temperature", "top_k", "top_p", "min_p")} == {
-        "temperature": [1.0],
-        "top_k": 5,
-        "top_p": 1.0,
-        "min_p": 0.0,
-    }
+    sampling = [found["config"][key] for key in ("temperature", "top_k", "top_p", "min_p")]
+    assert sampling == [[1.0], 5, 1.0, 0.0]
     # By name it is the same evaluation; another value is another one.
     evaluate(replace(asked, top_k=5))
     assert _results(asked)["clock"]["cells_measured"] == 0
@@ -301,22 +290,6 @@ def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalCon
     assert _results(first)["clock"]["cells_measured"] == 0 and _without_clocks(first) == before
     evaluate(replace(first, seed=1))
     assert _results(first)["clock"]["cells_reused"] == 0
-
-
-@pytest.mark.parametrize("change", ["missing draft", "missing prompts", "vocabulary"])
-def test_what_cannot_be_loaded_is_refused_before_anything_runs(world: EvalConfig, tmp_path: Path, change: str) -> None:
-    config = replace(world, out=str(tmp_path / "out"))
-    if change == "missing draft":
-        config = replace(config, draft=[*config.draft, "gone=./no/such/model"])
-    elif change == "missing prompts":
-        config = replace(config, ood=["code=./no/such/file.jsonl"])
-    else:
-        _save(tmp_path / "other", None, 3, 0.0, vocab_size=19)
-        config = replace(config, draft=[*config.draft, f"other={tmp_path / 'other'}"])
-    with pytest.raises(InputError) as caught:
-        evaluate(config)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out" / "cells").exists()
 
 
 def test_a_report_is_drawn_again_from_its_results(

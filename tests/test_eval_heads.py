@@ -14,11 +14,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 from decode import PROPOSERS, Outcome, SessionSetup, parse_tree
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
-from drafts.load import check_draft_vocabulary, draft_fingerprint, kind_of
+from drafts.load import check_draft_vocabulary, kind_of
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model, memory_bytes
+from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, draft_logits
@@ -59,7 +58,7 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", [0, 2])
 def test_the_first_distribution_of_a_head_is_what_decoding_draws_from(
     name: str, index: int, target: LlamaForCausalLM
 ) -> None:
@@ -91,7 +90,7 @@ def test_the_first_distribution_of_a_head_is_what_decoding_draws_from(
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("max_logits", [1, 2 * 4 * V, 2 * 4 * V * 3, 10**9])
+@pytest.mark.parametrize("max_logits", [1, 2 * 4 * V * 3, 10**9])
 def test_alpha_of_a_head_is_its_first_law_against_the_targets(
     name: str, max_logits: int, target: LlamaForCausalLM
 ) -> None:
@@ -123,17 +122,6 @@ def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, targ
         expected.append(float(torch.minimum(p_TV, q_TV)[len(row.prompt_ids) - 1 :].sum()))
     cell = alpha_sums(target, draft, rows, sampling, batch_size=3)
     assert cell["sum"] == pytest.approx(expected, abs=1e-4)
-
-
-def test_head_fingerprints_follow_kind_weights_and_draft_vocabulary(target: LlamaForCausalLM) -> None:
-    seen = {draft_fingerprint(stirred_head(name, target)) for name in HEADS}
-    assert len(seen) == 4
-    head = stirred_head("eagle3", target)
-    assert draft_fingerprint(head) in seen and len(draft_fingerprint(head)) == 16
-    assert isinstance(head, Eagle3Head)
-    head.set_draft_vocab(range(1, V - 4))
-    assert draft_fingerprint(head) not in seen
-    assert memory_bytes(stirred_head("medusa", target)) == 4 * 3 * (16 * 16 + 16 + 16 * V)
 
 
 def renamed(tokenizer: PreTrainedTokenizerBase, path: Path, change: Callable[[dict[str, Any]], None]) -> str:
