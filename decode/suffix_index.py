@@ -4,10 +4,9 @@ Legend: n positions of the joined text, c occurrences, L tokens of a continuatio
 positions.
 
 The documents are joined with separators, and the positions in the joined text are sorted by the tokens *before* them,
-read backwards. All positions that follow the same tokens are then neighbours, and the longest end of a query that
-occurs anywhere is found with one binary search: one of the two neighbours of where the query would be sorted shares it.
-The sort is prefix doubling (Manber and Myers 1993) in which only groups that still tie are sorted again (Larsson and
-Sadakane 2007), vectorised: O(n log n) comparisons per doubling, O(log n) doublings.
+read backwards. Positions that follow the same tokens are then neighbours, and one binary search gives the longest end
+of a query that occurs anywhere: one of its two neighbours shares it. The sort is prefix doubling (Manber and Myers
+1993) in which only groups that still tie are sorted again (Larsson and Sadakane 2007), vectorised.
 """
 
 import hashlib
@@ -21,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SEPARATOR = -1
-# Above this many occurrences continuations are counted on an even sample: frequencies are then off by some 3 %, but the
-# cost of a lookup does not grow with how frequent the tokens are.
+# Above this many occurrences, continuations are counted on an even sample: frequencies are off by some 3 %, but the
+# cost of a lookup does not grow with them.
 SAMPLE = 256
 
 
@@ -68,10 +67,9 @@ class SuffixIndex:
         return max((_common(query, self._before(rank, len(query))) for rank in neighbours), default=0)
 
     def continuations(self, suffix: Sequence[int], length: int, count: int) -> list[tuple[tuple[int, ...], int]]:
-        """The `count` most frequent continuations of `suffix`, each with its occurrences, the most frequent first.
+        """The `count` most frequent continuations of `suffix` with their occurrences, the most frequent first.
 
-        They are `length` tokens long, or end where their document does. Above `SAMPLE` occurrences the counts are
-        those in an even sample of that many.
+        They are `length` tokens long, or end with their document. Above `SAMPLE` occurrences, counts are of a sample.
         """
         query = list(suffix)[::-1]
         ranks = range(len(self.positions))
@@ -92,7 +90,7 @@ class SuffixIndex:
         return [(tuple(code - 1 for code in row if code), -times) for row, (times, _) in zip(rows, best, strict=True)]
 
     def _before(self, rank: int, length: int) -> list[int]:
-        """Up to `length` tokens before a position, the nearest first."""
+        # Up to `length` tokens before a position, the nearest first.
         position = int(self.positions[rank])
         before: list[int] = self.text_n[max(position - length, 0) : position][::-1].tolist()
         return before

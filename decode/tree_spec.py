@@ -170,7 +170,6 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
 
 
 def _planned(content: Any) -> TreeShape:
-    """The best tree of a plan: by its spec if it has one, else by its parents."""
     tree = content["tree"]
     return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
 

@@ -1,9 +1,9 @@
 """Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid, and how it is made.
 
-This module needs no torch, so that help texts and option checks can read the table at once; the code of a proposer is
-imported when it is made. To add one, write a `Proposer` and its `Session` (decode/propose/protocol.py) in a file of
-this package and enter it in the table. A proposer of your own need not be in the table: pass it to
-`SpeculativeDecoder`.
+Needs no torch; the code of a proposer is imported when it is made. To add one, write a file of this package and enter
+it in the table. Subclass `NetworkProposer` and `Network` to draft with a network, level by level or all depths in one
+forward, or `TextProposer` and `TextRow` to copy from text; anything else follows `decode.propose.protocol`. A proposer
+of your own need not be in the table: pass it to `SpeculativeDecoder`.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProposerKind:
-    """A method of drafting, as help texts and tables print it: its title, the trees that it drafts, its paper.
+    """A method of drafting: title, trees and paper for help texts, what it needs, and how it is made.
 
-    `make` takes what it `needs`: a list of language models, a head, a suffix index, or None; of models and heads also
-    `fast`. usual: the proposer that drafts with the same kind of head on any tree, where this one is for chains only.
+    `make` takes a list of language models, a head, a suffix index, or None; with models and heads also `fast`. usual:
+    for a proposer of chains only, the one that drafts with the same kind of head on any tree.
     """
 
     title: str
@@ -32,13 +32,11 @@ class ProposerKind:
 
     @property
     def draws(self) -> bool:
-        """Whether it can draw tokens at random; what copies from a text cannot: the context determines its drafts."""
+        """Whether it can draw tokens at random. The context determines the drafts of what copies from a text."""
         return self.needs in ("models", "head")
 
 
 def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
-    """Makes the proposer `name` of a module of this package, which is imported when it is first made."""
-
     def make(thing: Any, **more: Any) -> "Proposer":
         proposer: Callable[..., Proposer] = getattr(import_module(f"decode.propose.{module}"), name)
         return proposer(**options) if thing is None else proposer(thing, **options, **more)

@@ -1,12 +1,12 @@
-"""Drafting a tree that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with
-the draft tree of every node's budget and an early end OPT-Tree, arXiv 2406.17276).
+"""Drafting a tree that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with a
+beam as wide as the budget and an early end OPT-Tree, arXiv 2406.17276).
 
 Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T expanded
 nodes so far, W pending tokens, V vocabulary.
 
-Children are the most probable tokens, which the context determines, so pruning them afterwards does not look at
-anything that was drawn. Above temperature 0 the confidence of a token is its probability in the distribution that is
-sampled from; at temperature 0, where that is one-hot, its probability at temperature 1.
+Children are the most probable tokens. The context determines them, so pruning them afterwards depends on nothing that
+was drawn. The confidence of a token is its probability in the distribution that is sampled from; at temperature 0,
+where that is one-hot, its probability at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from draftsmith_core.sampling import Sampling, probs
 
 
 class DynamicTreeSession(NetworkSession):
-    """A network drafting trees of its own shape for the rows of one `generate` call."""
+    """A network growing a tree for each row of one `generate` call."""
 
     def __init__(self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device) -> None:
         self.network, self.tree, self.sampling, self.device = network, tree, sampling, device
@@ -53,8 +53,8 @@ class DynamicTreeSession(NetworkSession):
             sees_BeT = torch.cat([_rows(sees_BeT, place_Be), itself], dim=2)
             offset = sum(level.shape[1] for level in expanded[:-1])
             frontier = Frontier(inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded), paths_Bed)
-            tokens_Bek, own_Bek = self._children(self.network.extend(frontier).unsqueeze(2))
-            values.append((own_Bek + values[-1].gather(1, best_Be).unsqueeze(2)).flatten(1))
+            tokens_Bek, new_Bek = self._children(self.network.extend(frontier).unsqueeze(2))
+            values.append((new_Bek + values[-1].gather(1, best_Be).unsqueeze(2)).flatten(1))
             tokens.append(tokens_Bek.flatten(1))
             expanded.append(best_Be + first)
             parents.append(expanded[-1].repeat_interleave(tokens_Bek.shape[2], dim=1))
@@ -82,9 +82,7 @@ class DynamicTreeSession(NetworkSession):
         self.network.commit(expanded, outcome)
 
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The `beam` best tokens below each node and their log-confidences, from logits `[B, ..., 1, V]`; the node
-        axis of length 1 is dropped.
-        """
+        # The `beam` best tokens below each node and their log-confidences, from logits [B, ..., 1, V].
         logits = logits.squeeze(-2)
         self._finite = self._finite & logits.amax().isfinite().to(self.device)
         if self.sampling.greedy:
@@ -95,7 +93,7 @@ class DynamicTreeSession(NetworkSession):
         return best.indices, best.values
 
     def _expected(self, values: list[Tensor]) -> Tensor:
-        """Expected accepted tokens if the best nodes so far were the tree, `[B]`."""
+        # Expected accepted tokens if the best nodes so far were the tree, [B].
         if not self.tree.gain:
             return values[0].new_zeros(())
         everything = torch.cat(values, dim=1)
@@ -103,7 +101,6 @@ class DynamicTreeSession(NetworkSession):
         return best
 
     def _block(self, sees_BeT: Tensor, expanded: Sequence[Tensor]) -> Block:
-        """The pending tokens, then all expanded nodes; the queries are those of the last level."""
         rows, count, _ = sees_BeT.shape
         width, device = self.network.width, sees_BeT.device
         pending = torch.ones(rows, count, width, dtype=torch.bool, device=device)
@@ -114,7 +111,6 @@ class DynamicTreeSession(NetworkSession):
         return Block(torch.tensor([offsets], device=device), torch.cat([pending, sees_BeT], dim=2), static=False)
 
     def _rerank(self, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, depth: int) -> Proposal:
-        """Keep the best nodes of all candidates; of equal values the shallower, which comes first."""
         rows, total = values_BC.shape
         count = min(self.tree.nodes, total)
         ranked_BC = values_BC.sort(dim=1, descending=True, stable=True).indices
@@ -132,5 +128,4 @@ class DynamicTreeSession(NetworkSession):
 
 
 def _rows(values_Ben: Tensor, index_Bk: Tensor) -> Tensor:
-    """Entries `index_Bk` of the middle axis, `[B, k, n]`."""
     return values_Ben.gather(1, index_Bk.unsqueeze(2).expand(-1, -1, values_Ben.shape[2]))

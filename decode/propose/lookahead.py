@@ -36,9 +36,7 @@ class LookaheadProposer(TextProposer):
         self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
 
     def default_tree(self) -> Tree:
-        """A tree with room for every step: at each depth as many nodes as window and candidates can have there, all
-        of them siblings.
-        """
+        """A tree with room for every step: at each depth as many siblings as window and candidates can need."""
         levels = self.ngram - 1
         deep = max(self.window + levels - 2, levels)
         counts = [
@@ -54,7 +52,7 @@ class LookaheadProposer(TextProposer):
         return Tree(tuple(parents))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse a tree without room for window and candidates."""
+        """Raise ValueError for a tree without room for window and candidates."""
         needed = self.default_tree()
         given, least = check_static(self.name, tree).widths, needed.widths
         if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
@@ -95,7 +93,7 @@ class Window(TextRow):
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
         self._ngram = proposer.ngram
         self._from_text = proposer.from_text
-        # Guesses to begin with, from a generator of the row's own, so that a row does not depend on its batch mates.
+        # First guesses, from one generator per row, so that a row does not depend on its batch mates.
         pick = random.Random(0)
         self.levels = [pick.choices(prompt, k=proposer.window) for _ in range(proposer.ngram - 1)]
         self.levels[0][0] = prompt[-1]
@@ -119,12 +117,11 @@ class Window(TextRow):
         return flat
 
     def advance(self, answers: Sequence[int], emitted: Sequence[int]) -> None:
-        """`answers` are the target's tokens after `ends`; `emitted` is what the row now ends with.
+        """Move the window on. `answers` are the target's tokens after `ends`; the row now ends with `emitted`.
 
-        Columns go into the pool once all their tokens but the first are the target's own, no longer the initial
-        guesses. The window moves by one position however many tokens were emitted, as the paper's code does: its
-        columns then stand for later positions than they were computed for, but dropping as many columns as tokens were
-        accepted would end most n-grams before they are whole.
+        Columns go into the pool once all their tokens but the first are the target's, no longer first guesses. As in
+        the paper's code the window moves by one position however many tokens were emitted: dropping as many columns as
+        tokens were accepted would end most n-grams before they are whole.
         """
         if self._moves >= len(self.levels) - 1:
             for ngram in zip(*self.levels, answers, strict=True):

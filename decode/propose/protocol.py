@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """One step's drafted trees. It carries the trees themselves, one per row if need be, so that a proposer may choose
-    them anew at every step.
+    """One step's drafted trees, shared by all rows or one per row.
 
-    `tokens_BM` are the drafted tokens in M indexing: column 0 (the root) is -1, and so is a node that does not exist in
-    that row. `q_BEV` are the fp32 distributions over the target's vocabulary that children were drawn from, before any
-    token was removed; None when deterministic. With several drafts the child of rank k was drawn by draft `k % drafts`,
-    from distribution `tree.groups_RM * drafts + k % drafts`. `finite` is a bool tensor of one element that is false
-    when the draft gave logits that are not numbers; None when there are no logits.
+    `tokens_BM` are the drafted tokens in M indexing, -1 for the root and for nodes that a row lacks. `q_BEV` are the
+    fp32 distributions over the target's vocabulary that children were drawn from, before any token was removed; None if
+    deterministic. With several drafts the child of rank k was drawn from distribution
+    `tree.groups_RM * drafts + k % drafts`. `finite` is a bool tensor of one element, false if a logit of the draft was
+    NaN or infinite; None without logits.
     """
 
     tree: TreeBatch
@@ -43,20 +42,19 @@ class Proposal:
 
 
 def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
-    """The same proposal with `nodes` drafted nodes, those that are new not there, and one tree for each row."""
+    """Pad a proposal to `nodes` drafted nodes, the new ones missing, and to one tree per row."""
     tree, q_BEV = proposal.tree, proposal.q_BEV
     new = nodes - tree.parents_RN.shape[1]
     pad = torch.nn.functional.pad
-    # A tree that grew has a distribution for every node, the root too; one that confidence has cut short keeps the
-    # numbers, and so the distributions, that its groups have in the whole tree.
+    # A tree that confidence has cut short keeps the group numbers, and so the distributions, of the whole tree.
     missing = 0 if q_BEV is None else max(0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])
-    own_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
+    itself_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
     arrays = (
         pad(tree.parents_RN, (0, new), value=-1).expand(rows, -1),
         pad(tree.depths_RN, (0, new), value=1).expand(rows, -1),
         pad(tree.children_RMK, (0, 0, 0, new)).expand(rows, -1, -1),
         pad(tree.groups_RM, (0, new)).expand(rows, -1),
-        (pad(tree.sees_RMM, (0, new, 0, new)) | own_MM).expand(rows, -1, -1),
+        (pad(tree.sees_RMM, (0, new, 0, new)) | itself_MM).expand(rows, -1, -1),
     )
     return replace(
         proposal,
@@ -69,12 +67,11 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of a proposal.
+    """The result of a proposal, by row.
 
-    By row: `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the target's own. A row that
-    has ended has an empty path and no tokens and is never asked for again. `hidden[b]` holds one `[path + 1, H]` tensor
-    for each of `hidden_layers`: the target's states at the root and at the accepted nodes. `distributions` makes
-    `p_BMV`, which not every step needs.
+    `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the target's own; both are empty for a
+    row that has ended. `hidden[b]` holds one `[path + 1, H]` tensor for each of `hidden_layers`: the target's states at
+    the root and at the accepted nodes. `distributions` computes `p_BMV` on demand.
     """
 
     paths: Sequence[Sequence[int]]
@@ -90,11 +87,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SessionSetup:
-    """What a proposer begins with: the options of one `generate` call.
+    """The options of one `generate` call.
 
     `hidden_BTH` are the target's states over each prompt but its last token, right-padded, one tensor for each of
-    `hidden_layers`. Proposals are to be made on `device`, over the target's `vocabulary` tokens. `compile` is the
-    decoder's: a proposer with a network records or compiles its forwards too.
+    `hidden_layers`. Proposals are made on `device`, over the target's `vocabulary` tokens. With `compile` a network's
+    forwards are recorded or compiled too.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -112,12 +109,10 @@ class Session(Protocol):
     """A proposer at work on the rows of one `generate` call."""
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft one step. `u_BN` are float64 uniforms on the target's device, one per node (`tree.size`); None when
-        the drawing is deterministic.
-        """
+        """Draft one step. `u_BN` are float64 uniforms, one per node (`tree.size`); None if drafts are deterministic."""
 
     def commit(self, outcome: Outcome) -> None:
-        """Learn what became of the last proposal."""
+        """Learn the outcome of the last proposal."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
@@ -130,8 +125,8 @@ class Session(Protocol):
 class Proposer(Protocol):
     """A method of drafting. It holds models and settings; what changes while decoding lives in its sessions.
 
-    `start` is all that must be written; a class that names `Proposer` as its base inherits the rest, which suits a
-    proposer whose drafts the context determines. For example one that always drafts the root's token again:
+    Only `start` must be written; the inherited rest suits a proposer whose drafts the context determines, such as one
+    that always drafts the root's token again:
 
         class Repeat(Proposer):
             def start(self, setup):
@@ -156,33 +151,31 @@ class Proposer(Protocol):
     """
 
     name: str = "draft"
-    """What error messages call it."""
+    """Name in error messages."""
 
     drafts: int = 1
-    """How many distributions a node's children are drawn from in turn; 1 but for several draft models."""
+    """Number of distributions that a node's children are drawn from in turn; above 1 for several draft models."""
 
     hidden_layers: tuple[int, ...] = ()
     """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for none."""
 
     steps: "Sequence[StaticSteps]" = ()
-    """Its recorded forwards, where the decoder compiles."""
+    """Its recorded forwards, if the decoder compiles."""
 
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
         return default_tree()
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        """The methods by which it can choose children on such a tree above temperature 0. At temperature 0 every
-        proposer is deterministic.
-        """
+        """The methods by which it can choose children on such a tree above temperature 0."""
         return frozenset({"deterministic"})
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Raise ValueError, in one line with the fix, when it cannot draft this tree for this target."""
+        """Raise ValueError, one line with the fix, if it cannot draft this tree for this target."""
         return
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Raise ValueError when a prompt and its answer do not fit the context."""
+        """Raise ValueError if a prompt and its answer do not fit the context."""
         return
 
     def start(self, setup: SessionSetup) -> Session:

@@ -117,7 +117,7 @@ class DraftingPlan:
         for level in self.levels[:-1]:
             begin, end = end, end + level.count
             offsets_1T = torch.tensor([offsets[:end]], device=self.device)
-            # Of its own strides: a step that is compiled holds for one shape and the strides that go with it.
+            # Contiguous: a compiled step holds for one shape and its strides.
             sees_1qT = sees_TT[None, begin:end, :end].clone(memory_format=torch.contiguous_format)
             blocks.append(Block(offsets_1T, sees_1qT.to(self.device), static=True))
         return tuple(blocks)
@@ -252,7 +252,7 @@ class StaticTreeSession(NetworkSession):
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
         if above is not None and (stop or any(each.draws > 1 for each in plan.levels[:depth])):
             # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
-            # or because q has fewer tokens than there are siblings, so that a chain without a stop skips this.
+            # or because q has fewer tokens than the node has children, so that a chain without a stop skips this.
             assert above.live_Be is not None
             tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
         if depth + 1 == len(plan.levels):
@@ -314,11 +314,11 @@ def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Te
     """Keep only the nodes that exist in each row: the per-row tree, its tokens, and the index each node had before."""
     rows = tokens_BM.shape[0]
     exists_BN = tokens_BM[:, 1:] >= 0
-    kept = int(exists_BN.sum(1).max())
-    order_BN = torch.sort(exists_BN.int(), dim=1, descending=True, stable=True).indices[:, :kept]
+    most = int(exists_BN.sum(1).max())
+    order_BN = torch.sort(exists_BN.int(), dim=1, descending=True, stable=True).indices[:, :most]
     origin_BM = torch.nn.functional.pad(order_BN + 1, (1, 0))
     index_BM = torch.zeros_like(tokens_BM).scatter_(
-        1, origin_BM, torch.arange(kept + 1, device=tokens_BM.device).expand(rows, -1)
+        1, origin_BM, torch.arange(most + 1, device=tokens_BM.device).expand(rows, -1)
     )
     above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN) + 1
     parents_BN = index_BM.gather(1, above_BN) - 1

@@ -78,7 +78,7 @@ class Verifier:
 
 
 def _in(module: str, function: str = "verify") -> Rule:
-    """A function of a module of this package, imported when first called; `exact` in its place at temperature 0."""
+    # Imported when first called; at temperature 0, where every rule equals it, `exact`.
     rules: dict[bool, Rule] = {}
 
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":

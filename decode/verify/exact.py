@@ -18,8 +18,8 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """Draw y from the target's distribution at each node reached; go on at the child that carries y; emit the first y
     that no child carries.
 
-    The output is drawn from the target alone, so this is lossless whatever was drafted. Every lossless rule comes to
-    this when p is one-hot (`u_BU` is None).
+    Lossless whatever was drafted, because the target alone draws. Every lossless rule equals this if p is one-hot
+    (`u_BU` is None).
     """
     if u_BU is None and p_BMV.device.type == "cpu" and not torch.compiler.is_compiling():
         return _verify_on_host(proposal, p_BMV)
@@ -61,7 +61,7 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
 
 
 def _verify_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
-    """`verify` at temperature 0 where tensors can be read without waiting: lists take a tenth of the time."""
+    # On a CPU tensors can be read without waiting, and lists take a tenth of the time.
     depth = proposal.tree.depth
     walks = follow(proposal, p_BMV.max(-1).indices.tolist())
     return Verdict(
@@ -73,7 +73,7 @@ def _verify_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
 
 
 def follow(proposal: Proposal, best_BM: list[list[int]]) -> list[Walk]:
-    """Where the target's own tokens at all nodes lead from the root down; what every lossless rule accepts greedily."""
+    """Follow the target's own tokens at all nodes from the root down: what every lossless rule accepts greedily."""
     tree = proposal.tree
     children_RMK, depths_RN = tree.on_host
     walks: list[Walk] = []
@@ -89,7 +89,7 @@ def follow(proposal: Proposal, best_BM: list[list[int]]) -> list[Walk]:
                 break
             at = at_next
             path.append(at)
-        there = [depth for depth, token in zip(depths_N, tokens_M[1:], strict=True) if token >= 0]
+        drafted = [depth for depth, token in zip(depths_N, tokens_M[1:], strict=True) if token >= 0]
         emitted = [*(tokens_M[node] for node in path), best_M[at]]
-        walks.append(Walk(path, emitted, bool(offered), len(there), max(there, default=0)))
+        walks.append(Walk(path, emitted, bool(offered), len(drafted), max(drafted, default=0)))
     return walks

@@ -22,8 +22,8 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 def decide_at_node(node: Node) -> tuple[Tensor, Tensor]:
     """The drawn child is the last on offer, the others are the top ones.
 
-    That holds also when the top tokens had all of q and nothing was drawn: the last top token is then the only one that
-    the others leave in q, so that it is as if it had been drawn, with r(x) = 1.
+    If the top tokens had all of q, nothing was drawn: the last top token is then the only one that the others leave in
+    q, as if it had been drawn with r(x) = 1.
     """
     ranks_K = torch.arange(node.offer_BK.shape[1], device=node.offer_BK.device)
     last_B = torch.where(node.offer_BK >= 0, ranks_K, -1).max(1).values
@@ -37,7 +37,7 @@ def decide_at_node(node: Node) -> tuple[Tensor, Tensor]:
     if known_empty(refused_B):
         return rank_B, node.p_BV
     hit_B, left_BV = draw_rank(residual(node.p_BV, r_BV), top_BK, node.u_Bn[:, 1])
-    # Where nothing was refused there was nothing on offer, and p stays whole.
+    # A row without a refusal had nothing on offer, and p stays whole.
     return torch.where(refused_B, hit_B, rank_B), torch.where(refused_B.unsqueeze(1), left_BV, node.p_BV)
 
 

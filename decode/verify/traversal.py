@@ -74,10 +74,10 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
             taken_B = now_B & (u_BU[at(uniform_of(node))] < w_BD[at(depth)])
             if not known_empty(taken_B):
                 which = rows_of(taken_B)
-                own_BV = p_BMV[at(node, which)]
+                leaf_BV = p_BMV[at(node, which)]
                 if inner_B is not None:
-                    own_BV = torch.where(inner_B[which, None], p_BDV[at(stored_depth(depth, tree), which)], own_BV)
-                end_BV[which] = torch.where(taken_B[which, None], own_BV, end_BV[which])
+                    leaf_BV = torch.where(inner_B[which, None], p_BDV[at(stored_depth(depth, tree), which)], leaf_BV)
+                end_BV[which] = torch.where(taken_B[which, None], leaf_BV, end_BV[which])
                 node_B = torch.where(taken_B, node, node_B)
                 live_B = live_B & ~taken_B
                 if known_empty(live_B):
@@ -100,23 +100,20 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 
 
 def stored_depth(depth: Index, tree: TreeBatch) -> Index:
-    """Where p and q of a depth are stored. Nodes of the last depth have no children and are not stored; a row whose own
-    tree ends earlier asks for a valid index all the same.
-    """
+    """Index of the stored p and q of a depth. Leaves of the last depth are not stored, but need a valid index."""
     return depth.clamp(max=tree.depth - 1) if isinstance(depth, Tensor) else depth
 
 
 def uniform_of(node: Index) -> Index:
-    """The uniform that decides a node. Index 0, no node, gets one that is not used."""
+    """The uniform that decides a node; for index 0, no node, one that is not used."""
     return (node - 1).clamp(min=0) if isinstance(node, Tensor) else node - 1
 
 
 def visits(
     tree: TreeBatch, yes_B: Tensor
 ) -> Iterator[tuple[Index, Index, Index, Tensor | None, Tensor | None, Tensor | None]]:
-    """Node, its depth, its group of children, and masks `[B]` of whether it has children, is entered, and is left, in
-    the order of the walk; None for a mask that is false everywhere. Node 0 stands for no node. `yes_B` is a mask that
-    is true everywhere.
+    """Yield, in order of the walk, each node (0: none), its depth, its group of children, and masks `[B]` of whether
+    it has children, is entered, and is left; None for a mask that is false everywhere. `yes_B` is true everywhere.
     """
     if tree.rows == 1 and not recording():
         for node, depth, group, *facts in _shared(tree):
@@ -139,7 +136,7 @@ def visits(
 
 @lru_cache(maxsize=8)
 def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ...]:
-    """`visits` of a tree that all rows share. Reading it from a device waits for the device, once per tree."""
+    # Reading a tree from a device waits for the device, once per tree.
     events_RS, depths_RM, inner_RM = _events(tree)
     (events,), (depths,), (inner,), (groups,) = (
         each.tolist() for each in (events_RS, depths_RM, inner_RM, tree.groups_RM)
@@ -148,8 +145,8 @@ def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ..
 
 
 def _events(tree: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """`[R, S]` the walk around the tree: n where node n is entered, -n where it is left, 0 once it is over; the depths
-    of all nodes and whether they have children, `[R, M]`.
+    """The walk around the tree `[R, S]`: n where node n is entered, -n where it is left, 0 once it is over; and of all
+    nodes, `[R, M]`, the depths and whether they have children.
     """
     children_RMK, sees_RMM = tree.children_RMK, tree.sees_RMM
     count, total, most = children_RMK.shape

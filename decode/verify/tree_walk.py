@@ -22,9 +22,9 @@ ALL = slice(None)
 class Verdict:
     """The outcome of one step, by row.
 
-    `nodes_BD` is the accepted path in M indexing and `tokens_BD1` its tokens, followed at index `accepted_B` by the
-    token that the target adds; what comes after that is padding. `open_B` is true where the walk ended at a node that
-    had children on offer (a rejection), false where it ended at a leaf.
+    `nodes_BD` is the accepted path in M indexing, `tokens_BD1` its tokens; at index `accepted_B` follows the token that
+    the target adds, then padding. `open_B` is true if the walk ended at a node with children on offer (a rejection),
+    false if at a leaf.
     """
 
     tokens_BD1: Tensor
@@ -35,9 +35,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Walk:
-    """What one row of a step has come to, on the host: the accepted nodes (M indices), their tokens and the target's
-    own, whether the walk ended at a node that had children on offer, how many nodes were drafted, and the depth of the
-    deepest.
+    """The outcome of one row on the host: accepted nodes (M indices), their tokens and the target's own, whether the
+    walk ended at a node with children on offer, the number of drafted nodes, and the depth of the deepest.
     """
 
     path: list[int]
@@ -49,11 +48,11 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """The node that each row of a batch has reached, for a rule that decides one node at a time.
+    """The node that each row has reached, for a rule that decides one node at a time.
 
-    `p_BV` is the target's distribution there. `offer_BK` are the children's tokens in rank order, -1 where there is
-    none (everywhere in a row whose walk has ended). `q(k)` is the distribution `[B, V]` that child k was drawn from.
-    `u_Bn` are uniforms for this node.
+    `p_BV` is the target's distribution at the node. `offer_BK` are the children's tokens in rank order, -1 for no child
+    (everywhere in a row whose walk has ended). `q(k)` is the distribution `[B, V]` that child k was drawn from. `u_Bn`
+    are uniforms for this node.
     """
 
     p_BV: Tensor
@@ -62,14 +61,14 @@ class Node:
     q: Callable[[int], Tensor]
 
 
-# Returns the rank of the accepted child `[B]` (-1 for none), and the distribution `[B, V]` (it need not be normalised)
-# to draw the token from where there is none.
+# Returns the rank of the accepted child `[B]`, -1 for none, and the distribution `[B, V]`, not necessarily normalised,
+# to draw the token from if no child is accepted.
 NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
 def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None) -> Verdict:
-    """Decide node by node from the root down. Where a child is accepted, go on there; where none is, draw the last
-    token from what the rule leaves; at a leaf, draw it from the target's distribution there.
+    """Decide node by node from the root down: go on at the accepted child; without one, draw the last token from
+    what the rule leaves of p; at a leaf, draw it from p.
 
     Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
     """
@@ -117,49 +116,47 @@ def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_no
 def hit_by_target(node: Node) -> tuple[Tensor, Tensor]:
     """Draw a token from p and accept the child that carries it. Takes one uniform; q is not used.
 
-    The same as trying deterministic children in turn with q = 1, where a refused token leaves p and p is renormalised;
-    what is left of p is p without the children's tokens.
+    Equals trying deterministic children in turn with q = 1, where a refused token leaves p and p is renormalised.
     """
     return draw_rank(node.p_BV, node.offer_BK, node.u_Bn[:, 0])
 
 
 def draw_rank(p_BV: Tensor, offer_BK: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from p with uniform u: the rank of the sibling that carries it (-1 when none does), and p without
-    the siblings' tokens, unnormalised.
+    """Draw a token from p: the rank of the sibling that carries it (-1 for none), and p without the siblings' tokens.
 
-    p need not sum to one. Siblings are distinct; an entry of -1 stands for no sibling.
+    p need not sum to one, and the rest is not normalised. Siblings are distinct; -1 stands for no sibling.
     """
     x_BK = offer_BK.clamp(min=0)
     mass_BK = p_BV.gather(1, x_BK).masked_fill(offer_BK < 0, 0.0)
     left_BV = p_BV.scatter_add(1, x_BK, -mass_BK)
     upto_BK = mass_BK.cumsum(1, dtype=torch.double)
-    # The total is summed from the same parts, and the point kept below it: where siblings hold all the mass, rounding
-    # must not let the draw miss them, because nothing would be left to draw from.
+    # The total is summed from the same parts, and the point kept below it: if siblings hold all the mass, rounding must
+    # not let the draw miss them, because nothing would be left to draw from.
     total_B = upto_BK[:, -1] + left_BV.sum(1, dtype=torch.double)
     point_B = torch.minimum(u_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     return first(upto_BK > point_B.unsqueeze(1)), left_BV
 
 
 def first(hit_BK: Tensor) -> Tensor:
-    """Rank of the first entry that is true, -1 where none is; int64 `[B]`."""
+    """Rank of the first true entry, -1 for none; int64 `[B]`."""
     best = hit_BK.int().max(1)
     return best.indices.masked_fill(best.values == 0, -1)
 
 
 def known_empty(mask: Tensor) -> bool:
-    """True when `mask` is false everywhere and it costs nothing to know: on a CPU. On an accelerator always False,
-    because reading the mask would make the host wait for the device.
+    """Whether `mask` is false everywhere, if it costs nothing to know; always False on an accelerator, where reading
+    the mask would make the host wait.
     """
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any())
 
 
 def recording() -> bool:
-    """Whether the present code is being compiled or recorded as a CUDA graph, so that no tensor may be read."""
+    """Whether this code is being compiled or recorded as a CUDA graph, so that no tensor may be read."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def rows_of(mask_B: Tensor) -> Rows:
-    """The rows of a mask on a CPU; on an accelerator all rows, because reading the mask would make the host wait."""
+    """The rows of a mask on a CPU; all rows on an accelerator, where reading the mask would make the host wait."""
     if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
         return ALL
     return mask_B.nonzero()[:, 0]
@@ -175,14 +172,14 @@ def chain_nodes(tree: TreeBatch, rows: int) -> Tensor:
     nodes = []
     for depth in range(tree.depth):
         below_B = below_BM.gather(1, at_B.unsqueeze(1)).squeeze(1)
-        # Index 0 is the root, which is no node's child: it marks where a chain has ended.
+        # Index 0, the root, is no node's child: it marks where a chain has ended.
         at_B = below_B if depth == 0 else below_B.masked_fill(at_B == 0, 0)
         nodes.append(at_B)
     return torch.stack(nodes, dim=1)
 
 
 def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor) -> Verdict:
-    """A verdict from the nodes accepted at each depth (0 once the walk has ended) and the token the target adds."""
+    """The verdict of the nodes accepted at each depth (0 once the walk has ended) and the token the target adds."""
     rows = last_B.shape[0]
     nodes_BD = torch.stack(nodes, dim=1) if nodes else last_B.new_zeros(rows, 0)
     tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B.unsqueeze(1)], dim=1)
@@ -192,7 +189,7 @@ def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: 
 
 
 def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
-    """A verdict from the last accepted node of each row (0: none but the root) and the token that the target adds."""
+    """The verdict of the last accepted node of each row (0: the root) and the token that the target adds."""
     tree, rows = proposal.tree, len(node_B)
     depths_BM = torch.nn.functional.pad(tree.depths_RN, (1, 0)).expand(rows, -1)
     above_BM = torch.nn.functional.pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
@@ -211,9 +208,8 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """norm((p - q)+), the distribution left to draw from after a token of q was refused; rows of `[B, V]`.
 
-    A refusal means q(x) > p(x) for some x, so in exact arithmetic the residual has mass. In floating point p and q may
-    differ by no more than the rounding of their sums, and then nothing is left. Such a refusal is as improbable as the
-    rounding error is small, and p itself is returned: it has mass, and none on tokens that the target excludes.
+    In exact arithmetic a refusal leaves mass. If p and q differ by rounding only, nothing is left; such a refusal is as
+    improbable as the rounding error is small, and p is returned, which has no mass on tokens that the target excludes.
     """
     left_BV = (p_BV - q_BV).clamp_(min=0)
     mass_B1 = left_BV.sum(-1, keepdim=True)
