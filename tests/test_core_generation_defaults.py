@@ -56,16 +56,12 @@ def test_what_is_taken_is_said() -> None:
 
 
 def test_a_value_that_cannot_be_names_where_it_stands() -> None:
-    with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: 1.5 is not in"):
+    with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: 1.5 cannot be"):
         resolve_sampling("t", target(do_sample=True, top_p=1.5))
-    with pytest.raises(InputError, match=r"^top_p: 1.5 is not in"):
+    with pytest.raises(InputError, match=r"^top_p: 1.5 cannot be"):
         resolve_sampling("t", LLAMA, top_p=1.5)
     with pytest.raises(InputError, match=r"^t/generation_config.json: "):
         resolve_sampling("t", target(do_sample=True, temperature="hot"))
-    with pytest.raises(InputError, match=r"^t/generation_config.json: top_k: expected a number, found 2.5$"):
-        resolve_sampling("t", target(do_sample=True, top_k=2.5))
-    with pytest.raises(InputError, match=r"^t/generation_config.json: top_k: expected a number, found True$"):
-        resolve_sampling("t", target(do_sample=True, top_k=True))
 
 
 IGNORED = {
