@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from drafts.heads import Head, head_kind, load_head, save_head
-from drafts.heads.eagle import EagleConfig, EagleHead
+from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head, aux_layers
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
@@ -396,31 +396,6 @@ def test_heads_fit_other_families() -> None:
             logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
             torch.testing.assert_close(logits[:, :, 0], out.logits)
             torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
-
-
-def test_an_eagle_head_of_the_original_code_loads(target: PreTrainedModel, tmp_path: Path) -> None:
-    """No `bias` key means that `fc` has one; rope under its old names; the embedding may be absent."""
-    head = stirred(EagleHead(EagleConfig(layer=EagleHead.fresh(target).config.layer, vocab_size=V, bias=True), target))
-    save_head(head, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for key in ("bias", "rope_parameters", "head_dim"):
-        del config[key]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors.pop("embed_tokens.weight").shape == (V, H) and tensors["fc.bias"].shape == (H,)
-    save_file(tensors, tmp_path / "model.safetensors")
-    back = load_head(tmp_path, target)
-    for a, b in zip(outputs(head), outputs(back), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_sglang_names_a_layer_by_its_output(target: PreTrainedModel, tmp_path: Path) -> None:
-    save_head(Eagle3Head.fresh(target), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["eagle_aux_hidden_state_layer_ids"]
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_head(tmp_path, target).hidden_layers == (1, 2, 4)
 
 
 def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, draft_dir: str) -> None:

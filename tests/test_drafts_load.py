@@ -1,6 +1,5 @@
 """A target and its drafts are loaded and checked in one place."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -42,18 +41,6 @@ def test_what_does_not_belong_together_is_refused_by_name(
         load_pair(target_dir, {"other": str(bare)}, device="cpu")
     with pytest.raises(InputError, match="no such directory"):
         load_pair(target_dir, [str(tmp_path / "absent")], device="cpu")
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_said(
-    target_dir: str, draft_dir: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The draft is used as one without a tokenizer, as it would be if the file were not there."""
-    damaged = Path(shutil.copytree(draft_dir, tmp_path / "damaged"))
-    (damaged / "tokenizer.json").write_text("{")
-    with caplog.at_level(logging.WARNING):
-        assert load_pair(target_dir, [str(damaged)], device="cpu").drafts
-    assert f"{damaged}: no tokenizer could be loaded from it" in caplog.text
-    assert "taken to have no tokenizer of its own" in caplog.text
 
 
 def test_a_head_with_nan_is_named(target_dir: str, tmp_path: Path) -> None:

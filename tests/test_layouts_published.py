@@ -286,28 +286,21 @@ def test_eagle3_without_a_projection_reads_the_targets(
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "gelu_fancy"}, "describes no head .*gelu_fancy"),
-        ({"d2t": torch.full((D,), V)}, "'d2t' and 't2d' do not describe one set of tokens below 40"),
-        ({"pytorch_model.bin": LFS}, r"pytorch_model.bin is a pointer of git-lfs and not the file itself; run git lfs"),
-        ({"model.safetensors": LFS}, r"model.safetensors is a pointer of git-lfs and not the file itself"),
-        ({"pytorch_model.bin": b"<html>"}, r"pytorch_model.bin: cannot be read \(it is no file of torch.save"),
-    ],
-)
-def test_an_odd_or_damaged_copy_is_refused_in_one_line(
-    changes: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path
-) -> None:
-    tensors = eagle3(target).state_dict() | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
-    values = AUTHORS | {k: v for k, v in changes.items() if not isinstance(v, Tensor | bytes)}
-    files = {k: v for k, v in changes.items() if isinstance(v, bytes)}
-    path = write(tmp_path / "head", values, tensors, next(iter(files), "pytorch_model.bin"))
-    for file, content in files.items():
-        (path / file).write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
-        load_head(path, target)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+def test_an_odd_or_damaged_copy_is_refused_in_one_line(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = eagle3(target)
+    pointer = write(tmp_path / "pointer", AUTHORS, head.state_dict(), "pytorch_model.bin")
+    (pointer / "pytorch_model.bin").write_bytes(LFS)
+    activation = write(tmp_path / "a", AUTHORS | {"hidden_act": "gelu_fancy"}, head.state_dict(), "model.safetensors")
+    tokens = head.state_dict() | {"d2t": torch.full((D,), V)}
+    beyond = write(tmp_path / "beyond", AUTHORS, tokens, "model.safetensors")
+    for path, message in (
+        (pointer, "pytorch_model.bin is a pointer of git-lfs and not the file itself; run git lfs"),
+        (activation, "describes no head .*gelu_fancy"),
+        (beyond, "'d2t' and 't2d' do not describe one set of tokens below 40"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            load_head(path, target)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 SPECULATORS: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """`draftsmith export`: a draft in the layout of another engine, with a record of what proves it."""
 
+import copy
 import importlib.metadata
 import json
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafts.config import ExportConfig
@@ -25,7 +26,7 @@ from drafts.load import draft_fingerprint
 from drafts.neighbours import program, work
 from drafts.rules import PATH_TRAPS, Model, Pair, first_broken
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, writing
+from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
 from draftsmith_core.runs import RECORD, command_line, hold, provenance
 
@@ -87,12 +88,7 @@ def _write_model(source: Source, out: Path) -> Proof:
     """A language model as transformers' own directory, which vLLM, SGLang and the builders of other formats read."""
     model = source.draft
     assert isinstance(model, PreTrainedModel)
-    # Tied weights stay one tensor, which save_pretrained writes once.
-    stored = {tensor.data_ptr(): tensor.to(source.dtype) for tensor in model.state_dict().values()}
-    model.save_pretrained(out, state_dict={name: stored[t.data_ptr()] for name, t in model.state_dict().items()})
-    # save_pretrained writes the dtype of the model in memory.
-    config = read_json(out / "config.json", "the config of a model")
-    write_json_atomic(out / "config.json", config | {"dtype": str(source.dtype).removeprefix("torch.")})
+    nn.Module.to(copy.deepcopy(model), dtype=source.dtype).save_pretrained(out)
     if (ids_D := draft_vocabulary(model)) is not None:
         write_draft_vocabulary(out, ids_D)
     if source.tokenizer is not None:
