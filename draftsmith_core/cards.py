@@ -1,7 +1,7 @@
-"""README.md of a checkpoint or a distilled set, in the format that the Hugging Face hub reads: YAML header, Markdown.
+"""README.md of a checkpoint or a distilled set: YAML header for the Hugging Face hub, and Markdown from `templates/`.
 
-A card is a function of the record that lies beside it (`draftsmith.json`, `manifest.json`), of the cards of the models
-that the record names, and of nothing else: no clock, no output path. A resumed run thus writes the same bytes.
+A card depends only on the record beside it (`draftsmith.json`, `manifest.json`) and on the cards of the models that the
+record names, not on a clock or path. So a resumed run writes the same bytes.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 from huggingface_hub import hf_hub_download, metadata_load
 
@@ -24,56 +25,13 @@ _MEASURED = {
     "heldout_tau": "tokens per target call of chain:4, as if its tokens were accepted independently",
     "heldout_loss": "loss of the objective per token",
 }
-_ALPHA = "alpha is the expected acceptance of one drafted token; intervals are 95 %, from a bootstrap over prompts."
-_PURPOSE = """A {what} that drafts for `{target}` in speculative decoding: it proposes tokens, the target
-accepts or replaces them, and the output stays distributed as the target's own."""
-_LOADING_LM = """With transformers, beside any target that has this vocabulary:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target = AutoModelForCausalLM.from_pretrained("{target}")
-draft = AutoModelForCausalLM.from_pretrained("{here}")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-output = target.generate(**inputs, assistant_model=draft, max_new_tokens=32, do_sample=False)
-print(tokenizer.decode(output[0]))
-```
-
-With draftsmith, or with vLLM on a GPU (which needs equal `vocab_size` in both configs; not tried by draftsmith):
-
-```bash
-draftsmith decode --target {target} --draft {here} --prompt "Once upon a time"
-{vllm}
-```"""
-_LOADING_FOREIGN = """It has another tokenizer than `{target}`, and drafts the tokens that both have:
-
-```bash
-draftsmith decode --target {target} --draft {here} --heterogeneous_vocab true --prompt "Once upon a time"
-```"""
-_LOADING_HEAD = """It reads the hidden states of `{target}` and works with that model only:
-
-```bash
-draftsmith decode --target {target} --draft {here} --prompt "Once upon a time"
-```
-
-It is not an `assistant_model` of transformers. Its tensors are named as in the {kind} authors' code; whether vLLM or
-SGLang load it has not been tried by draftsmith."""
-_LOADING_SET = """```python
-import datasets
-
-rows = datasets.load_dataset("{here}", split="train")
-```
-
-With the directory on disk, `draftsmith train --data DIRECTORY`. `response_ids` include the end token; where teacher
-rows were kept, `draftsmith_core.teacher_rows.unpack` reads the bytes of `teacher`."""
 
 
 def checkpoint_card(record: Values, results: Values | None = None, draft: str | None = None) -> str:
-    """The card of a draft checkpoint.
+    """Return the card of a draft checkpoint.
 
     record: its `draftsmith.json`. results: a `results.json` of `draftsmith eval` in which it is called `draft`; its
-    figures then replace the held-out ones of training.
+    figures replace the held-out ones of training.
     """
     config, kind = record.get("config", {}), record["kind"]
     is_lm = kind == "draft-lm"
@@ -85,27 +43,21 @@ def checkpoint_card(record: Values, results: Values | None = None, draft: str | 
     header = {
         # The hub lists a model under what its weights started from; a head or a fresh draft under its target.
         "base_model": next((name for name in models if is_hub_name(name)), None),
-        "datasets": sorted({name for each in sets if (name := _hub_dataset(each))}),
+        "datasets": sorted({name for source in sets if (name := _hub_dataset(source))}),
         "library_name": "transformers" if is_lm else "draftsmith",
         "license": licence,
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", "draftsmith", *([] if is_lm else [kind])],
     }
-    purpose = _PURPOSE.format(what="small language model" if is_lm else f"{kind} head", target=target)
-    of_language_model = _LOADING_FOREIGN if config.get("heterogeneous_vocab") else _LOADING_LM
-    loading = of_language_model if is_lm else _LOADING_HEAD
-    _, vllm = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
-    sections = {
-        "Measured": _heldout(record) if results is None else _evaluated(results, draft or ""),
-        "How to load it": loading.format(target=target, here=PLACEHOLDER, kind=kind, vllm=vllm),
-        "How it was made": _made(record, config, sets),
-        "Licence": about_licence,
-    }
-    return _card(header, f"Draft for {target}", purpose, sections)
+    values = {} if results is None else _evaluated(results, draft or "")
+    values["heldout"] = [(what, f"{record[key]:.4f}") for key, what in _MEASURED.items() if key in record]
+    values["vllm"] = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)[1]
+    values |= {"config": config, "kind": kind, "is_lm": is_lm, "target": target, "draft": draft}
+    return _card("draft.md.j2", header, record, made=_made(record, config, sets), licence=about_licence, **values)
 
 
 def distilled_set_card(manifest: Values) -> str:
-    """The card of a distilled set, from its `manifest.json`."""
+    """Return the card of a distilled set, from its `manifest.json`."""
     config = manifest["config"]
     licence, about_licence = _licence([config["target"]])
     header = {
@@ -123,18 +75,11 @@ def distilled_set_card(manifest: Values) -> str:
     rows += [("response tokens", manifest["response_tokens"])]
     rows += [(f"ended by {key}", value) for key, value in manifest["finish_reasons"].items()]
     rows += [("target fingerprint", manifest["identity"]["target_fingerprint"])]
-    purpose = f"What `{config['target']}` answered to a set of prompts: training data for a draft model, as token ids."
-    made = f"By `draftsmith distill`. `manifest.json` has every option and every part's hash ({_versions(manifest)})."
-    sections = {
-        "How to load it": _LOADING_SET.format(here=PLACEHOLDER),
-        "How it was made": f"{made}\n\n{_table(('what', 'value'), rows)}",
-        "Licence": about_licence,
-    }
-    return _card(header, f"Answers of {config['target']}", purpose, sections)
+    return _card("distilled_set.md.j2", header, manifest, config=config, made=rows, licence=about_licence)
 
 
 def add_results(checkpoint: Path, results: Path, draft: str) -> None:
-    """Write the figures of an evaluation, in which this checkpoint is called `draft`, into its card."""
+    """Write the figures of an evaluation into the card of the checkpoint that it calls `draft`."""
     record = read_json(checkpoint / "draftsmith.json", "the record of a draft checkpoint")
     document = read_json(results, "the results of `draftsmith eval`")
     if draft not in document.get("drafts", []):
@@ -143,7 +88,7 @@ def add_results(checkpoint: Path, results: Path, draft: str) -> None:
 
 
 def licence_of(name: str) -> str | None:
-    """The licence that a model's own card or config states; None where there is none or it cannot be read."""
+    """Return the licence that a model's card or config states; None if there is none or it cannot be read."""
     directory = Path(name)
     card = directory / "README.md"
     if not directory.is_dir():
@@ -162,17 +107,19 @@ def licence_of(name: str) -> str | None:
 
 
 def _licence(names: Sequence[str]) -> tuple[str | None, str]:
-    """The licence that all these models share, and what the card says about it."""
-    stated = {name: licence_of(name) for name in names}
-    said = "; ".join(f"`{name}`: {licence or 'states none that could be read'}" for name, licence in stated.items())
-    shared = next(iter(stated.values()), None)
-    if shared is not None and set(stated.values()) == {shared}:
-        return shared, f"As the models it was made from ({said})."
-    return None, f"Not set: it does not follow from the models it was made from ({said or 'none is recorded'})."
+    """Return the licence that all these models share, and a sentence for the card."""
+    licences = {name: licence_of(name) for name in names}
+    sources = "; ".join(
+        f"`{name}`: {licence or 'states none that could be read'}" for name, licence in licences.items()
+    )
+    shared = next(iter(licences.values()), None)
+    if shared is not None and set(licences.values()) == {shared}:
+        return shared, f"As the models it was made from ({sources})."
+    return None, f"Not set: it does not follow from the models it was made from ({sources or 'none is recorded'})."
 
 
 def _hub_dataset(source: str) -> str | None:
-    """The hub dataset behind a source: a hub name itself, or the prompts of a distilled set on disk."""
+    """Return the hub dataset behind a source: the source itself, or the prompts of a distilled set on disk."""
     manifest = Path(source) / "manifest.json"
     if manifest.is_file():
         source = str(read_json(manifest, "the manifest of a distilled set").get("config", {}).get("prompts", ""))
@@ -180,7 +127,7 @@ def _hub_dataset(source: str) -> str | None:
     return name if is_hub_name(name) else None
 
 
-def _made(record: Values, config: Values, sets: Sequence[str]) -> str:
+def _made(record: Values, config: Values, sets: Sequence[str]) -> list[tuple[str, Any]]:
     merged = record.get("merged_from", [])
     rows: list[tuple[str, Any]] = [(f"weight of {part['draft']}", part["weight"]) for part in merged]
     if merged:
@@ -191,17 +138,10 @@ def _made(record: Values, config: Values, sets: Sequence[str]) -> str:
     rows += [("learning rate", config.get("optim", {}).get("lr")), ("seed", config.get("seed"))]
     keys = ("objective", "steps", "best_step", "fingerprint", "target_fingerprint")
     rows += [(key.replace("_", " "), record.get(key)) for key in keys]
-    maker = "merge" if merged else "train"
-    said = f"By `draftsmith {maker}`. `draftsmith.json` has every option and the versions ({_versions(record)})."
-    return f"{said}\n\n" + _table(("what", "value"), [row for row in rows if row[1] is not None])
+    return [row for row in rows if row[1] is not None]
 
 
-def _heldout(record: Values) -> str:
-    rows = [(what, f"{record[key]:.4f}") for key, what in _MEASURED.items() if key in record]
-    return _table(("held out while training", "value"), rows) if rows else "Nothing yet; `draftsmith eval` does."
-
-
-def _evaluated(results: Values, draft: str) -> str:
+def _evaluated(results: Values, draft: str) -> dict[str, Any]:
     """alpha of the base and of this draft by prompt set and temperature, then tokens per target call by method."""
     names = list(dict.fromkeys((results["base"], draft)))
     sets = {suite["name"] for suite in results["suites"]}
@@ -214,9 +154,8 @@ def _evaluated(results: Values, draft: str) -> str:
             alphas.append((f"{row['domain']} ({row['kind'].upper()})", row["temperature"], *figures))
         elif row["figure"] == "tau":
             calls.append((row["domain"], row["temperature"], f"{row['tree']}, {row['verifier']}", _interval(row)))
-    said = f"By `draftsmith eval`, compared as `{draft}` with `{results['base']}`. {_ALPHA}"
-    alpha = _table(("prompts", "temperature", *(f"alpha of {name}" for name in names)), alphas)
-    return f"{said}\n\n{alpha}\n\n" + _table(("prompts", "temperature", "method", "tokens per target call"), calls)
+    head = ("prompts", "temperature", *(f"alpha of {name}" for name in names))
+    return {"results": results, "alpha_head": head, "alphas": alphas, "calls": calls}
 
 
 def _interval(estimate: Values) -> str:
@@ -226,19 +165,15 @@ def _interval(estimate: Values) -> str:
     return f"{estimate['value']:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
 
 
-def _versions(record: Values) -> str:
-    found = record.get("versions", {})
-    return ", ".join(f"{name} {found[name]}" for name in ("draftsmith", "torch", "transformers") if name in found)
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _card(header: Values, title: str, purpose: str, sections: Mapping[str, str]) -> str:
-    known = yaml.safe_dump({k: v for k, v in header.items() if v}, sort_keys=False, allow_unicode=True)
-    return (
-        "\n\n".join([f"---\n{known}---", f"# {title}", purpose, *(f"## {k}\n\n{v}" for k, v in sections.items())])
-        + "\n"
-    )
+def _card(template: str, header: Values, record: Values, **values: Any) -> str:
+    versions = record.get("versions", {})
+    names = [f"{name} {versions[name]}" for name in ("draftsmith", "torch", "transformers") if name in versions]
+    page = jinja2.Environment(loader=jinja2.PackageLoader("draftsmith_core"), keep_trailing_newline=True)
+    page.globals |= {"table": _table, "here": PLACEHOLDER, "versions": ", ".join(names)}
+    head = yaml.safe_dump({key: value for key, value in header.items() if value}, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + page.get_template(template).render(values, record=record)

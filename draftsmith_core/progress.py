@@ -19,12 +19,10 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
-    """Yield `advance(count, note)`, which reports `count` more finished units; `done` were finished before.
+    """Yield `advance(count, note)`, which reports `count` more finished units.
 
-    total: of how many; None when that is not known.
-
-    Writes to standard error, so that standard output holds results only. Of several processes only the main one
-    writes, about its own share of the work.
+    total: number of units, None if unknown. done: units finished before. Progress goes to standard error, because
+    standard output holds results. Of several processes only the main one reports, about its own share.
     """
     if not is_main():
         yield no_advance
@@ -50,22 +48,19 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
             yield update
         return
     started = last = time.monotonic()
-    now_done = done
-
-    def line(note: str) -> str:
-        elapsed = time.monotonic() - started
-        if total is None:
-            return f"{what}: {now_done} {note} [{elapsed:.0f}s]".replace("  ", " ")
-        left = elapsed / max(1, now_done - done) * (total - now_done)
-        return f"{what}: {now_done}/{total} {note} [{elapsed:.0f}s, {left:.0f}s left]".replace("  ", " ")
+    finished = done
 
     def advance(count: int, note: str = "") -> None:
-        nonlocal now_done, last
-        now_done += count
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or now_done == total:
-            last = time.monotonic()
-            sys.stderr.write(line(note) + "\n")
-            sys.stderr.flush()
+        nonlocal finished, last
+        finished += count
+        now = time.monotonic()
+        if now - last < _SECONDS_BETWEEN_LINES and finished != total:
+            return
+        last = now
+        left = "" if total is None else f", {(now - started) / max(1, finished - done) * (total - finished):.0f}s left"
+        count_of = finished if total is None else f"{finished}/{total}"
+        sys.stderr.write(f"{what}: {count_of} {note} [{now - started:.0f}s{left}]\n".replace("  ", " "))
+        sys.stderr.flush()
 
     yield advance
 
