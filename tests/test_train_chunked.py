@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from train.chunked import chunk_size, projected, token_measures
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, WidenedTeacher, find_projection
-from train.trainees import TRAINEES
 from train.trainees.lm import LMTrainee
 
 N, H, V = 13, 6, 11
@@ -98,7 +96,7 @@ def test_a_frozen_projection_and_no_gradient_at_all() -> None:
     sums.loss.backward()
     assert leaf.grad is not None
     assert head.weight.grad is None
-    with pytest.raises(RuntimeError, match="can be taken once"):
+    with pytest.raises(AssertionError, match="can be taken once"):
         projected_loss = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 4).loss
         projected_loss.backward(retain_graph=True)
         projected_loss.backward()
@@ -115,13 +113,6 @@ def test_no_token_is_no_loss() -> None:
     sums.loss.backward()
     assert float(sums.loss.detach()) == 0 == int(sums.tokens)
     assert head.weight.grad is not None and not head.weight.grad.any()
-
-
-def test_alpha_is_not_measured_without_a_target() -> None:
-    hidden, _, tokens, _ = inputs()
-    sums = projected(hidden, linear(1).weight, None, None, tokens, None, parse_objective("ce"))
-    assert int(sums.tokens) == N
-    assert int(sums.depth_tokens_D) == 0
 
 
 def test_under_autocast_it_is_as_near_as_the_plain_way() -> None:
@@ -266,9 +257,9 @@ def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
     model: Any = tiny("llama")
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
-    with pytest.raises(InputError, match="draft: LlamaForCausalLM does not make its logits"):
+    with pytest.raises(InputError, match="draft: LlamaForCausalLM has no output projection that gives its logits"):
         find_projection(model, "draft")
-    with pytest.raises(InputError, match="target: has no output projection"):
+    with pytest.raises(InputError, match="target: LlamaModel has no output projection"):
         find_projection(model.base_model, "target")
 
 
@@ -325,18 +316,3 @@ def test_token_losses_are_those_that_are_summed() -> None:
     torch.testing.assert_close(alphas.sum(), sums.alpha)
     weights = adaspec_weights(losses, torch.zeros(N), 0.3)
     assert int((weights > 0).sum()) == 4
-
-
-def test_a_trainee_reads_stored_rows() -> None:
-    batch = labelled()
-    draft, target = tiny("llama", 1), tiny("llama", 2)
-    with torch.no_grad():
-        rows = full_rows(target(input_ids=batch.ids_BT).logits[batch.labels_BT != IGNORE], 61)
-    stored = replace(batch, stored=rows)
-    offline, live = LMTrainee(draft, parse_objective("fkl")), LMTrainee(draft, parse_objective("fkl"), target)
-    torch.testing.assert_close(offline(stored).loss, live(batch).loss, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(offline(stored).alpha, live(batch).alpha, atol=1e-4, rtol=1e-5)
-
-
-def test_the_kinds_of_draft() -> None:
-    assert TRAINEES["lm"] is LMTrainee

@@ -4,8 +4,6 @@ Legend: T tokens, V vocabulary.
 """
 
 import json
-import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from drafts.heads.medusa import MedusaHeads
 from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
+from tests import train_laws
 from train.batch import IGNORE, Batch
 from train.data import load_examples, packed
 from train.objective import parse_objective
@@ -185,46 +184,18 @@ def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir:
     assert found["proposed"] > 0
 
 
-def files(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
 @pytest.mark.slow
-def test_a_head_killed_at_random_steps_ends_with_the_same_bytes(
+def test_a_killed_head_ends_as_one_that_was_not(
     target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, spawn: Spawn
 ) -> None:
     """Law 7 for a head whose input is noisy and whose features are cached: the cache may differ, the run may not."""
-    run = words("eagle", target_dir, draft_dir, distilled) + ["--out", "draft", "--head.noise", "0.2"]
-    run += ["--head.features", "features"]
-    (tmp_path / "whole").mkdir()
-    code, _, err = spawn(*run, cwd=tmp_path / "whole").wait()
-    assert code == 0, err
-    expected = files(tmp_path / "whole" / "draft")
-    patch = """
-import os, signal
-import train.parallel
-def trap(count):
-    real, calls = train.parallel.{name}, []
-    def watched(*words, **more):
-        calls.append(1)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*words, **more)
-    train.parallel.{name} = watched
-trap({step})
-"""
-    draw = random.Random(11)
-    for step in sorted(draw.sample(range(1, 24), 5)):
-        shutil.rmtree(tmp_path / "again", ignore_errors=True)
-        (tmp_path / "again").mkdir()
-        name = draw.choice(["backward", "step"])
-        killed = spawn(*run, cwd=tmp_path / "again", patch=patch.format(name=name, step=step)).wait()
-        assert killed[0] == -9, killed[2]
-        code, _, err = spawn(*run, cwd=tmp_path / "again").wait()
-        assert code == 0, err
-        found = files(tmp_path / "again" / "draft")
-        assert sorted(found) == sorted(expected)
-        assert [name for name in expected if found[name] != expected[name]] == []
+    run = words("eagle", target_dir, draft_dir, distilled)
+
+    def at(out: Path | str, steps: int) -> list[str]:
+        return [*run, "--out", str(out), "--steps", str(steps), "--save_every", "1", "--keep", "9"]
+
+    options = ["--head.noise", "0.2", "--head.features", "features"]
+    train_laws.a_killed_run_ends_as_one_that_was_not(at, options, tmp_path, spawn)
 
 
 @every_head
@@ -257,18 +228,3 @@ def test_packed_rows_train_a_head_as_rows_of_their_own_do(
     assert together == pytest.approx(plain, rel=1e-4)
     # The step was not a small one: before and after it differ far more than the two runs do.
     assert abs(plain[0] - plain[1]) > 0.01 * plain[0]
-
-
-REFUSED = [
-    (["--kind", "lm", "--head.noise", "0.1"], "head.noise: kind lm has no such option; it has draft_vocab_size"),
-    (["--kind", "medusa", "--head.noise", "0.1"], "head.noise: kind medusa has no such option; it has features"),
-    (["--kind", "eagle", "--draft_config", "x.json"], "draft_config: a head has the shape that its target gives it"),
-    (["--kind", "hydra", "--on_policy.fraction", "0.5"], "on_policy: kind hydra drafts from the target's states"),
-    (["--kind", "eagle3", "--head.draft_vocab_size", "9999"], "is more than the vocabulary of 290; lower it"),
-    (["--kind", "eagle3", "--head.test_steps", "0"], "head.test_steps: 0 must be at least 1"),
-    (["--kind", "medusa", "--head.step_decay", "1.5"], "head.step_decay: 1.5 must be above 0 and at most 1"),
-    (["--kind", "eagle", "--head.features_gib", "1"], "head.features_gib: goes with head.features"),
-    (["--kind", "eagle", "--objective", "fkl@adaspec", "--reference", "x"], "reference: heads are not trained"),
-    (["--kind", "eagle", "--gradient_checkpointing", "true"], "gradient_checkpointing: is for draft language models"),
-    (["--kind", "medusa", "--compile", "true"], "compile: is for draft language models"),
-]

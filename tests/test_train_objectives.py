@@ -1,7 +1,6 @@
 """The objectives: what they are, what they tend to, and what their gradients are."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from draftsmith_core.errors import InputError
 from train.losses import LOSSES, LossFn, adaspec_weights, jensen_shannon, overlap
-from train.objective import LOSS_OPTIONS, Objective, parse_objective
+from train.objective import LOSS_OPTIONS, parse_objective
 
 TARGETED = sorted(set(LOSSES) - {"ce"})
 
@@ -220,15 +219,6 @@ def test_the_size_of_kls_gradient_does_not_depend_on_a_high_temperature() -> Non
     assert size(1000.0) == pytest.approx(size(100.0), rel=0.02)
 
 
-def test_adaspec_is_named_in_two_ways() -> None:
-    assert parse_objective("adaspec").keep == 0.4
-    short, long = parse_objective("adaspec:keep=0.25"), parse_objective("fkl@adaspec:keep=0.25")
-    assert short.keep == long.keep == 0.25
-    assert short.terms == long.terms == parse_objective("fkl").terms
-    assert short.needs_reference
-    assert parse_objective("lk_alpha+0.5*ce@adaspec:keep=1").keep == 1.0
-
-
 def test_selection_by_hand() -> None:
     gain = torch.tensor([0.1, 0.9, 0.5, 0.9, -1.0, 7.0, 0.0, 0.0])
     sequence = torch.tensor([0, 0, 0, 0, 0, 3, 8, 8])
@@ -260,7 +250,6 @@ def test_selection_does_not_depend_on_batch_mates() -> None:
         ("fkl:beta=0.5", "fkl has no option 'beta'; it has none"),
         ("jsd:beta=x", "beta 'x' is not a number"),
         ("x*fkl", "the weight 'x' is not a number"),
-        ("0*fkl", "the weight 0 must be above 0"),
         ("fkl@topk", "behind '@' stands adaspec"),
         ("fkl@adaspec:share=0.4", "behind '@' stands adaspec"),
         ("adaspec:keep=0", "keep must be above 0"),
@@ -271,10 +260,3 @@ def test_a_wrong_name_is_answered_in_one_line(spec: str, message: str) -> None:
         parse_objective(spec)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_objectives_compare_by_what_they_say() -> None:
-    same: list[Any] = [parse_objective(text) for text in ("fkl+0.5*ce", "fkl + 0.5*ce")]
-    assert same[0] == same[1]
-    assert isinstance(same[0], Objective)
-    assert same[0] != parse_objective("fkl+0.4*ce")

@@ -183,12 +183,3 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
             assert other == pytest.approx(line, rel=1e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=1e-4)
-
-
-def test_a_context_as_long_as_the_rows_is_enough(draft_dir: str) -> None:
-    """The draft has 96 positions: a prompt near the end gets what room is left."""
-    answerer = answerer_of(draft_dir, max_length=96, max_new_tokens=60)
-    long, short = [7] * 90, [7] * 4
-    answers = answerer.answer([long, short], [3, 4])
-    assert 1 <= len(answers[0]) <= 6
-    assert answers == [answerer.answer([prompt], [place])[0] for prompt, place in ((long, 3), (short, 4))]

@@ -31,7 +31,7 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError
 from train.batch import IGNORE
 from train.data import Examples, collate, load_examples, packed, with_replay
-from train.mixture import order, units
+from train.mixture import units
 from train.objective import parse_objective
 from train.packing import block_mask, document_layout, pack, packing_method
 from train.trainees.lm import LMTrainee
@@ -169,11 +169,6 @@ def test_adaspec_selects_per_document_also_when_packed(tmp_path: Path) -> None:
     torch.testing.assert_close(other.alpha, one.alpha, rtol=1e-5, atol=0)
 
 
-def test_eager_attention_keeps_documents_apart_too() -> None:
-    assert packing_method(tiny("llama", attention="eager"), "draft") == "positions"
-    assert packing_method(tiny("opt", attention="eager"), "draft") == "mask"
-
-
 def test_a_recurrent_model_is_refused() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))
@@ -202,11 +197,6 @@ def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path: Path) -> 
     assert examples.valid_tokens.sum() == sum(
         len(row["response_ids"]) - (not row["prompt_ids"]) for row in main + general
     )
-
-
-def test_without_replay_units_are_the_plain_order(tmp_path: Path) -> None:
-    examples = examples_of(tmp_path, "main", random_rows(3, 10))
-    assert units(examples, 3, 25, 7).tolist() == order(10, 3, 25, 7).tolist()
 
 
 def test_packed_replay_stays_apart_from_the_data(tmp_path: Path) -> None:
@@ -249,16 +239,6 @@ def test_the_teachers_columns_follow_the_labels(tmp_path: Path) -> None:
         assert (batch.stored.top_logprobs_NK[~odd, 1].exp() == 0).all()
     moved = batch.to(torch.device("cpu"))
     assert moved.stored is not None and moved.positions_BT is not None
-
-
-def test_columns_count_only_where_all_sources_have_them(tmp_path: Path) -> None:
-    sources = [write(tmp_path / "a", stored_rows()), write(tmp_path / "b", random_rows(0, 3))]
-    examples = load_examples(sources, None, 16)
-    assert not examples.stored
-    assert collate(examples, [0]).stored is None
-    mixed = with_replay(load_examples(sources[:1], None, 16), load_examples(sources[1:], None, 16))
-    assert not mixed.stored
-    assert len(mixed.rows) == 6
 
 
 def packed_rows(ids: Any, logprobs: Any, tail: Any) -> bytes:

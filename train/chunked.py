@@ -180,8 +180,7 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the gradient of a chunked loss was taken already; it can be taken once")
+        assert gradients is not None, "the gradient of a chunked loss can be taken once"
         # In place: a second copy of the weight's gradient would be the largest tensor of the step.
         hidden, weight, bias = (
             None if gradient is None else gradient.mul_(slopes[0].to(gradient.dtype)).to(dtype)

@@ -173,8 +173,6 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
             stream += with_eos(encode_text(tokenizer, row["text"]), tokenizer)
         else:
             raise InputError(f"{where}: needs `text`, or `messages` that end with the assistant's answer")
-    if not prompts and not stream:
-        raise InputError(f"{source}: holds no rows; a row has `text`, or `messages` that end with an answer")
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     table = datasets.Dataset.from_dict(
         {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks}, features=_FEATURES

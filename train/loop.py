@@ -191,10 +191,8 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     job.trainee.train()
     assert total is not None
     vector = job.world.accelerator.reduce(total, reduction="sum").tolist()
-    if not math.isfinite(vector[0]):
-        raise RunError(f"the held-out loss is {vector[0]}; the draft or the target gives numbers that are not finite")
-    if vector[1] == 0:
-        raise RunError("the held-out data has no token that this kind of draft is trained on; add data or `heldout`")
+    if not math.isfinite(vector[0]) or vector[1] == 0:
+        raise RunError(f"the held-out loss is {vector[0]} over {vector[1]:g} tokens; check the models and `heldout`")
     return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
 
 

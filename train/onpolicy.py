@@ -18,12 +18,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from decode import SpeculativeDecoder
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from drafts.load import Draft
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from train.config import OnPolicy, TrainConfig
 from train.data import Examples
-from train.parallel import World
 
 # (prompt, answer) by index in a batch.
 Answers = dict[int, tuple[list[int], list[int]]]
@@ -98,13 +96,11 @@ def _prompt(examples: Examples, row: int) -> list[int]:
     return text[: max(1, min(len(text), examples.max_length) // 4)]
 
 
-def make_answerer(config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
+def make_answerer(config: TrainConfig, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:
     """What generates with the draft if training is on-policy, else None."""
     if config.on_policy.fraction == 0:
         return None
     assert isinstance(draft, PreTrainedModel) and target is not None
-    if world.sharing in ("zero3", "fsdp"):
-        raise InputError(f"on_policy: needs whole weights, and {world.sharing} shards them; use ddp.yaml or zero2.yaml")
     shared = min(vocabulary_size(draft), vocabulary_size(target))
     # Not fast: packed copies of the weights would go stale, because the weights change at every step.
     decoder = SpeculativeDecoder(draft, fast=False)

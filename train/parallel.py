@@ -116,8 +116,6 @@ def make_world(config: TrainConfig) -> World:
     except ValueError as error:
         raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
     check_process_count(accelerator.num_processes)
-    if accelerator.device.type != device.type:
-        raise RunError(f"accelerate runs on {accelerator.device.type}, not on {device.type}; set CUDA_VISIBLE_DEVICES=")
     sharing: str = wanted.kind
     if zero:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config

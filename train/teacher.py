@@ -184,27 +184,22 @@ def logits_per_token(teacher: Teacher | None) -> int:
 
 @torch.no_grad()
 def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
-    """The output projection of a causal LM, checked: hidden states through it give the logits of the model itself.
-
-    Raises InputError, one line, for a model that makes its logits in another way.
-    """
+    """The output projection of a causal LM. Raise InputError if it does not give the model's own logits."""
     module = model.get_output_embeddings()
-    if not isinstance(module, nn.Module) or model.base_model is model:
-        raise InputError(f"{name}: has no output projection to train through; use a causal language model")
-    config = model.config.get_text_config(decoder=True)
-    projection = output_projection(module, config)
-    ids_BT = torch.arange(4, device=model.device)[None] % config.vocab_size
-    was_training = model.training
-    model.eval()
-    hidden_TH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
-    wanted_TV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
-    model.train(was_training)
-    if hidden_TH.shape[-1] == projection.weight_VH.shape[-1]:
-        dtype = projection.weight_VH.dtype
-        found_TV = LiveTeacher(hidden_TH.to(dtype), projection).logits(slice(None), wanted_TV).float()
-        if (found_TV - wanted_TV).abs().max() <= 0.02 * wanted_TV.abs().max() + 1e-6:
-            return projection
+    if isinstance(module, nn.Module) and model.base_model is not model:
+        config = model.config.get_text_config(decoder=True)
+        projection = output_projection(module, config)
+        ids_BT = torch.arange(4, device=model.device)[None] % config.vocab_size
+        was_training = model.training
+        model.eval()
+        hidden_TH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
+        expected_TV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
+        model.train(was_training)
+        if hidden_TH.shape[-1] == projection.weight_VH.shape[-1]:
+            hidden_TH = hidden_TH.to(projection.weight_VH.dtype)
+            logits_TV = LiveTeacher(hidden_TH, projection).logits(slice(None), expected_TV).float()
+            if (logits_TV - expected_TV).abs().max() <= 0.02 * expected_TV.abs().max() + 1e-6:
+                return projection
     raise InputError(
-        f"{name}: {type(model).__name__} does not make its logits by its output projection alone; "
-        f"it cannot be trained in chunks here, use another model"
+        f"{name}: {type(model).__name__} has no output projection that gives its logits"
     )

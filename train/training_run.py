@@ -102,6 +102,10 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         objective = custom_objective(loss, config.temperature)
     wandb_runs.check_tracker(config.tracker)
     world = make_world(config)
+    sharded = world.sharing in ("zero3", "fsdp")
+    if (config.lora.rank and world.zero) or (config.on_policy.fraction and sharded):
+        key = "lora" if config.lora.rank else "on_policy"
+        raise InputError(f"{key}: is not supported with {world.sharing}; launch with configs/accelerate/ddp.yaml")
     if config.smoke:
         recipe = config
         on_main(lambda: make_inputs(recipe))
@@ -122,8 +126,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
     if config.lora.rank:
-        if world.zero:
-            raise InputError("lora.rank: is not supported under DeepSpeed; launch with ddp.yaml or fsdp2.yaml")
         draft_setup.attach_lora(draft, config.lora)
     _check_models(config, draft, frozen, tokenizer)
     for examples in (training, heldout):
@@ -149,7 +151,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     comes_back = drawn > (training.replay_from or len(training)) and config.on_policy.fraction == 0
     comes_back = comes_back and (objective.needs_target or list(frozen) != ["target"])
     trainee = draft_setup.make_trainee(config, objective, world, draft, frozen, comes_back)
-    answerer = make_answerer(config, world, draft, target)
+    answerer = make_answerer(config, draft, target)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
     # As JSON, because the identity is compared with what was written.
