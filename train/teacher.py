@@ -200,6 +200,4 @@ def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
             logits_TV = LiveTeacher(hidden_TH, projection).logits(slice(None), expected_TV).float()
             if (logits_TV - expected_TV).abs().max() <= 0.02 * expected_TV.abs().max() + 1e-6:
                 return projection
-    raise InputError(
-        f"{name}: {type(model).__name__} has no output projection that gives its logits"
-    )
+    raise InputError(f"{name}: {type(model).__name__} has no output projection that gives its logits")
