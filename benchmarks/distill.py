@@ -57,9 +57,9 @@ from distill.config import DistillConfig  # noqa: E402
 from distill.engines import ENGINES, Answer, AnswerRequest, Done  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
 from distill.generate import distill  # noqa: E402
+from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.io import write_json_atomic  # noqa: E402
 from draftsmith_core.models import eos_ids, load_model  # noqa: E402
-from draftsmith_core.options import parse  # noqa: E402
 from draftsmith_core.sampling import Sampling, generator, row_seed  # noqa: E402
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
 

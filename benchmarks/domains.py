@@ -23,10 +23,10 @@ from benchmarks.objectives_data import distilled, once
 from benchmarks.objectives_tables import mean_of, row_of
 from distill.config import DistillConfig
 from draftsmith.demo import corpus
+from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint
-from draftsmith_core.options import parse
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import difference
 from eval.bootstrap import resamples as resample

@@ -32,10 +32,10 @@ from benchmarks.objectives import claim
 from benchmarks.objectives_data import Pair, distilled, once, pieces, shuffled
 from distill.config import DistillConfig
 from draftsmith.alignment.policy import between
+from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
 from draftsmith_core.models import eos_ids, fingerprint, load_model
-from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.sampling import Sampling

@@ -35,10 +35,10 @@ import torch
 from benchmarks.objectives_data import COMMAND, PAIRS, Options, Pair, make_data, once
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
+from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.models import eos_ids, fingerprint, load_model
-from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import Run, difference, versions
 from draftsmith_core.sampling import Sampling

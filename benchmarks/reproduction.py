@@ -26,8 +26,8 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.reproduction_pairs import Options, Pair, demo_pair, stories_pair, unchanged
+from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.options import parse
 from draftsmith_core.runs import versions
 from eval.bootstrap import PromptSums, difference, resamples
 from eval.config import EvalConfig

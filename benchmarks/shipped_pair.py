@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftsmith.demo import corpus
+from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.options import parse
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.tokenization import Tokenizer, encode_text
 

@@ -25,9 +25,9 @@ from drafts.make.shape import read_per_token
 from draftsmith.config import InitConfig
 from draftsmith.demo.nano_pair import write_corpus
 from draftsmith.starting import alphas, answer_texts, init
+from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import load_model
-from draftsmith_core.options import parse
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation

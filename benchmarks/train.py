@@ -41,9 +41,9 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
+from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.errors import InputError  # noqa: E402
 from draftsmith_core.models import load_model, peak_memory, reset_peak_memory, resolve_device, vocabulary_size  # noqa: E402  # noqa: E402
-from draftsmith_core.options import parse  # noqa: E402
 from draftsmith_core.runs import git_commit, versions  # noqa: E402
 from train.batch import IGNORE, Batch  # noqa: E402
 from train.chunked import chunk_size, projected  # noqa: E402

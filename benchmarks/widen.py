@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from transformers import LlamaForCausalLM
 
 from drafts.make.widen import Sizes, widen
+from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
-from draftsmith_core.options import parse
 from draftsmith_core.tokenization import load_tokenizer
 
 

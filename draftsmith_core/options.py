@@ -16,7 +16,7 @@
             if ...:
                 raise InputError("beta: needs --objective jsd")  # rules across fields; begin with the key
 
-    config, as_json = parse(TrainConfig, "train", argv)
+    config, as_json = command_line.parse(TrainConfig, "train", argv)
 
 `@options` makes a pydantic dataclass: frozen, keyword-only, no unknown keys. Types carry bounds and choices, and are
 checked once, in the constructor; from Python and from the command line a wrong value is an InputError of one line.
@@ -26,27 +26,22 @@ not change what comes out. The first docstring line of an inherited or nested cl
 `Annotated[dict[str, Any], Given(DistillConfig, without=("out",))]` nests the options of a config, all of them open.
 """
 
-import argparse
 import dataclasses
-import difflib
 import functools
 import inspect
 import os
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
-import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, core_schema
 from typing_extensions import TypedDict
 
-from draftsmith_core.errors import InputError, one_line
+from draftsmith_core.errors import InputError
 from draftsmith_core.settings import MIN_TEMPERATURE
 
 C = TypeVar("C")
@@ -142,7 +137,7 @@ def options(cls: type[C]) -> type[C]:
         try:
             validating_init(self, **{key: _plain(value) for key, value in values.items()})
         except ValidationError as error:
-            raise InputError(_reason(error)[1]) from None
+            raise InputError(reason_of(error)[1]) from None
 
     made.__init__ = init
     return typing.cast(type[C], made)
@@ -229,17 +224,17 @@ class Option:
     @property
     def many(self) -> bool:
         """Whether it takes several values."""
-        return any(typing.get_origin(part) is list for part in _parts(self.hint))
+        return any(typing.get_origin(part) is list for part in parts(self.hint))
 
     @property
     def switch(self) -> bool:
         """Whether it may stand without a value."""
-        return bool in _parts(self.hint)
+        return bool in parts(self.hint)
 
     @property
     def _item(self) -> Any:
-        part = next(part for part in _parts(self.hint) if part is not NoneType)
-        return _parts(typing.get_args(part)[0])[0] if self.many else part
+        part = next(part for part in parts(self.hint) if part is not NoneType)
+        return parts(typing.get_args(part)[0])[0] if self.many else part
 
     @property
     def choices(self) -> list[str]:
@@ -295,11 +290,11 @@ def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
 
 
-def _parts(hint: Any) -> list[Any]:
+def parts(hint: Any) -> list[Any]:
     """The members of a union, without bounds."""
     plain, _ = _split(hint)
     is_union = typing.get_origin(plain) in (Union, UnionType)
-    return [part for member in typing.get_args(plain) for part in _parts(member)] if is_union else [plain]
+    return [part for member in typing.get_args(plain) for part in parts(member)] if is_union else [plain]
 
 
 @functools.cache
@@ -320,7 +315,7 @@ def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
     try:
         return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
-        raise InputError(_reason(error)[1]) from None
+        raise InputError(reason_of(error)[1]) from None
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -329,159 +324,19 @@ def identity(config: Any) -> dict[str, Any]:
     plain = dataclasses.asdict(config)
     for option in options_of(type(config)):
         if option.identity:
-            _put(values, option.key, functools.reduce(_get, option.key.split("."), plain))
+            value: Any = plain
+            for name in option.key.split("."):
+                value = value.get(name)
+            put(values, option.key, value)
     return values
 
 
-def _get(group: Any, name: str) -> Any:
-    return group.get(name)
-
-
-def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
-    """The configuration of a command and whether `--json` was given. Raises InputError for any misuse."""
-    table = {option.key: option for option in options_of(cls)}
-    typed = _read_words(argv, table)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if any(key.startswith(f"{field.name}.") for key in table) and field.default_factory is not MISSING:
-            default: Any = field.default_factory()
-            values[field.name] = default if isinstance(default, dict) else dataclasses.asdict(default)
-    places: dict[str, str] = {}
-    if "help" in typed:
-        sys.stdout.write(parser(cls, command, everything="all" in typed["help"]).format_help())
-        raise SystemExit(0)
-    for name in typed.get("config", []):
-        places |= _read_file(name, table, values)
-    for key, texts in typed.items():
-        if key in table:
-            _put(values, key, _value(table[key], texts))
-    if "print_config" in typed:
-        _print_config(table, values)
-        raise SystemExit(0)
-    for option in table.values():
-        if option.default is MISSING and "." not in option.key and option.key not in values:
-            raise InputError(f"--{option.key}: is missing; --help says what it means")
-    try:
-        return TypeAdapter(cls).validate_python(values), typed.get("json", ["false"])[-1:] != ["false"]
-    except ValidationError as error:
-        key, line = _reason(error)
-        where = "--" if key in typed else f"{places[key]}: " if key in places else ""
-        raise InputError(where + line.removeprefix("--")) from None
-
-
-def typed(argv: list[str]) -> set[str]:
-    """The keys of the options on a command line, before it is known which options the command has."""
-    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-
-
-def check_file(cls: type, file: Path) -> None:
-    """Raise InputError, with its line, for a key of a YAML file that the configuration class does not have."""
-    _read_file(str(file), {option.key: option for option in options_of(cls)}, {})
-
-
-_SWITCHES = ("json", "help", "print_config")
-
-
-def _read_words(argv: list[str], table: dict[str, Option]) -> dict[str, list[str]]:
-    typed: dict[str, list[str]] = {}
-    key = ""
-    room = 0  # values that the last key may still take
-    for word in argv:
-        word = "--help" if word == "-h" else word
-        if word.startswith("--") and len(word) > 2:
-            _check_values(typed, key, table)
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            if key not in table and key not in ("config", *_SWITCHES):
-                raise InputError(f"--{key}: unknown option{_nearest(key, ['config', *_SWITCHES, *table], '--')}")
-            many = key in table and table[key].many
-            typed[key] = [*(typed.get(key, []) if many or key == "config" else []), *([value] if equals else [])]
-            room = 0 if equals or key in _SWITCHES else len(argv) if many else 1
-        elif room and not (table[key].switch if key in table else False) or (room and word in ("true", "false")):
-            typed[key].append(word)
-            room -= 1
-        elif room:
-            raise InputError(f"--{key}: expected true or false, got {word!r}")
-        elif key:
-            raise InputError(f"{word!r}: unexpected word after --{key}")
-        else:
-            raise InputError(f"{word!r}: unexpected word; options are written --key value")
-    _check_values(typed, key, table)
-    return typed
-
-
-def _check_values(typed: dict[str, list[str]], key: str, table: dict[str, Option]) -> None:
-    if not key or typed[key]:
-        return
-    if key in table and table[key].switch:
-        typed[key] = ["true"]
-    elif key not in _SWITCHES:
-        raise InputError(f"--{key}: needs a value")
-
-
-def _value(option: Option, texts: list[str]) -> Any:
-    if option.many:
-        return texts
-    return None if texts[-1] in ("null", "~") and NoneType in _parts(option.hint) else texts[-1]
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dictionaries."""
     *groups, name = key.split(".")
     for group in groups:
         values = values.setdefault(group, {})
     values[name] = value
-
-
-def _nearest(key: str, known: list[str], dashes: str = "") -> str:
-    # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
-    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    close = [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
-    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {dashes}{close[0]}?" if close else "; --help=all lists them"
-
-
-def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
-    """Merge a YAML file into `values`; return where each key stands: `{dotted key: "file:line"}`."""
-    try:
-        root = yaml.compose(Path(name).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{name}:{line}: not valid YAML ({error.problem})") from None
-    except OSError as error:
-        raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--config {name}: not valid YAML ({one_line(error)})") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError(f"--config {name}: expected `key: value` lines")
-    places: dict[str, str] = {}
-    _read_mapping(root, name, "", table, values, places)
-    return places
-
-
-def _read_mapping(
-    root: yaml.MappingNode,
-    name: str,
-    prefix: str,
-    table: dict[str, Option],
-    values: dict[str, Any],
-    places: dict[str, str],
-) -> None:
-    for key_node, node in root.value:
-        key, where = f"{prefix}{key_node.value}", f"{name}:{key_node.start_mark.line + 1}"
-        if key in places:
-            raise InputError(f"{where}: {key}: stands twice in the file ({places[key]}); keep one")
-        places[key] = where
-        if key in table:
-            try:
-                _put(values, key, yaml.constructor.SafeConstructor().construct_document(node))
-            except (ValueError, yaml.YAMLError) as error:
-                raise InputError(f"{where}: {key}: {getattr(error, 'problem', None) or error}") from None
-        elif not any(known.startswith(f"{key}.") for known in table):
-            raise InputError(f"{where}: {key}: unknown key{_nearest(key, list(table))}")
-        elif isinstance(node, yaml.MappingNode):
-            _read_mapping(node, name, f"{key}.", table, values, places)
-        else:
-            raise InputError(f"{where}: {key}: expected indented `key: value` lines below it")
 
 
 # What to say for the error types of pydantic; others keep pydantic's message.
@@ -512,7 +367,7 @@ _REASONS = {
 }
 
 
-def _reason(error: ValidationError) -> tuple[str, str]:
+def reason_of(error: ValidationError) -> tuple[str, str]:
     """The dotted key of the first error of a validation, and one line that begins with it."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
@@ -527,47 +382,3 @@ def _reason(error: ValidationError) -> tuple[str, str]:
     if "missing" not in first["type"]:
         text += ", got " + ("null" if got is None else repr(got) if got == "" else str(got)[:200])
     return key, f"{key}: {text}"
-
-
-def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
-    """Print the configuration as YAML that `--config` reads."""
-    filled: dict[str, Any] = {}
-    for option in table.values():
-        _put(filled, option.key, None if option.default is MISSING else option.default)
-        try:
-            value = functools.reduce(lambda group, name: group[name], option.key.split("."), values)
-        except KeyError:
-            continue
-        try:
-            value = TypeAdapter(option.hint).validate_python(value)
-        except ValidationError as error:
-            raise InputError(f"--{option.key}{_reason(error)[1]}") from None
-        _put(filled, option.key, value)
-    sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
-
-
-def parser(cls: type, command: str, everything: bool = True) -> argparse.ArgumentParser:
-    """The options of a command for argparse, which formats help, and for shtab, which completes words."""
-    made = argparse.ArgumentParser(
-        prog=f"draftsmith {command}",
-        usage=f"draftsmith {command} [--config FILE] [--key value ...]",
-        description=(cls.__doc__ or "").strip().partition("\n\n")[0],
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
-        add_help=False,
-    )
-    table = options_of(cls)
-    sections = {option.section: made.add_argument_group(option.section) for option in table}
-    for option in table:
-        if everything or not option.rare:
-            default = "required" if option.default is MISSING else f"default: {option.default_text}"
-            text = f"{option.help} ({default})" if default != "default: " else option.help
-            words: dict[str, Any] = {"choices": option.choices or None, "nargs": "*" if option.many else None}
-            group = sections[option.section]
-            group.add_argument(f"--{option.key}", metavar=option.kind, help=text.replace("%", "%%"), **words)
-    common = made.add_argument_group("Every command")
-    common.add_argument("--config", metavar="FILE", help="YAML file with any of these options; typed ones override it")
-    common.add_argument("--print_config", action="store_true", help="print the options as such a file")
-    common.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
-    if hidden := sum(option.rare for option in table):
-        common.add_argument("--help=all", action="store_true", help=f"list {hidden} rarely used options as well")
-    return made

@@ -21,9 +21,9 @@ from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
 from draftsmith.config import DecodeConfig
 from draftsmith.outputs import Output
+from draftsmith_core.command_line import parse
 from draftsmith_core.io import canonical_json, jsonl
 from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.options import parse
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import decode_text, load_tokenizer
 

@@ -19,8 +19,8 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
 from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.command_line import parse
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
-from draftsmith_core.options import parse
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check

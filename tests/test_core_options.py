@@ -15,6 +15,7 @@ import yaml
 
 from draftsmith.cli.commands import COMMANDS, SHELLS
 from draftsmith.config import DecodeConfig
+from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast1,
@@ -25,7 +26,6 @@ from draftsmith_core.options import (
     identity,
     options,
     options_of,
-    parse,
 )
 from train.config import TrainConfig
 

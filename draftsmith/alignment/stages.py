@@ -25,11 +25,12 @@ from draftsmith.alignment.stage_configs import distill_config, eval_config, gene
 from draftsmith.config import InitConfig
 from draftsmith.starting import init
 from draftsmith_core.cards import add_results
+from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
-from draftsmith_core.options import check_file, from_values
+from draftsmith_core.options import from_values
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import PromptSet, read_prompts

@@ -261,7 +261,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: lines on standard output, and with `--json` the summary as the last one."""
-    from draftsmith_core.options import parse
+    from draftsmith_core.command_line import parse
     from draftsmith_core.processes import is_main, require_single_process
 
     config: Any
@@ -293,8 +293,8 @@ def print_completion(argv: list[str]) -> None:
         raise InputError(f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"')
     import argparse
 
+    from draftsmith_core.command_line import parser
     from draftsmith_core.errors import require_package
-    from draftsmith_core.options import parser
 
     require_package("shtab", "--print_shtab")
     import shtab
