@@ -64,18 +64,16 @@ def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
     return list(dict.fromkeys([*chains, *methods]))
 
 
-def not_predicted(method: Method, sampling: Sampling) -> str | None:
-    """Why a method cannot be predicted; None if it can."""
-    shape = method.shape
+def predictable(method: Method, sampling: Sampling) -> bool:
+    """Whether the counts of a method follow from the traces; see the module."""
+    shape, rule = method.shape, method.verifier
     if not isinstance(shape, Tree):
-        return "its shape depends on what was drafted"
-    if method.verifier not in _KNOWN and not (method.lossless and sampling.greedy):
-        return f"no estimate is known for the rule {method.verifier}"
-    if method.verifier == "traversal" and not shape.is_chain and not sampling.greedy:
-        return "traversal weighs whole trees, beside the text too"
-    if method.verifier == "naive" and shape.stop and not sampling.greedy:
-        return "its stop reads another distribution than the one drawn from"
-    return None
+        return False  # its shape depends on what was drafted
+    if sampling.greedy:
+        return rule in _KNOWN or method.lossless
+    if rule == "naive" and shape.stop:
+        return False  # the stop reads another distribution than the one drawn from
+    return rule in _KNOWN and (rule != "traversal" or shape.is_chain)
 
 
 def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:
@@ -92,7 +90,7 @@ def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int
 def predict(method: Method, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
     """Counts expected of decoding these texts with a method; None if it cannot be predicted."""
     shape = method.shape
-    if not_predicted(method, sampling) is not None or not isinstance(shape, Tree):
+    if not predictable(method, sampling) or not isinstance(shape, Tree):
         return None
     if not traces.any_depth and shape.depth > traces.rows[0].ratio.shape[0]:
         return None

@@ -218,23 +218,12 @@ def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
     assert json.loads((tmp_path / "out" / "plan.json").read_text()) == plan
 
 
-def test_eval_on_several_processes_takes_a_plan_from_a_file(
-    monkeypatch: pytest.MonkeyPatch, door: Door, target_dir: str, draft_dir: str, prompts_file: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ["--target", target_dir, "--draft", f"d={draft_dir}", "--id", f"a={prompts_file}", "--out", "out"]
-    code, _, err = door("eval", *words, "--tree", "auto")
-    assert code == 2 and "run `draftsmith plan`, then use --tree auto:FILE" in err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "must be at least 4"),
         ("plan --target {t} --draft {d} --prompts {p} --out .", "is a directory"),
-        ("plan --target {t} --draft {d} --prompts {p}", "--out: is missing"),
         ("plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95", "none fits 1 tokens"),
-        ("decode --target {t} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto plans for one --draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
         ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
