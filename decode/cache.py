@@ -17,16 +17,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decode.native.large_pages import zeros
 from draftsmith_core.errors import InputError
 
-_FEW_MOVES = 8
-
-
-def _in_order(moves: Sequence[tuple[int, int, int]], column: int) -> bool:
-    """Whether moves made one after another never overwrite what a later one reads."""
-    return all(
-        row < row_after or (row == row_after and target <= column + source < column + source_after)
-        for (row, source, target), (row_after, source_after, _) in zip(moves, moves[1:], strict=False)
-    )
-
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
     # A forward reads all of a cache, as it does weights.
@@ -108,7 +98,7 @@ class TreeCache(Cache):
     """Key/value cache of one model for one batch.
 
     The caller sets `column`, where the next forward writes. `capacity` is in slots per row. `bytes_moved` counts what
-    `keep`, `move_rows` and `select_rows` copied. With `buffer_rows`, memory for that many rows stays at one address and
+    `keep` and `select_rows` copied. With `buffer_rows`, memory for that many rows stays at one address and
     serves one batch after another (`reuse`).
     """
 
@@ -180,14 +170,6 @@ class TreeCache(Cache):
         moves = [move for move in moves if column + move[1] != move[2]]
         if not moves:
             return
-        if len(moves) <= _FEW_MOVES and self._stores[0][0].keys.device.type == "cpu" and _in_order(moves, column):
-            # Slices are faster than gathering and scattering by index.
-            for store, _ in self._stores:
-                for block in (store.keys, store.values):
-                    for row, source, target in moves:
-                        block[:, row, :, target] = block[:, row, :, column + source]
-                    self.bytes_moved += len(moves) * block[:, 0, :, 0].numel() * block.element_size()
-            return
         rows, sources, targets = zip(*moves, strict=True)
         for store, _ in self._stores:
             index = torch.tensor([rows, sources, targets], device=store.keys.device)
@@ -197,19 +179,15 @@ class TreeCache(Cache):
                 block[:, row_n, :, target_n] = moved
                 self.bytes_moved += moved.numel() * moved.element_size()
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order. Copies all of them and frees the rest; `move_rows` is cheaper."""
+    def select_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep only these rows, of which row b has `lengths[b]` slots. No row may move towards the end."""
         for store, members in self._stores:
-            index = torch.tensor(list(rows), device=store.keys.device)
-            keys, values = store.keys.index_select(1, index), store.values.index_select(1, index)
-            if self.buffer_rows is None:
-                store.keys, store.values = store.all_keys, store.all_values = keys, values
-            else:
-                store.narrow(len(rows))
-                store.keys.copy_(keys)
-                store.values.copy_(values)
-            self.bytes_moved += store.keys.numel() * store.keys.element_size()
-            self.bytes_moved += store.values.numel() * store.values.element_size()
+            for block in (store.keys, store.values):
+                for target, (source, slots) in enumerate(zip(rows, lengths, strict=True)):
+                    if source != target:
+                        block[:, target, :, :slots] = block[:, source, :, :slots]
+                        self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
+            store.keys, store.values = store.keys[:, : len(rows)], store.values[:, : len(rows)]
             self._show(store, members)
 
     def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:
@@ -223,17 +201,4 @@ class TreeCache(Cache):
                 for mine, new in ((store.keys, theirs.keys), (store.values, theirs.values)):
                     for row, slots in enumerate(lengths):
                         mine[:, first + row, :, :slots] = new[:, row, :, :slots]
-            self._show(store, members)
-
-    def move_rows(self, moves: Sequence[tuple[int, int, int]], rows: int) -> None:
-        """Narrow the batch to its first `rows` rows after moves of (row, to row, slots).
-
-        Only these slots are copied. No row may be both moved and overwritten.
-        """
-        for store, members in self._stores:
-            for block in (store.keys, store.values):
-                for source, target, slots in moves:
-                    block[:, target, :, :slots] = block[:, source, :, :slots]
-                    self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
-            store.keys, store.values = store.keys[:, :rows], store.values[:, :rows]
             self._show(store, members)

@@ -246,15 +246,9 @@ class Runner:
         self.lengths[row] = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Continue with these rows, in this order. Rows that move from the end of the batch into gaps (`remove`) only
-        copy their slots; any other order copies the whole cache.
-        """
-        moves = [(row, index, self.lengths[row]) for index, row in enumerate(rows) if row != index]
-        if all(row >= len(rows) for row, _, _ in moves):
-            self.cache.move_rows(moves, len(rows))
-        else:
-            self.cache.select_rows(rows)
+        """Continue with these rows, in this order. No row may move towards the end of the batch."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.cache.select_rows(rows, self.lengths)
         self._live = None
 
     def remove(self, ended: Sequence[int]) -> list[int]:

@@ -64,7 +64,7 @@ def test_keep_moves_only_the_path_and_reads_before_it_writes() -> None:
 
 def test_select_rows_keeps_the_layers_in_one_store() -> None:
     cache = filled_cache(rows=4, capacity=6)
-    cache.select_rows([3, 1])
+    cache.select_rows([3, 1], [6, 6])
     for layer in range(2):
         assert keys_of(cache, layer)[:, 0, 2, 0].tolist() == [
             3002.0 + 100 * layer,
