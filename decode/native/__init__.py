@@ -241,20 +241,21 @@ def _processor() -> bytes:
 def _right(built: Kernel) -> bool:
     """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    weight_OI, x_XI = torch.randn(83, 301, generator=generator), torch.randn(7, 301, generator=generator)
+    weight_OI, x_XI = torch.randn(83, 320, generator=generator), torch.randn(7, 320, generator=generator)
     bias_O, other_XO = torch.randn(83, generator=generator), torch.randn(7, 83, generator=generator)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        weight_OI = weight_OI.to(dtype).float()
-        matrix = PackedMatrix(built, weight_OI)
-        wanted = torch.nn.functional.linear(x_XI, weight_OI, bias_O) + other_XO
-        got = matrix.linear(x_XI, bias_O, other_XO)
-        if not torch.allclose(got, wanted, atol=1e-4, rtol=1e-5):
+    weights = [weight_OI[:, :301].to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    matrices = [PackedMatrix(built, weight) for weight in weights]
+    codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
+    scales, table = weight_OI[:, :5].abs(), weight_OI[0, :16]
+    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).reshape(83, 320).long()
+    weights.append(table[indices_OI] * scales.repeat_interleave(64, dim=1))
+    matrices.append(PackedMatrix.of_codes(built, codes, scales, table))
+    for weight, matrix in zip(weights, matrices, strict=True):
+        x = x_XI[:, : matrix.inputs].contiguous()
+        wanted = torch.nn.functional.linear(x, weight, bias_O) + other_XO
+        product = matrix.linear(x, bias_O, other_XO)
+        if not torch.allclose(product, wanted, atol=1e-4, rtol=1e-5) or not torch.equal(
+            matrix.rows(torch.arange(83)), weight
+        ):
             return False
-        if not torch.equal(matrix.rows(torch.arange(83)), weight_OI):
-            return False
-    codes, scales = torch.randint(0, 256, (83, 64), generator=generator, dtype=torch.uint8), weight_OI[:, :2].abs()
-    matrix, table = PackedMatrix.of_codes(built, codes, scales, weight_OI[0, :16]), weight_OI[0, :16]
-    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).reshape(83, 128).long()
-    weight_OI = table[indices_OI] * scales.repeat_interleave(64, dim=1)
-    products = [each.linear(x_XI[:, :128].contiguous()) for each in (matrix, PackedMatrix(built, weight_OI))]
-    return torch.equal(*products) and torch.equal(matrix.rows(torch.arange(83)), weight_OI)
+    return True
