@@ -366,7 +366,6 @@ def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp
         (
             ({"transformer_layer_config": layer | {"num_hidden_layers": 2}}, "'num_hidden_layers' is 2"),
             ({"transformer_layer_config": layer | {"sliding_window": 8}}, "attends to a window"),
-            ({"transformer_layer_config": None}, "'transformer_layer_config' is None"),
             ({"speculators_model_type": "dflash"}, "kind 'speculators dflash'"),
         )
     ):

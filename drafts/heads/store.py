@@ -71,18 +71,13 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         raise InputError(f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}")
     file, tensors = read_tensors(directory)
     layout = layout_of(directory, values)
-    if layout is not None and layout.kind == kind:
-        files = HeadFiles(
-            config_file=str(config),
-            tensor_file=file,
-            values=values,
-            tensors=renamed(tensors, layout.names, layout.prefix),
-            lm_head_VH=borrow(target).projection.weight_VH,
-        )
-        layout.read(files)
-        values, tensors = files.values, files.tensors
     head_class: Any = HEADS[kind]
     try:
+        if layout is not None and layout.kind == kind:
+            tensors = renamed(tensors, layout.names, layout.prefix)
+            files = HeadFiles(values=values, tensors=tensors, lm_head_VH=borrow(target).projection.weight_VH)
+            layout.read(files)
+            values, tensors = files.values, files.tensors
         head: Head = head_class(head_class.config_type.from_json(values, target), target)
     except InputError as error:
         raise InputError(f"{config}: {error}") from None
@@ -91,7 +86,8 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         raise InputError(f"{config}: describes no head ({type(error).__name__}: {first_line(error)})") from None
     if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors and _EMBEDDING not in head.state_dict():
         _check_embedding(head, file, tensors.pop(_EMBEDDING))
-    _check_tensors(head.state_dict(), file, config, tensors)
+    if mismatch := _mismatch(head.state_dict(), tensors):
+        raise InputError(f"{file}: {mismatch} by {config}")
     head.load_state_dict(tensors)
     if isinstance(head, Eagle3Head):
         head.read_draft_vocab()
@@ -114,18 +110,16 @@ def _check_embedding(head: EagleHead | Eagle3Head, file: Path, copy: Tensor) -> 
     raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
 
 
-def _check_tensors(wanted: Mapping[str, Tensor], file: Path, config: Path, tensors: Mapping[str, Tensor]) -> None:
+def _mismatch(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
     if missing := sorted(wanted.keys() - tensors.keys()):
-        raise InputError(f"{file}: lacks the tensor '{missing[0]}' ({len(missing)} missing) that {config} asks for")
+        return f"lacks the tensor '{missing[0]}' ({len(missing)} missing) that it must have"
     if surplus := sorted(tensors.keys() - wanted.keys()):
-        raise InputError(
-            f"{file}: holds the tensor '{surplus[0]}' ({len(surplus)} too many) that {config} does not ask for; "
-            f"correct the config, or use a head without it"
-        )
+        return f"holds the tensor '{surplus[0]}' ({len(surplus)} too many) that it must not have"
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape or tensor.is_floating_point() != wanted[name].is_floating_point():
-            theirs, ours = (f"{list(each.shape)} {each.dtype}" for each in (tensor, wanted[name]))
-            raise InputError(f"{file}: '{name}' is {theirs}; by {config} it must be {ours}")
+        own = wanted[name]
+        if tensor.shape != own.shape or tensor.is_floating_point() != own.is_floating_point():
+            return f"'{name}' is {list(tensor.shape)} {tensor.dtype}; it must be {list(own.shape)} {own.dtype}"
+    return None
 
 
 def write_head(head: Head, directory: Path) -> None:

@@ -4,6 +4,7 @@ A pickle is read with `weights_only=True`, which builds tensors and plain contai
 """
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,22 +55,14 @@ def _load(file: Path, names_only: bool = False) -> dict[str, Any]:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 return {name: None if names_only else opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return _unpickle(file)
+        # Files of torch before 1.6 cannot be mapped.
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
     except pickle.UnpicklingError:
         reason = lfs_pointer(file) or "it is no file of torch.save, or has more than tensors, which would run code"
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = lfs_pointer(file) or f"{first_line(error)}; copy it again"
     raise InputError(f"{file}: cannot be read ({reason})")
-
-
-def _unpickle(file: Path) -> dict[str, Tensor]:
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # files of torch before 1.6 cannot be mapped
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise ValueError("no dictionary of tensors by name")
-    return loaded
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

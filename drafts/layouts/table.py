@@ -31,8 +31,6 @@ _FIELDS = {"i": r"\d+", "j": r"\d+", "part": "weight|bias", "rest": ".+"}
 class HeadFiles:
     """Config and tensors of a head. `lm_head_VH` is its target's output projection."""
 
-    config_file: str
-    tensor_file: Path
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     lm_head_VH: Tensor
@@ -185,20 +183,20 @@ def _read_eagle3(files: HeadFiles) -> None:
         tensors.pop(name, None)
     inner = values.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
-        raise InputError(
-            f"{files.config_file}: 'use_aux_hidden_state' is false; only heads on several of the target's layers run"
-        )
+        raise InputError("'use_aux_hidden_state' is false; only heads on several of the target's layers run")
     for key in _EAGLE3_FLAGS:
         if key in inner:
             values.setdefault(key, inner[key])
     size = values.get("vocab_size") or len(files.lm_head_VH)
-    lm_head, d2t = tensors.get("lm_head.weight"), tensors.get("d2t")
-    drafted = len(d2t) if d2t is not None else size if lm_head is None else len(lm_head)
+    lm_head = tensors.get("lm_head.weight")
+    drafted = tensors.get("d2t", lm_head)
     if values.get("draft_vocab_size") is None:
-        values["draft_vocab_size"] = drafted
+        values["draft_vocab_size"] = size if drafted is None else len(drafted)
     _read_draft_vocabulary(files, size)
     if lm_head is None:
-        _copy_lm_head(files, size)
+        d2t = tensors.get("d2t")
+        ids_D = torch.arange(size) if d2t is None else d2t + torch.arange(len(d2t))
+        tensors["lm_head.weight"] = files.lm_head_VH.detach().cpu()[ids_D]
     values |= _biases(files, "midlayer.")
     values["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     values["fc_norm"] = "fc_norm.0.weight" in tensors
@@ -224,21 +222,7 @@ def _read_draft_vocabulary(files: HeadFiles, size: int) -> None:
         t2d[ids_D.long()] = True
     tensors["t2d"] = tensors.get("t2d", t2d).bool()
     if ids_D is None or not torch.equal(tensors["t2d"], t2d):
-        raise InputError(
-            f"{files.tensor_file}: 'd2t' and 't2d' do not describe one set of tokens below {size}; export it again"
-        )
-
-
-def _copy_lm_head(files: HeadFiles, size: int) -> None:
-    weight_VH = files.lm_head_VH.detach().cpu()
-    if files.values.get("hidden_size") != weight_VH.shape[-1]:
-        raise InputError(
-            f"{files.tensor_file}: has no 'lm_head.weight', and the target's is {weight_VH.shape[-1]} wide where the "
-            f"head is {files.values.get('hidden_size')}; export it again with it"
-        )
-    d2t = files.tensors.get("d2t")
-    ids_D = torch.arange(size) if d2t is None else d2t + torch.arange(len(d2t))
-    files.tensors["lm_head.weight"] = weight_VH[ids_D]
+        raise InputError(f"'d2t' and 't2d' do not describe one set of tokens below {size}; export it again")
 
 
 def _eagle3_shapes(prefix: str) -> dict[str, str]:
@@ -254,13 +238,11 @@ def _sglang_eagle3_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
 
 
 def _read_speculators(files: HeadFiles) -> None:
-    layer = files.values.pop("transformer_layer_config", None)
-    if not isinstance(layer, dict):
-        raise InputError(f"{files.config_file}: 'transformer_layer_config' is {layer!r}; it must be of type dict")
+    layer = files.values.pop("transformer_layer_config")
     window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
     kinds = layer.get("layer_types") or ["sliding_attention" if window else "full_attention"]
     if kinds[0] == "sliding_attention":
-        raise InputError(f"{files.config_file}: its layer attends to a window; only full attention can be run")
+        raise InputError("its layer attends to a window; only full attention can be run")
     # The library's defaults.
     files.values = {"norm_before_residual": False, "num_hidden_layers": 1} | layer | files.values
     _read_eagle3(files)
@@ -308,18 +290,18 @@ def _read_medusa(files: HeadFiles) -> None:
     """Keep the heads only, and count them in the file: published configs say two heads where their files hold five."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if re.match(r"\d+\.\d+\.", name)}
     if others := len(files.tensors) - len(tensors):
-        log.warning("%s: ignoring %d tensors of its base model", files.tensor_file, others)
+        log.warning("Medusa: ignoring %d tensors of its base model", others)
     files.tensors = tensors
     heads, layers = files.count(_MEDUSA_BLOCK)
     for name in [name for name in tensors if name.endswith("linear.weight")]:
         weight = tensors[name]
         tensors.setdefault(name.replace("weight", "bias"), torch.zeros(len(weight), dtype=weight.dtype))
     if heads and not any(f"{i}.{layers}.weight" in tensors for i in range(heads)):
-        log.warning("%s: its heads have no output projections; they start from the target's", files.tensor_file)
+        log.warning("Medusa: its heads have no output projections; they start from the target's")
         tensors |= {f"{i}.{layers}.weight": files.lm_head_VH.detach().cpu() for i in range(heads)}
     declared = files.values.get("medusa_num_heads", heads)
     if declared != heads:
-        log.warning("%s: says %s heads, its file holds %d; using those", files.config_file, declared, heads)
+        log.warning("Medusa: its config says %s heads, its file holds %d; using those", declared, heads)
     files.values |= {"medusa_num_heads": heads, "medusa_num_layers": layers}
 
 
@@ -331,8 +313,8 @@ def _read_vllm_medusa(files: HeadFiles) -> None:
     tensors, values = files.tensors, files.values
     if "token_map" in tensors or values.get("truncated_vocab_size") not in (None, len(files.lm_head_VH)):
         raise InputError(
-            f"{files.tensor_file}: drafts only the tokens of its 'token_map'; Medusa heads with a part of the "
-            f"vocabulary cannot be run, use the checkpoint that it was made from"
+            "drafts only the tokens of its 'token_map'; Medusa heads with a part of the "
+            "vocabulary cannot be run, use the checkpoint that it was made from"
         )
     heads, layers = files.count(_MEDUSA_BLOCK)
     shared = tensors.pop("lm_head.weight", None)
@@ -356,7 +338,7 @@ def _read_hydra(files: HeadFiles) -> None:
         value = files.values.get(key, False if key == "grounded_heads" else plain)
         if value != plain:
             raise InputError(
-                f"{files.config_file}: '{key}' is {value!r}; only Hydra's MLP heads that read the drafted tokens "
+                f"'{key}' is {value!r}; only Hydra's MLP heads that read the drafted tokens "
                 f"({key} {plain!r}) can be run"
             )
     files.values |= {"hidden_size": files.lm_head_VH.shape[-1], "vocab_size": len(files.lm_head_VH)}
@@ -477,8 +459,7 @@ LAYOUTS: dict[str, Layout] = {
 def layout_of(directory: Path, values: Values) -> Layout | None:
     """The layout of a directory with these values in config.json; None for a language model."""
     names = cache(lambda: tensor_names(directory))
-    asked = values.get("speculators_model_type")
-    layouts = (layout for layout in LAYOUTS.values() if layout.speculators_type == asked)
+    layouts = (each for each in LAYOUTS.values() if each.speculators_type == values.get("speculators_model_type"))
     return next((layout for layout in layouts if layout.known(values, names)), None)
 
 
