@@ -150,7 +150,7 @@ def _histogram(values: dict[str, list[int]], label: str) -> Figure:
     figure, ax = _axes(2.4)
     ax.hist(
         [values[name] for name in names],
-        np.arange(0, most + 1 + width, width) - 0.5,
+        [edge - 0.5 for edge in range(0, most + 1 + width, width)],
         stacked=True,
         color=[MARKS[f"d{index % 6 + 1}"] for index in range(len(names))],
         label=names,

@@ -1,15 +1,14 @@
-"""Make a draft, measure it, write it.
+"""Make a draft to start from, measure it, write it.
 
-Legend: T tokens of a text, N positions that are measured, V vocabulary.
+Legend: N measured positions, V vocabulary.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from decode import SpeculativeDecoder
 from decode.propose.network import fit_vocabulary
 from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
-from drafts.load import load_pair
+from drafts.load import LoadedPair, load_pair
 from drafts.make.fresh import fresh
 from drafts.make.prune import prune
 from drafts.make.shape import read_per_token, too_costly
@@ -39,17 +38,17 @@ from train.data import load_examples
 
 _DEFAULT_COST = 0.1
 _BATCH = 8
-# Tokens that texts are read in at a time.
-_BLOCK = 1024
+_BLOCK = 1024  # tokens of a text that are read at a time
 
 
 @dataclass(frozen=True)
 class Started:
-    """What `init` made. Costs are parameters read per token; alphas are means over `positions`, None without prompts.
+    """A draft that `init` made. Costs are parameters read per token; alphas are means over `positions`, None without
+    prompts.
 
-    alpha: speculative sampling, sum_x min(p, q). greedy: the draft takes its likeliest token, p(argmax q). match: the
-    draft samples and the target's own sample must be the same, sum_x p q. missing_mass: what the target gives to tokens
-    that the draft cannot draft.
+    alpha: speculative sampling, sum_x min(p, q). alpha_greedy_draft: the draft takes its likeliest token, p(argmax q).
+    alpha_match: draft and target must sample the same token, sum_x p q. missing_mass: the target's probability of
+    tokens that the draft cannot draft.
     """
 
     out: str
@@ -66,124 +65,95 @@ class Started:
     def lines(self, temperature: float) -> list[str]:
         """The lines that `draftsmith init` prints: notes, cost, and alpha at `temperature`."""
         share = self.draft_cost / self.target_cost
-        said = [*self.notes, f"cost:   {share:.3f} of the target ({self.draft_cost:,} parameters read per token)"]
+        lines = [*self.notes, f"cost:   {share:.3f} of the target ({self.draft_cost:,} parameters read per token)"]
         if self.alpha is None:
-            return [*said, "alpha:  not measured; add --prompts"]
-        return [
-            *said,
+            return [*lines, "alpha:  not measured; add --prompts"]
+        lines.append(
             f"alpha:  {self.alpha:.3f} speculative, {self.alpha_greedy_draft:.3f} greedy draft, "
-            f"{self.alpha_match:.3f} sample match (temperature {temperature:g}, {self.positions} positions)",
-            *(
-                [f"missing: {self.missing_mass:.3f} of the target's mass cannot be drafted"]
-                if self.missing_mass
-                else []
-            ),
-        ]
+            f"{self.alpha_match:.3f} sample match (temperature {temperature:g}, {self.positions} positions)"
+        )
+        if self.missing_mass:
+            lines.append(f"missing: {self.missing_mass:.3f} of the target's mass cannot be drafted")
+        return lines
 
 
 def init(config: InitConfig) -> Started:
-    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
-
-    Raises InputError for what cannot be made.
-    """
+    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it."""
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
     check_writable(out, "--out")
     pair = load_pair(config.target, **loading(config))
-    target = pair.target
-    texts = answer_texts(config, target, pair.tokenizer)
-    draft, notes = _make(config, target, pair.tokenizer, texts)
-    ids_D, counted = _draft_vocabulary(config, draft, target, pair.tokenizer, texts)
-    used, notes = draft, (*notes, *counted)
-    if ids_D is not None:
+    target, tokenizer = pair.target, pair.tokenizer
+    texts = answer_texts(config, target, tokenizer)
+    draft, notes = _make(config, pair, texts)
+    used, ids_D = draft, None
+    whole = min(vocabulary_size(draft), vocabulary_size(target))
+    if config.draft_vocab_size not in (None, whole):
+        check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
+        rows: list[Sequence[int]] = [text.output_ids for text in texts]
+        if config.data:
+            rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])
+        ids_D = torch.tensor(count_vocabulary(rows, config.draft_vocab_size))
+        source = "--data" if config.data else "the answers to --prompts"
+        notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, rows)}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
     costs = read_per_token(used), read_per_token(target)
     if warning := too_costly(*costs):
         say(f"warning: {warning}")
     count, figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
-    with writing(out, "nothing was kept"), atomic_dir(out) as directory:
+    with writing(out), atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
             write_draft_vocabulary(directory, ids_D)
-        pair.tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
         record = {
             "kind": "draft-lm",
             "target": config.target,
             "target_fingerprint": fingerprint(target),
-            "made": list(notes),
+            "made": notes,
             **provenance(command_line("init", config), dataclasses.asdict(config)),
         }
         write_json_atomic(directory / "draftsmith.json", record)
-    return Started(str(out), parameter_count(used), *costs, count, *figures, notes)
+    return Started(str(out), parameter_count(used), *costs, count, *figures, tuple(notes))
 
 
-def _draft_vocabulary(
-    config: InitConfig,
-    draft: PreTrainedModel,
-    target: PreTrainedModel,
-    tokenizer: Tokenizer,
-    texts: Sequence[Continuation],
-) -> tuple[Tensor | None, tuple[str, ...]]:
-    """The tokens to draft where not all are wanted, and what is said of them."""
-    whole = min(vocabulary_size(draft), vocabulary_size(target))
-    if config.draft_vocab_size is None or config.draft_vocab_size == whole:
-        return None, ()
-    check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
-    rows: list[Sequence[int]] = [text.output_ids for text in texts]
-    if config.data:
-        rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])
-    ids_D = torch.tensor(count_vocabulary(rows, config.draft_vocab_size))
-    source = "--data" if config.data else "the answers to --prompts"
-    return ids_D, (f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, rows)}",)
-
-
-def _make(
-    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Continuation]
-) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The draft, and what was chosen or filled in, one line each."""
-    keep = config.keep or "even"
+def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -> tuple[PreTrainedModel, list[str]]:
+    """The draft, and one line for each choice."""
+    target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":
         cost = _DEFAULT_COST if config.cost is None else config.cost
         draft, share = fresh(target, cost, by=config.cost_by or "clock", seed=config.seed)
         text = draft.config
         shape = f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward {text.intermediate_size}"
         clock = "" if share.measured is None else f", {share.measured:.3f} of the time of a forward here"
-        return draft, (f"shape: {shape}; {share.parameters:.3f} of the target's parameters per token{clock}",)
+        return draft, [f"shape: {shape}; {share.parameters:.3f} of the target's parameters per token{clock}"]
     if config.method == "prune":
         depth = int(target.config.get_text_config().num_hidden_layers)
-        score = None
-        if keep == "measured":
-            score = _alpha_against(target, texts, Sampling(temperature=config.temperature))
-        draft, kept = prune(
+        draft, layers = prune(
             target,
             num_layers=config.num_layers or max(1, depth // 4),
             keep=keep,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_heads,
             texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
-            score=score,
+            score=_alpha_against(target, texts, config.temperature) if keep == "measured" else None,
         )
-        return draft, (f"layers {' '.join(map(str, kept))} of the target's {depth}, chosen as {keep}",)
+        return draft, [f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"]
     assert config.donor is not None
-    donor = load_model(config.donor, **loading(config))
-    notes: tuple[str, ...] = ()
+    donor, notes = load_model(config.donor, **loading(config)), []
     if config.num_layers is not None:
-        donor, kept = prune(donor, num_layers=config.num_layers, keep=keep)
-        notes = (f"layers {' '.join(map(str, kept))} of the donor, chosen as {keep}",)
-    own = load_tokenizer(config.donor, config.trust_remote_code)
-    draft, moved = transplant(donor, own, target, tokenizer)
-    return draft, (
-        *notes,
-        f"rows: {moved.shared} of a token that both have, {moved.from_pieces} from the donor's pieces of the text, "
-        f"{len(moved.unmapped)} without a partner{_some(moved.unmapped)}, {moved.padding} padding",
+        donor, layers = prune(donor, num_layers=config.num_layers, keep=keep)
+        notes = [f"layers {' '.join(map(str, layers))} of the donor, chosen as {keep}"]
+    donor_tokenizer = load_tokenizer(config.donor, config.trust_remote_code)
+    draft, rows = transplant(donor, donor_tokenizer, target, pair.tokenizer)
+    unmapped = ", ".join(map(ascii, rows.unmapped[:5])) + (" and others" if len(rows.unmapped) > 5 else "")
+    notes.append(
+        f"rows: {rows.shared} of a token that both have, {rows.from_pieces} from the donor's pieces of the text, "
+        f"{len(rows.unmapped)} without a partner{f' ({unmapped})' if unmapped else ''}, {rows.padding} padding"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(ascii, names[:5]))
-    return f" ({shown}{' and others' if len(names) > 5 else ''})" if names else ""
+    return draft, notes
 
 
 def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Continuation]:
@@ -192,60 +162,54 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
         return []
     limit = context_length(target)
     longest = None if limit is None else limit - config.max_new_tokens
-    if longest is not None and longest < 1:
-        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in the target's context of {limit}")
     read = read_prompts(
         config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=longest, limit=config.max_prompts
     )
     if read.skipped:
         first = read.skipped[0]
         say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})")
-    decoder = SpeculativeDecoder(target)
+    decoder, sampling = SpeculativeDecoder(target), Sampling(temperature=config.temperature)
     texts: list[Continuation] = []
     for start in range(0, len(read.prompts), _BATCH):
         prompts = [prompt.ids for prompt in read.prompts[start : start + _BATCH]]
-        answers = decoder.generate(
-            prompts, Sampling(temperature=config.temperature), config.max_new_tokens, seed=config.seed + start
-        ).generations
+        answers = decoder.generate(prompts, sampling, config.max_new_tokens, seed=config.seed + start).generations
         pairs = enumerate(zip(prompts, answers, strict=True), start)
         texts += [Continuation(str(row), ids, answer.output_ids) for row, (ids, answer) in pairs]
     return texts
 
 
-@torch.inference_mode()
-def _distribution(model: PreTrainedModel, text: Continuation, sampling: Sampling, vocabulary: int) -> Tensor:
-    """The distributions `[N, V]` that the tokens of the answer were, or would be, drawn from."""
-    ids = torch.tensor([[*text.prompt_ids, *text.output_ids][:-1]], device=model.device)
-    # A draft's vocabulary may be padded to another size.
-    ids = ids.clamp(max=vocabulary_size(model) - 1)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.output_ids)).logits[0]
-    return probs(fit_vocabulary(logits, vocabulary), sampling)
-
-
 def alphas(
     target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling
 ) -> tuple[int, tuple[float | None, float | None, float | None, float | None]]:
-    """Positions, alpha under the three rules, and the mass that cannot be drafted; None where nothing was measured."""
+    """Number of positions, alpha under the three rules, and the mass that cannot be drafted; None without texts."""
     if not texts:
         return 0, (None, None, None, None)
-    found = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
-    sums = (found["sum"], found["greedy"], found["match"], found["missing"])
-    count = sum(found["count"])
-    speculative, greedy, match, missing = (sum(each) / count for each in sums)
+    sums = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
+    count = sum(sums["count"])
+    speculative, greedy, match, missing = (sum(sums[key]) / count for key in ("sum", "greedy", "match", "missing"))
     return count, (speculative, greedy, match, missing)
 
 
-def _alpha_against(target: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling) -> Any:
-    """A score for `prune`: alpha of a changed target against what it was when this was called."""
-    size = vocabulary_size(target)
+def _alpha_against(
+    target: PreTrainedModel, texts: Sequence[Continuation], temperature: float
+) -> Callable[[PreTrainedModel], float]:
+    """A score for `prune`: alpha of a changed target against the target as it is now."""
+    size, sampling = vocabulary_size(target), Sampling(temperature=temperature)
+
+    @torch.inference_mode()
+    def distribution(model: PreTrainedModel, text: Continuation) -> Tensor:
+        """The distributions `[N, V]` at the tokens of the answer."""
+        ids = torch.tensor([[*text.prompt_ids, *text.output_ids][:-1]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.output_ids)).logits[0]
+        return probs(fit_vocabulary(logits, size), sampling)
+
     # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
-    before = [_distribution(target, text, sampling, size).to(target.dtype) for text in texts]
+    before = [distribution(target, text).to(target.dtype) for text in texts]
 
     def score(changed: PreTrainedModel) -> float:
-        sums = [
-            float(acceptance(p_NV.float(), _distribution(changed, text, sampling, size)).double().sum())
-            for p_NV, text in zip(before, texts, strict=True)
-        ]
-        return math.fsum(sums)
+        pairs = zip(before, texts, strict=True)
+        return math.fsum(
+            float(acceptance(p_NV.float(), distribution(changed, text)).double().sum()) for p_NV, text in pairs
+        )
 
     return score
