@@ -23,7 +23,7 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.make.shape import read_per_token
 from draftsmith.config import InitConfig
-from draftsmith.demo.nano_pair import write_corpus
+from draftsmith.demo.rebuild_pair import write_corpus
 from draftsmith.starting import alphas, answer_texts, init
 from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, Unpack, overload
@@ -291,8 +291,8 @@ class Pair:
         requests: Sequence[tuple[Prompt, int]],
         settings: Settings,
         on_tokens: OnTokens | None = None,
-    ) -> Iterator[Output]:
-        """Decode requests (prompt, sample index) together; yield their outputs in order."""
+    ) -> list[Output]:
+        """Decode requests (prompt, sample index) together; return their outputs in order."""
         ends = [0.0] * len(requests)
 
         def note(row: int, ids: list[int], from_draft: list[bool]) -> None:
@@ -310,8 +310,8 @@ class Pair:
             note,
             settings.stop,
         )
-        for (prompt, sample), generation, end in zip(requests, batch.generations, ends, strict=True):
-            yield Output(
+        return [
+            Output(
                 id=prompt.id,
                 sample_index=sample,
                 prompt_ids=list(prompt.ids),
@@ -324,6 +324,8 @@ class Pair:
                 decode_s=batch.decode_s / len(requests),
                 waited_s=end - began - batch.prefill_s,
             )
+            for (prompt, sample), generation, end in zip(requests, batch.generations, ends, strict=True)
+        ]
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -1,7 +1,6 @@
 """`draftsmith decode` behind its options: load, decode, write or print."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,13 @@ from draftsmith.outputs import Output
 from draftsmith.pair import Decoding, Pair, Settings, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
-from draftsmith_core.io import canonical_json, hash_json, jsonl, write_text_atomic, writing
+from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing
 from draftsmith_core.models import peak_memory
 from draftsmith_core.options import identity
-from draftsmith_core.processes import say, terminable
+from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.runs import hold, keeping
+from draftsmith_core.runs import Run
 from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 
@@ -61,7 +60,7 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
     elif streamed:
         outputs = _to_terminal(work)
     else:
-        outputs = list(_outputs(work))
+        outputs = [output for batch in _batches(work) for output in batch]
     summary = _summary(work, outputs)
     return summary, _in_words(summary, sampling.note, streamed)
 
@@ -135,46 +134,32 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
-def _outputs(work: DecodeRun, finished: int = 0) -> Iterator[Output]:
+def _batches(work: DecodeRun, finished: int = 0) -> Iterator[list[Output]]:
     """Outputs of all requests from `finished` on, in order, batch by batch."""
     requests, size = work.requests, work.config.batch_size
     with progress("decode", len(requests), finished) as advance:
         for start in range(finished, len(requests), size):
             batch = requests[start : start + size]
-            yield from work.pair.decode_batch(work.decoding.decoder, batch, work.settings)
+            yield work.pair.decode_batch(work.decoding.decoder, batch, work.settings)
             advance(len(batch), "")
 
 
 def _to_file(out: Path, work: DecodeRun) -> list[Output]:
-    """Append outputs to `.OUT.partial` batch by batch; write their rows to OUT at the end. A killed run continues."""
-    partial = out.with_name(f".{out.name}.partial")
+    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run continues."""
+    partial = f".{out.name}.partial"
     options = identity(work.config) | dataclasses.asdict(work.settings.sampling)
-    run = hash_json([options, work.prompts.digest, work.decoding.identity()])
-    head = canonical_json({"identity": run})
-
-    def kept() -> bool:
-        return partial.is_file() and len(partial.read_bytes().splitlines()) > 1
-
-    with terminable(), hold(out, file=True), keeping(kept):
-        outputs = _finished(partial, head, work.config.batch_size)
-        write_text_atomic(partial, head + "\n" + jsonl(dataclasses.asdict(output) for output in outputs))
-        with writing(out), partial.open("a", encoding="utf-8") as file:
-            for output in _outputs(work, len(outputs)):
-                outputs.append(output)
-                file.write(jsonl([dataclasses.asdict(output)]))
-                file.flush()
-        write_text_atomic(out, jsonl(output.row() for output in outputs))
-        partial.unlink()
+    head = {"identity": hash_json([options, work.prompts.digest, work.decoding.identity()])}
+    with Run(out, file=True, keeps=(partial,)) as run:
+        run.begin()
+        with run.journal(partial, head) as journal:
+            outputs = [Output.from_json(row) for batch in journal.rows for row in batch]
+            for batch in _batches(work, len(outputs)):
+                outputs += batch
+                journal.append([dataclasses.asdict(output) for output in batch])
+            with writing(out):
+                write_text_atomic(out, jsonl(output.row() for output in outputs))
+            journal.remove()
     return outputs
-
-
-def _finished(partial: Path, head: str, batch_size: int) -> list[Output]:
-    """Outputs of whole batches that an interrupted run of the same command left."""
-    lines = partial.read_text(encoding="utf-8", errors="replace").split("\n") if partial.exists() else [""]
-    if lines[0] != head:
-        return []
-    outputs = [Output.from_json(json.loads(line)) for line in lines[1:-1]]
-    return outputs[: len(outputs) // batch_size * batch_size]
 
 
 def _to_terminal(work: DecodeRun) -> list[Output]:

@@ -1,14 +1,12 @@
-"""Real text that every Python carries, read at run time: three domains at growing distance from reference prose.
+"""Text that every Python carries, in three domains.
 
 - `prose`: the language reference behind `help()` (`pydoc_data.topics`) and the docstrings of the standard library;
-- `code`: the standard library's source with its docstrings taken out;
+- `code`: the standard library's source without its docstrings;
 - `unicode`: the names of characters (`unicodedata`), block by block: a list, not language.
 
-A document is a help topic, a module or a run of 128 code points. Documents are divided into training and held-out
-ones by a hash of their name, so that the division is the same on every machine and for every Python version, and a
-module's docstrings are on the same side as its source. Held-out documents that mostly repeat training text of the
-same Python are dropped; text that another version of Python keeps in a module of another name can be on the other
-side. Documents are cut at blank lines into passages; a passage is one row `{"id", "domain", "text"}`.
+A document is a help topic, a module or a run of 128 code points. The hash of its name decides whether it is trained on
+or held out: the same on every machine, and for a module's docstrings and source. Held-out documents that mostly repeat
+training text are dropped. Documents are cut at blank lines into passages, one row `{"id", "domain", "text"}` each.
 """
 
 import ast
@@ -47,7 +45,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Split:
-    """The two sides of a domain; `dropped` names held-out documents that repeated training text."""
+    """The two sides of a domain; `dropped` names held-out documents that repeat training text."""
 
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
@@ -61,11 +59,9 @@ def _tidy(text: str) -> str:
 
 @cache
 def _modules() -> tuple[tuple[str, str, str], ...]:
-    """(dotted name, prose, code) of every module of the standard library that parses: its docstrings, each under the
-    name of what it documents, and its source without them.
-    """
+    """(dotted name, docstrings under their titles, source without them) of every module that parses."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    modules = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _SKIPPED_PARTS.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
@@ -76,11 +72,10 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 and friends ship files that are wrong on purpose
-        # The syntax tree is dropped at once: those of the whole library are millions of objects, and every garbage
-        # collection would go over all of them.
+        # Syntax trees are not kept: those of the whole library are millions of objects to collect garbage from.
         name = ".".join(parts)
-        found.append((name, *_prose_and_code(name, tree, source)))
-    return tuple(found)
+        modules.append((name, *_prose_and_code(name, tree, source)))
+    return tuple(modules)
 
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -104,19 +99,19 @@ def _prose_and_code(name: str, tree: ast.Module, source: str) -> tuple[str, str]
 
 
 def prose_documents() -> list[Document]:
-    """Help topics, and for every module its docstrings."""
+    """Help topics, and every module's docstrings."""
     topics = importlib.import_module("pydoc_data.topics").topics
     documents = [Document(f"topic {name}", _tidy(text)) for name, text in sorted(topics.items())]
     return documents + [Document(f"module {name}", prose) for name, prose, _ in _modules() if prose]
 
 
 def code_documents() -> list[Document]:
-    """Every module's source without its docstrings (those are prose)."""
+    """Every module's source without its docstrings."""
     return [Document(f"module {name}", code) for name, _, code in _modules()]
 
 
 def unicode_documents() -> list[Document]:
-    """Runs of 128 code points, one line a character: its number and its name."""
+    """Runs of 128 code points; a line has a character's number and name."""
     documents = []
     for start in range(0, 0x20000, 128):
         lines = io.StringIO()
@@ -139,12 +134,12 @@ DOMAINS: dict[str, Callable[[], list[Document]]] = {
 
 
 def is_heldout(name: str) -> bool:
-    """Which side a document is on, from its name alone."""
+    """Whether the document of this name is held out."""
     return hashlib.sha256(name.encode()).digest()[0] * 100 < 256 * HELDOUT_PERCENT
 
 
 def shingles(text: str) -> set[int]:
-    """Hashes of all runs of 8 words, letters and digits only: what two near-duplicates have in common."""
+    """Hashes of all runs of 8 words, letters and digits only. Near-duplicates share most of them."""
     words = re.findall(r"\w+", text.lower())
     runs = (" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1)))
     return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "big") for run in runs}
@@ -152,24 +147,20 @@ def shingles(text: str) -> set[int]:
 
 @cache
 def _train_shingles() -> frozenset[int]:
-    seen: set[int] = set()
-    for documents in DOMAINS.values():
-        for document in documents():
-            if not is_heldout(document.name):
-                seen |= shingles(document.text)
-    return frozenset(seen)
+    documents = [document for domain in DOMAINS.values() for document in domain()]
+    return frozenset().union(*(shingles(document.text) for document in documents if not is_heldout(document.name)))
 
 
 @cache
 def split(domain: str) -> Split:
-    """Training and held-out documents of a domain, near-duplicates of any training document left out."""
+    """Training and held-out documents of a domain, without near-duplicates of any training document."""
     train, heldout, dropped = [], [], []
     for document in DOMAINS[domain]():
         if not is_heldout(document.name):
             train.append(document)
             continue
-        own = shingles(document.text)
-        if len(own & _train_shingles()) > DUPLICATE_SHARE * len(own):
+        runs = shingles(document.text)
+        if len(runs & _train_shingles()) > DUPLICATE_SHARE * len(runs):
             dropped.append(document.name)
         else:
             heldout.append(document)
@@ -179,7 +170,7 @@ def split(domain: str) -> Split:
 def passages(
     domain: str, documents: tuple[Document, ...], characters: int = PASSAGE_CHARACTERS
 ) -> list[dict[str, str]]:
-    """Rows of at least about `characters`, cut at blank lines, in an order that does not follow the documents'."""
+    """Rows of about `characters` or more, cut at blank lines, in an order that does not depend on the documents'."""
     rows = []
     for document in documents:
         pieces: list[str] = []

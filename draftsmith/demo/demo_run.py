@@ -1,5 +1,5 @@
-"""What the demo gives to `align`: text that every Python carries, the shipped pair, and a recipe. Then a second pair:
-the drafts that came out, timed beside the target padded to the cost of a large one (`drafts.make.widen`).
+"""The demo: align the shipped pair on text that every Python carries, then time the drafts beside the target padded to
+the cost of a large one (`drafts.make.widen`).
 """
 
 import shutil
@@ -52,19 +52,19 @@ def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
 
 def recipe(short: bool) -> dict[str, Any]:
     """The demo's choices as `AlignConfig` takes them."""
-    values = yaml.safe_load((RECIPES / "demo.yaml").read_text(encoding="utf-8"))
-    if short:
-        for key, changed in yaml.safe_load((RECIPES / "demo_short.yaml").read_text(encoding="utf-8")).items():
-            values[key] = values[key] | changed
-    return dict(values)
+    values: dict[str, Any] = _read("demo")
+    return values | {key: values[key] | part for key, part in _read("demo_short").items()} if short else values
+
+
+def _read(name: str) -> Any:
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def time_large(options: AlignConfig, short: bool) -> Results:
-    """The demo's drafts by the clock, in distribution, beside a target that writes the same at the cost of a large one.
+    """Time the demo's drafts beside the same target padded with zeros: it writes the same and costs as a large one.
 
-    A draft pays where the target is dear; the shipped one is too cheap to show it.
+    A draft pays if the target is expensive; the shipped one is too cheap to show it.
     """
-    values = yaml.safe_load((RECIPES / "large.yaml").read_text(encoding="utf-8"))
     large = Path(options.target).with_name("large")
 
     def make() -> None:
@@ -72,9 +72,9 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             return
         model = load_model(options.target, device="cpu", dtype="float32")
         assert isinstance(model, LlamaForCausalLM)
-        with atomic_dir(large) as made:
-            widen(model, **LARGE).half().save_pretrained(made)
-            load_tokenizer(options.target).save_pretrained(made)
+        with atomic_dir(large) as directory:
+            widen(model, **LARGE).half().save_pretrained(directory)
+            load_tokenizer(options.target).save_pretrained(directory)
 
     on_main(make)
     smaller = {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200} if short else {}
@@ -87,7 +87,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             seed=options.seed,
             device=options.device,
             dtype=options.dtype,
-            **(values | smaller),
+            **(_read("large") | smaller),
         )
     )
 
@@ -111,30 +111,26 @@ def large_summary(results: Results) -> dict[str, Any]:
 
 def large_lines(results: Results) -> list[str]:
     """`large_summary` as lines of text."""
-    found = large_summary(results)
-    return [
-        f"beside a target of {found['parameters'] / 1e6:.0f} M parameters (the same one padded with zeros: it writes "
-        f"the same and costs more), in distribution:",
-        *(
-            f"  temperature {temperature}: {row['draft']} with {row['tree']}, "
-            f"{figure(row['speedup'], 2)} times the target alone"
-            for temperature, row in found["fastest"].items()
-        ),
-        f"its report: {Path(found['report']).resolve()}",
-    ]
+    summary = large_summary(results)
+    size = f"{summary['parameters'] / 1e6:.0f} M parameters"
+    lines = [f"beside a target of {size} (the same one padded with zeros: it writes the same and costs more), ID:"]
+    for temperature, row in summary["fastest"].items():
+        speedup = f"{figure(row['speedup'], 2)} times the target alone"
+        lines.append(f"  temperature {temperature}: {row['draft']} with {row['tree']}, {speedup}")
+    return [*lines, f"its report: {Path(summary['report']).resolve()}"]
 
 
 def _write(out: Path) -> None:
     make_dir(out, "--out")
     if not (out / "pair").is_dir():
         # A copy has a path that works in commands typed from here, wherever the package is installed.
-        with atomic_dir(out / "pair") as made:
-            shutil.copytree(PAIR, made, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        with atomic_dir(out / "pair") as directory:
+            shutil.copytree(PAIR, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if not (out / "prompts").is_dir():
         say("reading text from this Python's standard library")
-        with atomic_dir(out / "prompts") as made:
+        with atomic_dir(out / "prompts") as directory:
             train = corpus.split(ID_DOMAIN).train
-            write_rows(made / f"{ID_DOMAIN}.train.jsonl", corpus.passages(ID_DOMAIN, train, TRAIN_CHARACTERS))
+            write_rows(directory / f"{ID_DOMAIN}.train.jsonl", corpus.passages(ID_DOMAIN, train, TRAIN_CHARACTERS))
             for domain in corpus.DOMAINS:
                 heldout = corpus.split(domain).heldout
-                write_rows(made / f"{domain}.jsonl", corpus.passages(domain, heldout, EVAL_CHARACTERS))
+                write_rows(directory / f"{domain}.jsonl", corpus.passages(domain, heldout, EVAL_CHARACTERS))

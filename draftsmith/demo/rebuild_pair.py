@@ -1,17 +1,19 @@
-"""Rebuilding the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities."""
+"""Rebuild the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities."""
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli.commands import run
 from draftsmith.demo import corpus
-from draftsmith.demo.nano_pair import train_tokenizer, write_corpus
-from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atomic
+from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.progress import track
 from draftsmith_core.tokenization import load_tokenizer
@@ -21,21 +23,27 @@ from train.losses import cross_entropy
 
 BLOCK = 256
 MEMBERS = ("target", "base")
+VOCABULARY = 4096
+BOS, EOS = "<s>", "</s>"
 
 
 def rebuild(recipes: Path, out: Path, device: str) -> Path:
-    """Make everything in `out` from nothing (about an hour on two cores); returns the directory of the pair.
+    """Make everything in `out` from nothing (about an hour on two cores); return the directory of the pair.
 
-    Every step is skipped when its result is there, and training continues where it was killed.
+    Finished steps are skipped, and training continues where it was killed.
     """
-    texts = out / "corpus"
+    texts, tokenizer = out / "corpus", out / "tokenizer"
     if not texts.is_dir():
         with atomic_dir(texts) as directory:
             write_corpus(directory)
-    tokenizer = out / "tokenizer"
     if not tokenizer.is_dir():
+        rows = [
+            json.loads(line)["text"]
+            for domain in corpus.DOMAINS
+            for line in (texts / f"{domain}.train.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         with atomic_dir(tokenizer) as directory:
-            _save_tokenizer(texts, directory)
+            train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
     for member in MEMBERS:
         words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
         words += ["--draft_config", str(recipes / f"{member}.config.json"), "--out", str(out / f"{member}-run")]
@@ -48,31 +56,55 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
     return out / "pair"
 
 
-def _save_tokenizer(texts: Path, directory: Path) -> None:
-    rows = [
-        json.loads(line)["text"]
-        for domain in corpus.DOMAINS
-        for line in (texts / f"{domain}.train.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
+def write_corpus(directory: Path) -> None:
+    """Write `DOMAIN.train.jsonl` and `DOMAIN.heldout.jsonl` for every domain of the corpus."""
+    for domain in corpus.DOMAINS:
+        sides = corpus.split(domain)
+        write_rows(directory / f"{domain}.train.jsonl", corpus.passages(domain, sides.train))
+        write_rows(directory / f"{domain}.heldout.jsonl", corpus.passages(domain, sides.heldout))
 
 
-def ship(run: Path, texts: Path, recipe: Path, destination: Path) -> None:
-    """A trained member as it is committed: fp16 weights, and a record with its held-out perplexity per domain."""
+def train_tokenizer(texts: Iterable[str], length: int, model_max_length: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (it can spell any text) of 4,096 tokens that puts BOS in front."""
+    tokenizer = Tokenizer(models.BPE())
+    # Digits one by one; indentation of code stays together as runs of spaces.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=length)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> None:
+    """Write a trained member as it is committed: fp16 weights, and a record with its held-out perplexity per domain."""
     with atomic_dir(destination) as directory:
         for name in ("generation_config.json", "tokenizer_config.json"):
-            (directory / name).write_bytes((run / name).read_bytes())
+            (directory / name).write_bytes((run_directory / name).read_bytes())
         # Without indentation the file is half the size.
-        tokenizer = json.dumps(
-            read_json(run / "tokenizer.json", "a tokenizer"), ensure_ascii=False, separators=(",", ":")
-        )
-        (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        config = read_json(run / "config.json", "a model config")
-        config["dtype"] = "float16"
-        write_json_atomic(directory / "config.json", config)
-        weights = {name: value.half() for name, value in load_file(run / "model.safetensors").items()}
+        tokenizer = read_json(run_directory / "tokenizer.json", "a tokenizer")
+        compact = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+        (directory / "tokenizer.json").write_text(compact, encoding="utf-8")
+        config = read_json(run_directory / "config.json", "a model config")
+        write_json_atomic(directory / "config.json", config | {"dtype": "float16"})
+        weights = {name: value.half() for name, value in load_file(run_directory / "model.safetensors").items()}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        record = read_json(run / "draftsmith.json", "the record of a training run")
+        record = read_json(run_directory / "draftsmith.json", "the record of a training run")
         shipped: dict[str, Any] = {key: record[key] for key in ("kind", "objective", "data", "steps", "best_step")}
         shipped |= {
             "recipe": recipe.name,
@@ -90,17 +122,16 @@ def ship(run: Path, texts: Path, recipe: Path, destination: Path) -> None:
 def perplexities(checkpoint: Path, texts: Path) -> dict[str, float]:
     """Held-out perplexity of every domain of the corpus."""
     model, tokenizer = load_model(str(checkpoint), dtype="float32"), load_tokenizer(str(checkpoint))
-    found = {}
+    by_domain = {}
     for domain in corpus.DOMAINS:
         examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
         total, count = 0.0, 0
         starts = range(0, len(examples.rows), 8)
         for start in track(starts, f"perplexity on {domain}", len(starts)):
-            rows = range(start, min(start + 8, len(examples.rows)))
-            batch = collate(examples, rows).to(model.device)
+            batch = collate(examples, range(start, min(start + 8, len(examples.rows)))).to(model.device)
             valid = batch.labels_BT != IGNORE
             logits_NV = model(input_ids=batch.ids_BT, use_cache=False).logits[valid]
             total += float(cross_entropy(logits_NV, None, batch.labels_BT[valid]).double().sum())
             count += int(valid.sum())
-        found[domain] = round(math.exp(total / count), 3)
-    return found
+        by_domain[domain] = round(math.exp(total / count), 3)
+    return by_domain
