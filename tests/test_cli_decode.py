@@ -514,7 +514,7 @@ def test_help_ends_with_the_table(door: Door, monkeypatch: pytest.MonkeyPatch) -
     assert all(len(line) <= 80 for line in table.splitlines())
     for name in [*PROPOSERS, *TREES, *VERIFIERS]:
         assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
-    assert re.search(r"^  typical .*NOT LOSSLESS", table, flags=re.MULTILINE)
+    assert re.search(r"^  typical .*LOSSY", table, flags=re.MULTILINE)
     assert "\n--proposer\n" not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
 
 
