@@ -292,19 +292,19 @@ class BatchRun:
                 tokens = tokens[: place + 1]
                 row.finish_reason = "stop"
                 break
-        if self.stop is not None and (kept := self.stop(row.ids + tokens, len(tokens))) is not None:
-            tokens = tokens[:kept]
+        if self.stop is not None and (count := self.stop(row.ids + tokens, len(tokens))) is not None:
+            tokens = tokens[:count]
             row.finish_reason = "stop"
         row.ids += tokens
         if not row.finish_reason and len(tokens) == room:
             row.finish_reason = "length"
-        kept = min(accepted, len(tokens))
-        from_draft = [place < kept for place in range(len(tokens))]
+        drafted = min(accepted, len(tokens))
+        from_draft = [place < drafted for place in range(len(tokens))]
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
-        reached = kept + int(walk.is_open and len(tokens) == accepted + 1)
+        reached = drafted + int(walk.is_open and len(tokens) == accepted + 1)
         row.stats += DecodeStats.of_step(
-            emitted=len(tokens), accepted=kept, reached=reached, proposed=walk.drafted, depth=walk.offered
+            emitted=len(tokens), accepted=drafted, reached=reached, proposed=walk.drafted, depth=walk.offered
         )
         row.last = tokens[-1]
         if self.on_tokens is not None:

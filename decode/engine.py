@@ -81,7 +81,7 @@ class SpeculativeDecoder:
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
             offered = proposer.drawings(self.tree)
-            self.drawing = next((each for each in self.verifier.drawings if each in offered), min(offered))
+            self.drawing = next((name for name in self.verifier.drawings if name in offered), min(offered))
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
         elif tree is not None or verifier is not None:
             raise ValueError("tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer")

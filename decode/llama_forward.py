@@ -171,8 +171,8 @@ class LeanForward:
         functions = kernel() if self.packs is not None and self.packs.native and self.silu else None
         embedding = embedding_of(self.embedding)
         products = [product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        vectors = [self.norm_D, *(vector for each in self.layers for vector in (each.norm_D, each.ffn_norm_D))]
-        if functions is None or embedding is None or any(each.matrix is None for each in (self.head, *products)):
+        vectors = [self.norm_D, *(vector for layer in self.layers for vector in (layer.norm_D, layer.ffn_norm_D))]
+        if functions is None or embedding is None or any(product.matrix is None for product in (self.head, *products)):
             return None
         if len(self._kinds) > 2 or not all(vector.is_contiguous() for vector in vectors):
             return None
@@ -405,7 +405,7 @@ class _WholeModel:
     def __init__(self, functions: Kernel, lean: LeanForward, embedding: PackedMatrix | Tensor) -> None:
         packed = isinstance(embedding, PackedMatrix)
         table = embedding.values if isinstance(embedding, PackedMatrix) else embedding
-        layers = (_LayerStruct * len(lean.layers))(*(_layer_struct(each, lean._kinds) for each in lean.layers))
+        layers = (_LayerStruct * len(lean.layers))(*(_layer_struct(layer, lean._kinds) for layer in lean.layers))
         self.functions, self._alive, self.scratch = functions, (layers, table), torch.empty(0)
         self.model = _Model(
             ctypes.cast(layers, ctypes.POINTER(_LayerStruct)),

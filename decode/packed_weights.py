@@ -118,7 +118,7 @@ class Packs:
 
     def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
         parameters = list(model.parameters())
-        kinds = {(each.device.type, each.dtype) for each in parameters if four_bit_state(each) is None}
+        kinds = {(weight.device.type, weight.dtype) for weight in parameters if four_bit_state(weight) is None}
         self.native = kinds <= {("cpu", torch.float32)} and bool(parameters) and kernel() is not None
         self.owned = owned and self.native
         # Matrices that replaced nothing, with the stamp of their weights.
@@ -195,7 +195,9 @@ class Packs:
     def _replaceable(self, linears: Sequence[nn.Module]) -> bool:
         holders = [holder for linear in linears for holder in self._sharing.get(id(linear), (None,))]
         known = (*_PACKED, *_PACKED.values())
-        return self.owned and all(type(each) in known and getattr(each, "max_norm", None) is None for each in holders)
+        return self.owned and all(
+            type(holder) in known and getattr(holder, "max_norm", None) is None for holder in holders
+        )
 
     def _replace(self, linear: nn.Module, shape: torch.Size, place: Place) -> None:
         # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give the values.

@@ -112,8 +112,8 @@ class StaticSteps:
         the bucket, and outputs are cut. No replay overwrites the outputs.
         """
         padded_rows = min(bucket(rows), self._rows)
-        padded = tuple(_pad_rows(each, padded_rows) for each in inputs)
-        key = (name, tuple((each.shape, each.dtype) for each in padded))
+        padded = tuple(_pad_rows(tensor, padded_rows) for tensor in inputs)
+        key = (name, tuple((tensor.shape, tensor.dtype) for tensor in padded))
         step = self._steps.get(key)
         if step is None:
             began = time.perf_counter()
@@ -126,7 +126,7 @@ class StaticSteps:
             self.seconds += time.perf_counter() - began
         else:
             outputs = step(*padded)
-        return outputs if padded_rows == rows else tuple(each[:rows] for each in outputs)
+        return outputs if padded_rows == rows else tuple(tensor[:rows] for tensor in outputs)
 
     def _make(self, function: Function, inputs: tuple[Tensor, ...]) -> Function:
         if isinstance(self.backend, str):
@@ -161,7 +161,7 @@ def steps_for(
     """Return static steps of a proposer's models: the known ones if they fit; none without a backend."""
     if not backend:
         return []
-    if [(each.model, each.backend) for each in known] == [(model, backend) for model in models]:
+    if [(steps.model, steps.backend) for steps in known] == [(model, backend) for model in models]:
         return list(known)
     return [StaticSteps(model, backend, lean) for model in models]
 
@@ -265,16 +265,14 @@ class _StepCache(Cache):
 
     def __init__(self, keys_LBHPE: Tensor, values_LBHPE: Tensor, at_q: Tensor) -> None:
         pairs = zip(keys_LBHPE.unbind(0), values_LBHPE.unbind(0), strict=True)
+        self.at_q = at_q
         self.slots = [_StepLayer(keys, values, at_q) for keys, values in pairs]
         super().__init__(layers=list(self.slots))
 
     def views(self, rows: int, heads: int, size: int, queries: int, like: Tensor) -> Any:
         """As `TreeCache.views`, for the lean forward."""
         keys, values = [layer.keys for layer in self.slots], [layer.values for layer in self.slots]
-        new = [
-            [_Slots(each, layer.at_q) for each, layer in zip(side, self.slots, strict=True)] for side in (keys, values)
-        ]
-        return new, (keys, values)
+        return [[_Slots(states, self.at_q) for states in side] for side in (keys, values)], (keys, values)
 
 
 class _StepLayer(CacheLayerMixin):
@@ -319,7 +317,7 @@ class _Slots:
 
 def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:
     """Return `function` as a CUDA graph that reads copies of its inputs; RunError if it cannot be recorded."""
-    held = tuple(each.clone() for each in inputs)
+    held = tuple(tensor.clone() for tensor in inputs)
     stream = torch.cuda.Stream(held[0].device)
     stream.wait_stream(torch.cuda.current_stream(held[0].device))
     with torch.cuda.stream(stream):
@@ -339,6 +337,6 @@ def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Functi
             buffer.copy_(tensor)
         graph.replay()
         # The next replay writes its outputs to the same place.
-        return tuple(each.clone() for each in outputs)
+        return tuple(tensor.clone() for tensor in outputs)
 
     return replay

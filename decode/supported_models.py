@@ -54,9 +54,9 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
 
 def _reads_windows(model: PreTrainedModel) -> bool:
     """Whether the code of a model knows sliding windows; true where its code cannot be read."""
-    classes = takewhile(lambda each: each is not PreTrainedModel, type(model).__mro__)
+    classes = takewhile(lambda kind: kind is not PreTrainedModel, type(model).__mro__)
     try:
-        return any("sliding_window" in getsource(sys.modules[each.__module__]) for each in classes)
+        return any("sliding_window" in getsource(sys.modules[kind.__module__]) for kind in classes)
     except (OSError, TypeError):
         return True
 

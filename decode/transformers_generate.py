@@ -88,8 +88,9 @@ def _check(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    ignored = [type(each).__name__ for each in processors if not isinstance(each, _WARPERS)]
-    ignored += [type(each).__name__ for each in criteria if not isinstance(each, MaxLengthCriteria | EosTokenCriteria)]
+    ignored = [type(warper).__name__ for warper in processors if not isinstance(warper, _WARPERS)]
+    known = MaxLengthCriteria | EosTokenCriteria
+    ignored += [type(criterion).__name__ for criterion in criteria if not isinstance(criterion, known)]
     ignored += [name for name in _UNSUPPORTED if getattr(config, name, None)]
     ignored += ["num_beams"] if (config.num_beams or 1) > 1 else []
     ignored += [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_ARGUMENTS]

@@ -78,8 +78,8 @@ class PackedMatrix:
         made = PackedMatrix.__new__(PackedMatrix)
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
         made._hold(functions, outputs, inputs, torch.uint8)
-        read = [codes.contiguous(), scales.float().contiguous(), table.float().contiguous()]
-        functions.pack_codes(*(each.data_ptr() for each in read), made.values.data_ptr(), outputs, inputs)
+        arrays = [codes.contiguous(), scales.float().contiguous(), table.float().contiguous()]
+        functions.pack_codes(*(tensor.data_ptr() for tensor in arrays), made.values.data_ptr(), outputs, inputs)
         return made
 
     def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> None:
