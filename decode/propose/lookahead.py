@@ -61,10 +61,14 @@ class LookaheadProposer(TextProposer):
                 f"use the tree of LookaheadProposer.default_tree() (the default), or lower window, ngram or candidates"
             )
 
+    def row(self, prompt: Sequence[int]) -> "Window":
+        """Fill a window with tokens of a prompt."""
+        return Window(self, prompt)
+
     def start(self, setup: SessionSetup) -> "LookaheadSession":
-        """Fill the windows with tokens of the prompts."""
-        windows = [Window(self, prompt) for prompt in setup.prompts]
-        return LookaheadSession(windows, Forest(check_static(self.name, setup.tree), setup.device))
+        """Begin on the prompts of one `generate` call."""
+        forest = Forest(check_static(self.name, setup.tree), setup.device)
+        return LookaheadSession([self.row(prompt) for prompt in setup.prompts], forest)
 
 
 class Pool:
@@ -100,7 +104,7 @@ class Window(TextRow):
         self._moves = 0
         self.pool = Pool(proposer.candidates)
         self._tail: list[int] = []
-        self._read(prompt)
+        self.read(prompt)
         self.ends: list[int] = []
 
     def draft(self, forest: Forest) -> FlatTrie:
@@ -129,9 +133,10 @@ class Window(TextRow):
         self._moves += 1
         self.levels = [*self.levels[1:], list(answers)]
         self.levels[0][0] = emitted[-1]
-        self._read(emitted)
+        self.read(emitted)
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add the n-grams of the text to the pool."""
         if not self._from_text:
             return
         text = [*self._tail, *tokens]

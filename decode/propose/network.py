@@ -8,6 +8,7 @@ tokens (text that the network has not seen, the root last, right-aligned in the 
 R = 1 when all rows share a tree, else B.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,7 +56,7 @@ class StaticCall:
     learn: Callable[..., None] = _ignore
 
 
-class Network:
+class Network(ABC):
     """Gives logits for the children of any node of a tree.
 
     rows: what it keeps of each row of the batch. width: pending tokens in the present step, padding included. runner:
@@ -69,23 +70,23 @@ class Network:
     rows: list[Any]
     device: torch.device
 
+    @abstractmethod
     def open(self) -> Tensor:
         """Begin a step: logits `[B, d, V]` at the root."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits `[B, e * d, V]` at these nodes, node by node."""
-        raise NotImplementedError
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
         """The forward of `open` (None) or `extend` as a function of tensors; None if nothing is recorded."""
         return None
 
+    @abstractmethod
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         """Learn the outcome. `expanded[b]` numbers the accepted nodes of row b among the nodes forwarded after the root
         (0 the first); None for a node that was not forwarded.
         """
-        raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -1,5 +1,7 @@
 """The base of proposers that draft with a network: a new one says which network drafts, and what it cannot draft."""
 
+from abc import abstractmethod
+
 import torch
 
 from decode.propose.dynamic_tree import DynamicTreeSession
@@ -18,9 +20,9 @@ class NetworkProposer(Proposer):
         # By tree, the device that drafts, and the device of the target.
         self._plans: dict[tuple[Tree, torch.device, torch.device], DraftingPlan] = {}
 
+    @abstractmethod
     def network(self, setup: SessionSetup) -> Network:
         """The network over the prompts of one `generate` call."""
-        raise NotImplementedError
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """Any method for one draft. With several, only independent draws give each sibling its own distribution."""

@@ -4,6 +4,7 @@ All of it runs on the host, once per step and row, so it is plain Python on shor
 takes less time than launching one kernel.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,9 @@ class TextProposer(Proposer):
         """Raise ValueError if the tree grows, or stops, by the confidence of a draft."""
         check_static(self.name, tree)
 
+    @abstractmethod
     def row(self, prompt: Sequence[int]) -> "TextRow":
         """What to keep of one prompt."""
-        raise NotImplementedError
 
     def start(self, setup: SessionSetup) -> "TextSession":
         """Begin on the prompts of one `generate` call."""
@@ -43,16 +44,16 @@ class TextProposer(Proposer):
         return TextSession([self.row(prompt) for prompt in setup.prompts], forest)
 
 
-class TextRow:
+class TextRow(ABC):
     """The text of one row, as its proposer keeps it."""
 
+    @abstractmethod
     def draft(self, forest: "Forest") -> "FlatTrie":
         """Draft the candidates of one step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens."""
-        raise NotImplementedError
 
 
 class TextSession:
