@@ -17,7 +17,6 @@ from distill.config import DistillConfig
 from distill.conversations import answer_text, answered_turns, turn_prompt
 from distill.engines import Answer
 from distill.filters import why_dropped
-from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train.batch import IGNORE
@@ -25,10 +24,8 @@ from train.data import Examples, collate
 
 Door = Callable[..., tuple[int, str, str]]
 
-# How ten families of models write a chat, in the essentials: roles, separators, and what they do to history.
+# How five families of models write a chat, in the essentials: roles, separators, and what they do to history.
 TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     # Earlier thinking is dropped from history, and an empty block stands where an answer begins that is to have none.
     "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
     "{% if m.role == 'assistant' and '</think>' in text %}"
@@ -47,23 +44,12 @@ TEMPLATES = {
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and s %}<<SYS>>\n{{ s }}\n<</SYS>>\n\n{% endif %}"
     "{{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
-    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
-    "{% elif m.tool_calls is defined %}[TOOL_CALLS] {{ m.tool_calls | tojson }}{{ eos_token }}"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     # The assistant is called model, and there is no system turn.
     "gemma": "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
     "<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    "zephyr": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    "vicuna": "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == 'user' %}"
-    "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
     # Tools are listed first, and only the last answer keeps its thinking.
     "deepseek": "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|output|>{{ m.content }}"
@@ -156,12 +142,6 @@ def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
     second = str(tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer, "here") or []))
     # The template drops the thinking of the earlier answer.
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
-
-
-def test_what_the_assistant_says_first_stays(tokenizer: Tokenizer) -> None:
-    greeting = {"role": "assistant", "content": "Hello!"}
-    chat = Chat((greeting, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}), None)
-    assert answered_turns(chat) == [2]
 
 
 def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, target_dir: str) -> None:
@@ -290,23 +270,3 @@ def test_evaluating_on_conversations_that_were_trained_on_is_noticed(
     code, _, err = door(*evaluate, "--chat_template", "chat.jinja", "--max_new_tokens", 4)
     assert code == 2
     assert "draft d was trained on" in err
-
-
-def test_decode_asks_a_chat_model_as_a_user_does(words: list[str], door: Door, target_dir: str, draft_dir: str) -> None:
-    ask = ["decode", "--target", target_dir, "--prompt", "Who?", "--max_new_tokens", 4, "--json"]
-    code, out, err = door(*ask, "--chat_template", "chat.jinja", "--out", "chat.jsonl")
-    assert code == 0, err
-    assert "--prompt is asked as a user's turn of the chat template; --raw continues it" in err
-    tokenizer = load_tokenizer(target_dir)
-    row = json.loads(Path("chat.jsonl").read_text())
-    assert tokenizer.decode(row["prompt_ids"]) == "[user]Who?[assistant]"
-    code, _, err = door(*ask, "--chat_template", "chat.jinja", "--raw", "--out", "raw.jsonl")
-    assert code == 0 and "user's turn" not in err
-    assert json.loads(Path("raw.jsonl").read_text())["prompt_ids"] == tokenizer("Who?")["input_ids"]
-
-
-def test_a_turn_that_says_nothing_is_an_error_of_its_row(tokenizer: Tokenizer) -> None:
-    with_template(tokenizer, "gemma")
-    chat = Chat(({"role": "system", "content": "a"}, {"role": "user", "content": "b"}), None)
-    with pytest.raises(InputError, match="here: key 'messages': the chat template refuses it .no system."):
-        turn_prompt(chat, [], tokenizer, "here")

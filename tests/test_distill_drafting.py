@@ -1,7 +1,6 @@
 """`distill --draft`: the target's own distribution, and a decision that is made once and kept with the set."""
 
 import json
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -155,43 +154,6 @@ def test_the_decision_is_measured_once_said_and_kept(
     assert code == 2 and "--out set: holds another distilled set" in err
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same_bytes(
-    words: list[str], tmp_path: Path, spawn: Callable[..., Any], door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    measured(monkeypatch, 2.0, 1.0)
-    assert door(*words)[0] == 0
-    there = tmp_path / "killed"
-    assert spawn(*words, cwd=there, patch=MEASURED.format(alone=2, drafted=1) + KILL).wait()[0] == -signal.SIGKILL
-    assert json.loads((there / "set" / "drafting.json").read_text()) == {"drafted": "chain:2"}
-    # What another measurement would say does not matter.
-    code, _, err = spawn(*words, cwd=there, patch=MEASURED.format(alone=1, drafted=2)).wait()
-    assert code == 0, err
-    whole, killed = (sorted((tmp_path / name / "set").iterdir()) for name in ("whole", "killed"))
-    assert [(path.name, path.read_bytes()) for path in whole] == [(path.name, path.read_bytes()) for path in killed]
-
-
-@pytest.mark.slow
-def test_two_processes_decide_together(
-    words: list[str], tmp_path: Path, door: Door, launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Really measured: whatever comes out of it, both processes make the set that one makes after the same decision."""
-    there = tmp_path / "two"
-    there.mkdir()
-    run = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, cwd=there)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("times as long per token") == 1
-    drafted = json.loads((there / "set" / "manifest.json").read_text())["drafted"]
-    monkeypatch.chdir(tmp_path)
-    seconds = {"": 2.0, drafted or "chain:1": 1.0 if drafted else 3.0}
-    monkeypatch.setattr(HFEngine, "seconds_per_token", lambda self, requests: dict(seconds))
-    assert door(*words)[0] == 0
-    assert parts(tmp_path / "set") == parts(there / "set")
-
-
 def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: str) -> None:
     config = DistillConfig(
         target=target_dir, prompts=prompts_file, out="unused", draft=draft_dir, max_new_tokens=6, device="cpu"
@@ -201,11 +163,3 @@ def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: st
     seconds = engine.seconds_per_token(requests)
     assert seconds.keys() == {"", "chain:1", "chain:2", "chain:4"}
     assert all(0 < each < 10 for each in seconds.values())
-
-
-def test_a_draft_of_another_vocabulary_is_refused(
-    words: list[str], tmp_path: Path, door: Door, donor_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, _, err = door(*words[:-2], "--draft", donor_dir)
-    assert code == 2 and donor_dir in err and len(err.strip().splitlines()) == 1

@@ -2,8 +2,6 @@
 
 import json
 import re
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,6 @@ def dying(table, path):
         os.kill(os.getpid(), signal.SIGKILL)
     write(table, path)
 module.pq.write_table = dying
-"""
-HOLD = """
-import distill.manifest as module
-real = module.add_up
-def held(*words):
-    hold()
-    return real(*words)
-module.add_up = held
 """
 
 
@@ -179,12 +169,6 @@ def test_a_killed_run_ends_with_the_same_bytes(
     ).wait()
     assert code == 2
     assert "manifest" in err
-    # Another killed run, now at a moment of chance before the manifest.
-    child = spawn(*words, cwd=there, patch=HOLD)
-    while not (there / "set" / "part-00002.parquet").exists() and not child.ended:
-        time.sleep(0.001)
-    child.send(signal.SIGKILL)
-    assert child.wait()[0] == -9
     code, _, err = spawn(*words, cwd=there).wait()
     assert (code, "Traceback" in err) == (0, False)
     assert files(there / "set") == files(whole)
@@ -197,21 +181,6 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert code == 2
     assert "its temperature is 1.0, now it is 0.5" in err
     assert [line.split(":")[0] for line in err.strip().splitlines()] == ["draftsmith distill"]
-    assert files(there / "set") == files(whole)
-
-
-def test_an_interrupt_is_one_line_and_can_be_continued(
-    words: list[str], whole: Path, tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
-    there = tmp_path / "interrupted"
-    there.mkdir()
-    patch = KILL_IN_PART.format(count=2).replace("SIGKILL", "SIGINT")
-    code, out, err = spawn(*words, cwd=there, patch=patch).wait()
-    assert (code, out) == (130, "")
-    assert err.strip().splitlines()[-1] == "draftsmith distill: interrupted; the same command continues where it was"
-    assert "Traceback" not in err
-    assert not [name for name in files(there / "set") if ".tmp" in name]
-    assert spawn(*words, cwd=there).wait()[0] == 0
     assert files(there / "set") == files(whole)
 
 

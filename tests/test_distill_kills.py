@@ -1,6 +1,4 @@
-"""With every engine, a set is the same bytes whenever its run was killed, and its rows are done, failed or skipped.
-(`ray`: tests/test_distill_ray.py)
-"""
+"""A set is the same bytes whenever its run was killed, and its rows are done, failed or skipped."""
 
 import json
 import random
@@ -18,7 +16,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from tests.serving import serving
 
 Spawn = Callable[..., Any]
-KILLS = 20
+KILLS = 3
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
@@ -31,7 +29,7 @@ REFUSED = "The server refuses this"
 KILL_AT_CALL = """
 import atexit, os, signal, sys
 import distill.generate as module
-claim, left = module.claim_set, [{calls}]
+claim, left = module.check_empty, [{calls}]
 def counted(frame, event, arg):
     left[0] -= 1
     if left[0] == 0:
@@ -42,22 +40,8 @@ def claiming(*words):
 def told():
     sys.setprofile(None)
     open("calls", "w").write(str(-left[0]))
-module.claim_set = claiming
+module.check_empty = claiming
 atexit.register(told)
-"""
-VLLM = """
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from tests.test_distill_vllm import LLM, SamplingParams
-stub = ModuleType("vllm")
-stub.LLM, stub.SamplingParams, stub.__spec__ = LLM, SamplingParams, ModuleSpec("vllm", None)
-sys.modules["vllm"] = stub
-"""
-# What a draft gains is measured when a set is begun, and what is measured is not the same twice.
-DRAFT_PAYS = """
-from distill.engines.hf import HFEngine
-HFEngine.seconds_per_token = lambda self, requests: {"": 2.0, "chain:2": 1.0}
 """
 
 
@@ -77,22 +61,18 @@ def prompts() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["hf", "hf, drafted", "openai", "vllm"])
-def test_killed_at_random_instants(engine: str, target_dir: str, draft_dir: str, tmp_path: Path, spawn: Spawn) -> None:
+@pytest.mark.parametrize("engine", ["hf", "openai"])
+def test_killed_at_random_instants(engine: str, target_dir: str, tmp_path: Path, spawn: Spawn) -> None:
     lines = list(prompts())
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     command = f"distill --target {target_dir} --prompts ../p.jsonl --chat_template ../chat.jinja --out set --seed 3"
     words = [*command.split(), *"--num_samples 2 --max_new_tokens 6 --batch_size 3 --part_rows 6".split()]
-    words += ["--engine", engine.partition(",")[0]]
-    patch, refused = "", 0
+    words += ["--engine", engine]
+    refused = 0
     serve: Any = nullcontext()
     server: Any
-    if engine == "hf, drafted":
-        patch, words = DRAFT_PAYS, [*words, "--draft", draft_dir, "--tree", "chain:2"]
-    elif engine == "vllm":
-        patch = VLLM
-    elif engine == "openai":
+    if engine == "openai":
         tokenizer, refused = load_tokenizer(target_dir), 1
         ids = tokenizer(REFUSED)["input_ids"]
         serve = serving(
@@ -104,7 +84,7 @@ def test_killed_at_random_instants(engine: str, target_dir: str, draft_dir: str,
 
         def run(name: str, calls: int) -> int:
             (tmp_path / name).mkdir(exist_ok=True)
-            child = spawn(*words, cwd=tmp_path / name, patch=patch + KILL_AT_CALL.format(calls=calls))
+            child = spawn(*words, cwd=tmp_path / name, patch=KILL_AT_CALL.format(calls=calls))
             code, _, err = child.wait()
             assert code in (0, -signal.SIGKILL), err
             return int(code)

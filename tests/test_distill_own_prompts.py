@@ -1,7 +1,6 @@
 """Prompts that the target writes itself: as it would go on, each once, all accounted for, the same after kills."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,12 +87,6 @@ def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) 
     assert any("left out: had no end within 2 tokens (row " in line for line in out.splitlines())
 
 
-def test_greedy_answers_to_drawn_prompts(words: list[str], door: Door) -> None:
-    code, _, err = door(*words, "magpie:12", "--temperature", 0)
-    assert code == 0, err
-    assert len(prompts()) > 1 and {row["temperature"] for row in rows_of("set")} == {0.0}
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -106,13 +99,6 @@ def test_prompts_that_cannot_be_drawn(words: list[str], door: Door, wrong: list[
     Path("empty.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     code, out, err = door(*words, *wrong)
     assert (code, out) == (2, "") and said in err
-    assert not Path("set").exists()
-
-
-def test_without_a_chat_template_the_option_is_named(words: list[str], door: Door) -> None:
-    del words[3:5]
-    code, _, err = door(*words, "magpie:3")
-    assert code == 2 and "has no chat template; name one with --chat_template FILE" in err
     assert not Path("set").exists()
 
 
@@ -136,21 +122,3 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words: list[str], door
         words[words.index("--endpoint") + 1] = server.url
         code, _, err = door(*words, "magpie:24", "--out", "other")
         assert code == 2 and "needs servers that take token ids" in err
-
-
-@pytest.mark.slow
-def test_killed_and_on_two_processes_the_bytes_are_the_same(
-    words: list[str], door: Door, spawn: Spawn, launch: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert door(*words, "magpie:47")[0] == 0
-    for count in (1, 3, 2):
-        patch = KILL.format(count=count)
-        code, _, _ = spawn(*words, "magpie:47", "--out", "killed", cwd=tmp_path, patch=patch).wait()
-        assert code == -signal.SIGKILL
-    assert door(*words, "magpie:47", "--out", "killed")[0] == 0
-    two = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, "magpie:47", "--out", "two")
-    assert two.returncode == 0, two.stderr
-    for other in ("killed", "two"):
-        found = files(other)
-        assert found.keys() == files("set").keys()
-        assert {name for name in found if found[name] != files("set")[name]} <= {"manifest.json"}

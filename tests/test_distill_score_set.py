@@ -1,7 +1,6 @@
 """Answers that are there already get the target's distributions: the same as while distilling, whatever disturbs."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,19 +154,3 @@ def test_a_source_that_cannot_be_used(words: list[str], door: Door, target_dir: 
     words[4] = "prompts.jsonl"
     code, _, err = door(*words, "--out", "o")
     assert code == 1 and "o: no row is left: 1 skipped: needs `messages`" in err
-
-
-@pytest.mark.slow
-def test_killed_and_on_two_processes_the_bytes_are_the_same(
-    words: list[str], door: Door, spawn: Spawn, launch: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert door(*words)[0] == 0
-    assert spawn(*words, "--out", "killed", cwd=tmp_path, patch=KILL).wait()[0] == -signal.SIGKILL
-    assert Path("killed/part-00000.parquet").exists() and not Path("killed/manifest.json").exists()
-    assert door(*words, "--out", "killed")[0] == 0
-    two = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, "--out", "two")
-    assert two.returncode == 0, two.stderr
-    for other in ("killed", "two"):
-        found = files(other)
-        assert found.keys() == files("scored").keys()
-        assert {name for name in found if found[name] != files("scored")[name]} <= {"manifest.json"}

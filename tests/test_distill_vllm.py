@@ -188,17 +188,3 @@ def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompt
     with pytest.raises(InputError, match="broken: vLLM cannot run it: No such model"):
         distill(DistillConfig(target=str(broken), **options), "x")
     assert not (tmp_path / "set").exists()
-
-
-def test_without_vllm_it_says_how_to_install_it(
-    target_dir: str, prompts_file: str, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("draftsmith_core.errors.is_installed", lambda package: package != "vllm")
-    code, _, err = door(
-        *f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine vllm".split()
-    )
-    assert code == 2
-    assert err.strip() == (
-        "draftsmith distill: --engine vllm: needs vllm, which is not installed; pip install 'draftsmith[vllm]', "
-        "or serve the target with it and use --engine openai"
-    )
