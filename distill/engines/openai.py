@@ -48,6 +48,7 @@ class OpenAIEngine:
             Server(url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s)
             for url in config.endpoint
         ]
+        self._certificates = httpx.create_ssl_context()  # takes milliseconds, and every worker needs it
         self._spent_requests = self._spent_tokens = 0
         length = _run(self._probe())
         self.takes_ids = all(server.dialect.ids for server in self._servers if server.dialect is not None)
@@ -72,6 +73,7 @@ class OpenAIEngine:
             raise InputError(f"api_key_env: {self._config.api_key_env} is not printable ASCII; set it again")
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
+            verify=self._certificates,
             timeout=httpx.Timeout(self._config.timeout_s, connect=min(10.0, self._config.timeout_s)),
             # A server on this machine is asked directly, not through a proxy of the environment.
             trust_env=urlsplit(server.url).hostname not in ("localhost", "127.0.0.1", "::1"),
