@@ -98,10 +98,10 @@ def decide(results: Results) -> Decision:
 
 
 def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict:
-    own = signs[chosen]
-    if 1 in own:
-        return "ship" if own.count(1) == len(own) else "ship_for"
-    if all(sign is None for sign in own):
+    cells = signs[chosen]
+    if 1 in cells:
+        return "ship" if cells.count(1) == len(cells) else "ship_for"
+    if all(sign is None for sign in cells):
         return "too_few"
     return "none_beats_none" if all(sign == -1 for every in signs.values() for sign in every) else "not_shown"
 

@@ -1,4 +1,4 @@
-"""From what `eval.diagnose` kept to rows of results.json: gains by kind of position, calibration, tokens."""
+"""Make the rows of results.json that explain acceptance, from the measurements of `eval.diagnose`."""
 
 import unicodedata
 from collections import Counter, defaultdict
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith_core.prompts import token_runs
+from draftsmith_core.prompts import Prompt, token_runs
 from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, difference, estimate, interval
 from eval.diagnose import BINS, Diagnosis
@@ -19,14 +19,14 @@ from eval.suites import Suite
 ENTROPY_BITS = (0.5, 1.5, 3.0)
 POSITIONS = (4, 16, 64)
 SIMILARITIES = (0.05, 0.2, 0.5)
-# Runs of so many tokens make two prompts similar.
+# Length of the token n-grams that make two prompts similar.
 NGRAM = 3
 SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens seen less often than this are not listed among those that lost most.
 LEAST_SEEN, LISTED = 5, 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
-# A text's positions as bins: (prompt's similarity, place, token, entropy) -> a bin's place among them, and its name.
+# (prompt's similarity, place, token, entropy) -> the bin of a position: its order and its name.
 _Bin = Callable[[float, int, str, float], tuple[int, str]]
 
 
@@ -48,19 +48,19 @@ def diagnosis_rows(
             for output in measured.baselines[suite.name, group.temperature]["output_ids"]
         ]
         near = [value for suite in group.suites for value in similar[suite.name]]
-        for draft, own in diagnoses.items():
+        for draft, new in diagnoses.items():
             base = None if draft == setting.base else diagnoses[setting.base]
-            rows += _binned_alphas(group, draft, own, base, texts, near)
-            rows += _calibration(group, draft, own)
-            rows += _candidates(group, draft, own)
-            rows += _lost(group, draft, own, base, texts) if base is not None else []
+            rows += _binned_alphas(group, draft, new, base, texts, near)
+            rows += _calibration(group, draft, new)
+            rows += _candidates(group, draft, new)
+            rows += _lost(group, draft, new, base, texts) if base is not None else []
     return rows, viewed
 
 
 def _diagnoses(measured: Measured, group: Group, draft: str) -> list[Diagnosis]:
-    found = [each["diagnosis"] for each in group.alphas(measured, draft)]
-    assert all(each is not None for each in found)
-    return [each for each in found if each is not None]
+    diagnoses = [alphas["diagnosis"] for alphas in group.alphas(measured, draft)]
+    assert None not in diagnoses
+    return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
 
 
 def token_class(text: str) -> str:
@@ -82,22 +82,21 @@ def _latin(character: str) -> bool:
 
 
 def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
-    """Of every prompt, the largest share of its token trigrams that one ID prompt (not itself) has too."""
+    """By set, the largest share of each prompt's token trigrams that one other ID prompt has too."""
     where: dict[tuple[int, ...], set[int]] = defaultdict(set)
     known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
     for index, prompt in enumerate(known):
         for gram in token_runs(prompt.ids, NGRAM):
             where[gram].add(index)
     places = {id(prompt): index for index, prompt in enumerate(known)}
-    found: dict[str, list[float]] = {}
-    for suite in suites:
-        found[suite.name] = []
-        for prompt in suite.prompts:
-            grams = token_runs(prompt.ids, NGRAM)
-            shared = Counter(index for gram in grams for index in where.get(gram, ()))
-            shared.pop(places.get(id(prompt), -1), None)
-            found[suite.name].append(max(shared.values(), default=0) / max(1, len(grams)))
-    return found
+
+    def similarity(prompt: Prompt) -> float:
+        grams = token_runs(prompt.ids, NGRAM)
+        shared = Counter(index for gram in grams for index in where.get(gram, ()))
+        shared.pop(places.get(id(prompt), -1), None)
+        return max(shared.values(), default=0) / max(1, len(grams))
+
+    return {suite.name: [similarity(prompt) for prompt in suite.prompts] for suite in suites}
 
 
 def _range(value: float, edges: Sequence[float]) -> tuple[int, str]:
@@ -119,12 +118,12 @@ BY: dict[str, _Bin] = {
 def _binned_alphas(
     group: Group,
     draft: str,
-    own: Sequence[Diagnosis],
+    new: Sequence[Diagnosis],
     base: Sequence[Diagnosis] | None,
     texts: list[list[str]],
     near: list[float],
 ) -> Iterator[Row]:
-    entropies, alphas = joined(own, "entropy"), joined(own, "alpha")
+    entropies, alphas = joined(new, "entropy"), joined(new, "alpha")
     for by, bin_of in BY.items():
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by.startswith("entropy") and group.temperature == 0:
@@ -156,8 +155,8 @@ def _binned(
     return PromptSums.of([sum(values) for values in pairs], [len(values) for values in pairs])
 
 
-def _calibration(group: Group, draft: str, own: Sequence[Diagnosis]) -> Iterator[Row]:
-    sums_PB3 = np.asarray(joined(own, "confidence"), np.float64)
+def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
+    sums_PB3 = np.asarray(joined(new, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
     # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
     ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
@@ -176,25 +175,25 @@ def _ece(sums_B3: Any) -> Any:
         return np.abs(sums_B3[..., 2] - sums_B3[..., 1]).sum(-1) / sums_B3[..., 0].sum(-1)
 
 
-def _candidates(group: Group, draft: str, own: Sequence[Diagnosis]) -> Iterator[Row]:
-    counts = [len(values) for values in joined(own, "alpha")]
-    ways: list[tuple[str, list[Any], list[int]]] = [("candidates_best", joined(own, "best"), counts)]
+def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
+    counts = [len(values) for values in joined(new, "alpha")]
+    ways: list[tuple[str, list[Any], list[int]]] = [("candidates_best", joined(new, "best"), counts)]
     if group.temperature:
-        ways.append(("candidates_drawn", joined(own, "drawn"), joined(own, "drawn_count")))
+        ways.append(("candidates_drawn", joined(new, "drawn"), joined(new, "drawn_count")))
     for figure, sums, below in ways:
         for k in SHOWN_CANDIDATES:
-            found = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
-            yield group.row(figure, draft, found, at=k)
+            accepted = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
+            yield group.row(figure, draft, accepted, at=k)
 
 
 def _lost(
-    group: Group, draft: str, own: Sequence[Diagnosis], base: Sequence[Diagnosis], texts: list[list[str]]
+    group: Group, draft: str, new: Sequence[Diagnosis], base: Sequence[Diagnosis], texts: list[list[str]]
 ) -> Iterator[Row]:
     """The tokens of the text at which most acceptance was lost in all, worst first."""
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for tokens, new, old in zip(texts, joined(own, "alpha"), joined(base, "alpha"), strict=True):
-        for text, a, b in zip(tokens, new, old, strict=True):
-            seen[text].append((a, b))
+    for row in zip(texts, joined(new, "alpha"), joined(base, "alpha"), strict=True):
+        for text, alpha, base_alpha in zip(*row, strict=True):
+            seen[text].append((alpha, base_alpha))
     changes = {text: sum(a - b for a, b in pairs) for text, pairs in seen.items() if len(pairs) >= LEAST_SEEN}
     worst = sorted((change, text) for text, change in changes.items() if change < 0)[:LISTED]
     for change, text in worst:
@@ -207,35 +206,29 @@ def _lost(
 
 def _viewed(
     setting: Setting, measured: Measured, suite: Suite, temperature: float, text_of: Callable[[int], str]
-) -> list[ViewedText]:
-    found = []
+) -> Iterator[ViewedText]:
+    outputs = measured.baselines[suite.name, temperature]["output_ids"]
     for draft in setting.drafts:
-        own = measured.alphas[suite.name, temperature, draft]["diagnosis"]
-        assert own is not None
-        outputs = measured.baselines[suite.name, temperature]["output_ids"]
-        for row, tokens in enumerate(own["viewed"]):
-            found.append(
-                ViewedText(
-                    draft=draft,
-                    domain=suite.name,
-                    temperature=temperature,
-                    prompt_id=suite.prompts[row].id,
-                    tokens=[
-                        {
-                            "text": text_of(outputs[row][place]),
-                            "alpha": round(own["alpha"][row][place], 4),
-                            "p": token["p"],
-                            "q": token["q"],
-                            "guesses": [
-                                {"text": text_of(x), "q": q, "p": p, "taken": x == outputs[row][place]}
-                                for x, q, p in token["guesses"]
-                            ],
-                        }
-                        for place, token in enumerate(tokens)
+        diagnosis = measured.alphas[suite.name, temperature, draft]["diagnosis"]
+        assert diagnosis is not None
+        for row, tokens in enumerate(diagnosis["viewed"]):
+            viewed = [
+                {
+                    "text": text_of(taken),
+                    "alpha": round(alpha, 4),
+                    "p": token["p"],
+                    "q": token["q"],
+                    "guesses": [
+                        {"text": text_of(guess), "q": q, "p": p, "taken": guess == taken}
+                        for guess, q, p in token["guesses"]
                     ],
-                )
+                }
+                for token, taken, alpha in zip(tokens, outputs[row], diagnosis["alpha"][row], strict=False)
+            ]
+            prompt_id = suite.prompts[row].id
+            yield ViewedText(
+                draft=draft, domain=suite.name, temperature=temperature, prompt_id=prompt_id, tokens=viewed
             )
-    return found
 
 
 def texts_by_id(tokenizer: Tokenizer) -> Callable[[int], str]:

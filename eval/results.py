@@ -145,7 +145,7 @@ class Results:
 
     def alpha(self, draft: str, domain: str, temperature: Number = None) -> Row:
         """Expected acceptance of one draft token."""
-        return _there(self.figure("alpha", draft, domain, temperature))
+        return _defined(self.figure("alpha", draft, domain, temperature))
 
     def gain(self, draft: str, domain: str, temperature: Number = None) -> Row | None:
         """alpha minus the base draft's, paired by prompt; None for the base itself."""
@@ -160,12 +160,12 @@ class Results:
         from eval.bootstrap import why_undefined
 
         draft, temperature = transfer["draft"], transfer["temperature"]
-        sides = [_there(self.gain(draft, domain, temperature)) for domain in ("id", transfer["domain"])]
+        sides = [_defined(self.gain(draft, domain, temperature)) for domain in ("id", transfer["domain"])]
         return why_undefined(*sides)
 
     def tau(self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None) -> Row:
         """Measured tokens per target call."""
-        return _there(self.figure("tau", draft, domain, temperature, tree, verifier))
+        return _defined(self.figure("tau", draft, domain, temperature, tree, verifier))
 
     def speedup(
         self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
@@ -219,11 +219,11 @@ class Results:
     @cached_property
     def _per_method(self) -> dict[str, list[_Method]]:
         """The methods of every figure that has some: those that were decoded first."""
-        found: dict[str, dict[_Method, None]] = {}
+        methods: dict[str, dict[_Method, None]] = {}
         for row in self.document["rows"]:
             if row["tree"] is not None:
-                found.setdefault(row["figure"], dict.fromkeys(self.methods))[row["tree"], row["verifier"]] = None
-        return {figure: list(methods) for figure, methods in found.items()}
+                methods.setdefault(row["figure"], dict.fromkeys(self.methods))[row["tree"], row["verifier"]] = None
+        return {figure: list(known) for figure, known in methods.items()}
 
     def _cell(self, figure: str, draft: str, domain: str, temperature: Number, tree: Name, verifier: Name) -> Cell:
         """Check the names; fill in the highest temperature and the only method."""
@@ -242,7 +242,7 @@ class Results:
         return draft, domain, temperature, *method
 
     def _method(self, figure: str, tree: str | None, verifier: str | None) -> _Method:
-        """The one tree and verifier that were asked for; InputError if none or several fit."""
+        """The one method that fits these names; InputError if none or several fit."""
         for known in (self.methods, self._per_method[figure]):
             fit = [each for each in known if tree in (None, each[0]) and verifier in (None, each[1])]
             if len(fit) == 1:
@@ -258,6 +258,6 @@ def _cell_of(row: Any) -> Cell:
     return row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]
 
 
-def _there(row: Row | None) -> Row:
+def _defined(row: Row | None) -> Row:
     assert row is not None
     return row

@@ -93,7 +93,7 @@ class Group:
         self,
         figure: str,
         draft: str,
-        found: Estimate | float | None,
+        value: Estimate | float | None,
         method: tuple[str | None, str | None] = (None, None),
         *,
         at: int | None = None,
@@ -102,9 +102,8 @@ class Group:
     ) -> Row:
         """One row about this group; a plain number has no interval."""
         prompts = self.picks.weights_RP.shape[1] if n is None else n
-        if not isinstance(found, dict):
-            number = None if found is None else float(found)
-            found = Estimate(value=number, low=None, high=None, n=prompts)
+        if not isinstance(value, dict):
+            value = Estimate(value=None if value is None else float(value), low=None, high=None, n=prompts)
         tree, verifier = method
         return Row(
             figure=figure,
@@ -116,7 +115,7 @@ class Group:
             verifier=verifier,
             at=at,
             part=part,
-            **found,
+            **value,
         )
 
 
@@ -224,8 +223,7 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
                 yield group.row("alpha_mcsd", draft, mcsd, how)
                 for depth in range(1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)):
-                    found = estimate(_at_depth(parts, depth), group.picks)
-                    yield group.row("accept", draft, found, how, at=depth)
+                    yield group.row("accept", draft, estimate(_at_depth(parts, depth), group.picks), how, at=depth)
                 for key in DECODED:
                     yield group.row(key, draft, sum(joined(parts, key)), how)
                 yield from _headroom(measured, group, draft, method)
@@ -237,8 +235,8 @@ def _headroom(measured: Measured, group: Group, draft: str, method: Method) -> I
     step, alphas = RootStep.of(method), group.alphas(measured, draft)
     if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
         roots = [alpha["roots"][step.name] for alpha in alphas]
-        found = quotient(ratio(roots, "bound", "count"), ratio(roots, "reached", "count"), group.picks)
-        yield group.row("headroom", draft, found, (method.tree, method.verifier))
+        headroom = quotient(ratio(roots, "bound", "count"), ratio(roots, "reached", "count"), group.picks)
+        yield group.row("headroom", draft, headroom, (method.tree, method.verifier))
 
 
 def _identical(parts: Sequence[DecodingMeasurement], group: Group, draft: str, how: tuple[str, str]) -> Iterator[Row]:
@@ -272,8 +270,8 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     if not method.shape.stop:
                         yield group.row("tau_independent", draft, independent_tau([alpha] * len(depths)), how)
                 for depth in depths:
-                    found = estimate(_at_depth(parts, depth), group.picks)
-                    yield group.row("accept_predicted", draft, found, how, at=depth)
+                    accept = estimate(_at_depth(parts, depth), group.picks)
+                    yield group.row("accept_predicted", draft, accept, how, at=depth)
 
 
 def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -294,9 +292,9 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             }
             if first["draft"] is not None:
                 figures["speedup"] = quotient(rate, alone, picks)
-            for figure, found in figures.items():
+            for figure, value in figures.items():
                 how = (first["tree"], first["verifier"])
-                yield group.row(figure, first["draft"] or TARGET, found, how, n=len(rate.numerator_P))
+                yield group.row(figure, first["draft"] or TARGET, value, how, n=len(rate.numerator_P))
 
 
 def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -325,13 +323,13 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
 
 def counts(setting: Setting, measured: Measured) -> list[Counts]:
     """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
-    kept: list[Counts] = []
+    rows: list[Counts] = []
 
     def add(of: str, part: Mapping[str, Any], keys: Sequence[str], *cell: Any) -> None:
         names = ("of", "draft", "domain", "temperature", "tree", "verifier")
         row: Any = dict(zip(names, (of, *cell), strict=True))
         row["per_prompt"] = {key: part[key] for key in keys}
-        kept.append(row)
+        rows.append(row)
 
     for (suite, temperature), baseline in measured.baselines.items():
         target = {
@@ -348,7 +346,7 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
             add("speed", run, TIMED, run["draft"] or TARGET, suite, temperature, run["tree"], run["verifier"])
-    return kept
+    return rows
 
 
 def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:

@@ -52,9 +52,9 @@ def summary(results: Results) -> dict[str, Any]:
     }
 
 
-def _figure(name: str, found: Any) -> dict[str, Any]:
+def _figure(name: str, row: Any) -> dict[str, Any]:
     """A figure and, beside it, its interval."""
-    return {name: found and found["value"], f"{name}_ci": found and [found["low"], found["high"]]}
+    return {name: row and row["value"], f"{name}_ci": row and [row["low"], row["high"]]}
 
 
 def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str,
         return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
 
     def value(name: str) -> float | None:
-        return (found := figure(name)) and found["value"]
+        return (other := figure(name)) and other["value"]
 
     run, same = figure("tau_run"), figure("identical")
     identical = same and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": value("largest_gap")}

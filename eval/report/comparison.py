@@ -35,11 +35,11 @@ COLUMNS: list[tuple[str, Callable[[Compared], str]]] = [
 ]
 
 
-def comparison_lines(found: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """Remarks, then a table for each figure, as wide as its text."""
-    lines = [f"remark: {text}" for text in found.remarks]
+    lines = [f"remark: {text}" for text in comparison.remarks]
     for figure, title in TITLES.items():
-        rows = [row for row in found.rows if row.figure == figure]
+        rows = [row for row in comparison.rows if row.figure == figure]
         columns = [(name, say) for name, say in COLUMNS if name != "method" or figure != "alpha"]
         if rows:
             table = Table(*(name for name, _ in columns), title=title, title_justify="left", box=None)

@@ -179,7 +179,7 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
                 _line(ax, look, draft, [max(call, costs[0])], [speedup or 0.0], ms=6.5, label=None)
                 verifying.append((draft, verify))
                 highest.append(speedup or 0.0)
-        _say_verifying(ax, look, verifying)
+        _write_verifying(ax, look, verifying)
         for name, (typical, side) in TYPICAL_COSTS.items():
             ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
             ax.annotate(name, (typical, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
@@ -192,14 +192,14 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
     return _panels(look, _sets(results), draw, label, 2.7)
 
 
-def _say_verifying(ax: Axes, look: Look, costs: Sequence[tuple[str, float]]) -> None:
+def _write_verifying(ax: Axes, look: Look, costs: Sequence[tuple[str, float]]) -> None:
     """What verifying cost with each draft, in the corner that falling lines leave free: beside the marks, the numbers
     of alike drafts would cover each other. Of more drafts than fit there, from the least to the most.
     """
-    said = [(number(cost, 1), look.colour(draft)) for draft, cost in costs]
-    if len(said) > CORNER:
+    lines = [(number(cost, 1), look.colour(draft)) for draft, cost in costs]
+    if len(lines) > CORNER:
         ends = dict.fromkeys(number(end(cost for _, cost in costs), 1) for end in (min, max))
-        said = [(" to ".join(ends), look.colours["soft"])]
-    for line, (text, colour) in enumerate(said):
+        lines = [(" to ".join(ends), look.colours["soft"])]
+    for line, (text, colour) in enumerate(lines):
         ax.annotate(f"verifying {text}", (0.98, 0.98 - 0.075 * line), xycoords="axes fraction",
                     ha="right", va="top", fontsize=8, color=colour)  # fmt: skip

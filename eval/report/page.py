@@ -66,13 +66,13 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         if png_directory is not None and (plain := draw(results, Look(LIGHT, roles))) is not None:
             write_png(plain, png_directory / f"{name}.png")
     suites = results.document["suites"]
-    found = lead(results)
+    head = lead(results)
     return render_template(
         "report.html.j2",
-        found.headline,
+        head.headline,
         pictures,
         results=results.document,
-        lead=found,
+        lead=head,
         tables=tables(results),
         viewed=viewed_texts(results),
         open_rows=OPEN_ROWS,

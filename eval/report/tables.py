@@ -67,8 +67,8 @@ def tables(results: Results) -> list[Table]:
         """A column with another figure of the same draft, set, temperature and method."""
 
         def cell(row: Row) -> str:
-            found = results.beside(row, figure, at)
-            return NONE if found is None else write(found)
+            other = results.beside(row, figure, at)
+            return NONE if other is None else write(other)
 
         return cell
 
@@ -96,7 +96,7 @@ def tables(results: Results) -> list[Table]:
     reasons: dict[str, Cell] = {"why undefined": lambda row: results.why_undefined(row) or ""}
     nodes = {each["tree"]: tree_nodes(each["shape"]) for each in results.document["methods"]}
     depths = range(1, 1 + max((row["at"] or 0 for row in results.rows("accept")), default=0))
-    found = [
+    every = [
         _table(
             *("alpha", 2, rows("alpha", several)),
             {**named, **alpha, "per prompt": plain("alpha_per_prompt"), **gain}
@@ -170,8 +170,8 @@ def tables(results: Results) -> list[Table]:
         _models(results),
     ]
     if len({*nodes.values()}) > 1:
-        found[3] = replace(found[3], note=found[3].note + WORDS["tables"]["tau"]["unequal"])
-    return [table for table in found if table.rows]
+        every[3] = replace(every[3], note=every[3].note + WORDS["tables"]["tau"]["unequal"])
+    return [table for table in every if table.rows]
 
 
 def _value(row: Row | None) -> float:

@@ -1,9 +1,8 @@
-"""The token viewer: continuations of the target, every token coloured by how likely the draft's was to be accepted,
-with the draft's candidates there and below.
+"""The token viewer: texts of the target, every token coloured by the acceptance of the drafted token at its place.
 
-Of a draft that is a language model, candidates are shown along the text: those of a token, those after it, and so on
-for as long as the text's own token is among them. Heads draft further tokens from other states than those they begin
-with at the next place, so that of a head the first level is shown.
+For a draft that is a language model, the candidates of the tokens after it hang below, as long as the text's own token
+is among them. A head drafts further tokens from other states than it starts with at the next place, so it shows one
+level.
 """
 
 from collections.abc import Sequence
@@ -13,25 +12,19 @@ from typing import Any
 from eval.decision import decide
 from eval.report.formats import number
 from eval.results import Results
-from eval.schema import ViewedText
 
-# Tokens on the page in all: about 600 bytes each. Levels of candidates below each.
-MOST_TOKENS = 480
-DEEPEST = 4
-LEVELS = 5
+# Tokens on the page in all (about 600 bytes each), levels of candidates below each, and colours.
+MOST_TOKENS, DEEPEST, LEVELS = 480, 4, 5
 RETURN = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token: how it is shown, a level of acceptance from 0 to 4, what is said of it, and the candidates by depth:
-    what is said of each, and whether the text goes on with it, else it was refused. Those of a depth hang below the one
-    that was taken above them.
-    """
+    """One token: its text, acceptance from 0 to 4, tooltip, and candidates by depth (tooltip, taken by the text)."""
 
     text: str
     level: int
-    said: str
+    tooltip: str
     tree: list[list[tuple[str, bool]]]
 
 
@@ -52,40 +45,32 @@ def viewed_texts(results: Results) -> list[Text]:
     texts: list[Text] = []
     left = MOST_TOKENS
     for row in sorted(rows, key=lambda row: -row["temperature"]):
-        if left > 0:
-            texts.append(_text(row, left, deepest))
-            left -= len(texts[-1].tokens)
+        tokens = [_token(row["tokens"][place : place + deepest]) for place in range(min(left, len(row["tokens"])))]
+        left -= len(tokens)
+        if tokens:
+            title = f"{row['domain']}, T = {row['temperature']:g}, {draft}, prompt {row['prompt_id']}"
+            texts.append(Text(title, tokens))
     return texts
 
 
-def _text(row: ViewedText, most: int, deepest: int) -> Text:
-    tokens = [
-        Token(
-            # The page keeps white space, so that lines end where the text's do.
-            text=token["text"].replace("\n", f"{RETURN}\n"),
-            level=min(LEVELS - 1, int(token["alpha"] * LEVELS)),
-            said=f"{_visible(token['text'])}: acceptance {_short(token['alpha'])}, {_chances(token)}",
-            tree=_tree(row["tokens"][place : place + deepest]),
-        )
-        for place, token in enumerate(row["tokens"][:most])
-    ]
-    return Text(f"{row['domain']}, T = {row['temperature']:g}, {row['draft']}, prompt {row['prompt_id']}", tokens)
-
-
-def _tree(tokens: Sequence[dict[str, Any]]) -> list[list[tuple[str, bool]]]:
-    levels: list[list[tuple[str, bool]]] = []
+def _token(tokens: Sequence[dict[str, Any]]) -> Token:
+    """The first of some tokens, with the candidates below it."""
+    first, levels = tokens[0], []
     for token in tokens:
-        level = []
-        for guess in token["guesses"]:
-            level.append((f"{_visible(guess['text'])} {_chances(guess)}", bool(guess["taken"])))
-        levels.append(level)
-        if not any(taken for _, taken in level):
+        levels.append([(f"{_visible(guess['text'])} {_chances(guess)}", guess["taken"]) for guess in token["guesses"]])
+        if not any(guess["taken"] for guess in token["guesses"]):
             break
-    return levels
+    return Token(
+        # The page keeps white space, so that lines end where the text's do.
+        text=first["text"].replace("\n", f"{RETURN}\n"),
+        level=min(LEVELS - 1, int(first["alpha"] * LEVELS)),
+        tooltip=f"{_visible(first['text'])}: acceptance {_short(first['alpha'])}, {_chances(first)}",
+        tree=levels,
+    )
 
 
-def _chances(of: dict[str, Any]) -> str:
-    return f"p {_short(of['p'])}, q {_short(of['q'])}"
+def _chances(token: dict[str, Any]) -> str:
+    return f"p {_short(token['p'])}, q {_short(token['q'])}"
 
 
 def _short(value: float) -> str:
@@ -93,5 +78,4 @@ def _short(value: float) -> str:
 
 
 def _visible(text: str) -> str:
-    """A token with its white space seen."""
     return text.replace("\n", RETURN).replace("\t", "\N{RIGHTWARDS ARROW TO BAR}").replace(" ", "\N{OPEN BOX}")
