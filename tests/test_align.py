@@ -13,6 +13,7 @@ import draftsmith as ds
 from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.prompts import check_unchanged, hold_out
+from draftsmith.alignment.stage_configs import train_config
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
@@ -66,7 +67,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
 ) -> None:
     out = tmp_path / "out"
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
-    words += ["--ood", f"other={files['other']}", "--objective", "jsd:beta=0.5", "ce"]
+    words += ["--ood", f"other={files['other']}", "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
     code, printed, err = door("align", *words, "--json")
     assert code == 0, err
     # A fifth of the prompts is held out, no prompt is on both sides, and every row is on one.
@@ -86,7 +87,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
         assert (written[section] if section else written)[key] is not None and line.endswith(")"), line
         assert f"  # {line.partition('   (')[2][:-1]}\n" in (out / "align.yaml").read_text(), line
     named = {line.split()[1] for line in chosen}
-    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps", "eval.tree"} <= named
+    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps"} <= named
     assert not named & {"train.steps", "distill.num_samples", "train.lr"}
     for section in ("distill", "train", "eval"):
         assert None not in written[section].values() and [] not in written[section].values()
@@ -236,6 +237,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_made(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_without_a_draft_a_fresh_head_is_trained(
     door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
@@ -323,6 +325,16 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: st
         AlignConfig(target="t", prompts="p", out="o", **options)
 
 
+def test_options_of_a_stage_reach_it(draft_dir: str) -> None:
+    given: dict[str, Any] = {"anchor_kl": 0.3, "lora": {"rank": 2, "targets": ["q_proj"]}, "batch_size": 4}
+    config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
+    whole, _ = complete(config, facts())
+    kept, plain = (train_config(whole, name) for name in ("jsd", "jsd-plain"))
+    assert (kept.anchor_kl, kept.lora.rank, kept.lora.targets, kept.batch_size) == (0.3, 2, ["q_proj"], 4)
+    assert (kept.accumulation, kept.optim.lr, kept.replay) == (8, whole.train["lr"][0], ["o/general"])
+    assert (plain.anchor_kl, plain.replay, plain.lora) == (0.0, [], kept.lora)
+
+
 def test_names_of_drafts_say_their_objective() -> None:
     def names(*objectives: str) -> list[str]:
         return list(AlignConfig(target="t", prompts="p", out="o", objective=list(objectives)).drafts())
@@ -332,6 +344,7 @@ def test_names_of_drafts_say_their_objective() -> None:
     assert names("0.9*fkl+0.1*ce") == ["0.9-fkl-0.1-ce"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_best_draft_is_uploaded_where_that_is_asked_for(
     door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from drafts.load import load_pair
 from draftsmith.alignment.config import Policy
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
 from eval.schema import Estimate
-from tests.test_align import SMALL
+from tests.test_align import ONE_WAY, SMALL
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -64,8 +64,15 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
 ) -> None:
     out = tmp_path / "out"
     words: list[Any] = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts, "--out", out, *SMALL]
-    code, printed, err = door("align", *words, "--policy", "balanced", "--json")
+    words += [*ONE_WAY, "--policy", "balanced", "--plain", "true"]
+    code, printed, err = door("align", *words, "--json")
     assert code == 0, err
+    # General text is replayed; the plain draft beside it is trained alike but for that.
+    kept, plain = (json.loads((out / name / "draftsmith.json").read_text())["config"] for name in ("jsd", "jsd-plain"))
+    assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.7)
+    assert {key for key in kept if kept[key] != plain[key]} == {"out", "replay", "replay_fraction"}
+    manifest = json.loads((out / "general" / "manifest.json").read_text())
+    assert manifest["config"]["prompts"].startswith("token:") and manifest["config"]["temperature"] == 1.0
     record = json.loads((out / "policy" / "jsd.json").read_text())
     assert (record["policy"], record["rule"]) == ("balanced", RULES["balanced"])
     weights = [each["weight"] for each in record["points"]]
@@ -78,7 +85,7 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     )
     for name, tensor in made.items():
         torch.testing.assert_close(tensor, torch.lerp(base[name].float(), aligned[name], record["weight"]))
-    assert ds.Results.load(out / "eval").drafts == ["base", "jsd-balanced"]
+    assert ds.Results.load(out / "eval").drafts == ["base", "jsd-plain", "jsd-balanced"]
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
     assert f"jsd-balanced: interpolation weight {record['weight']:g} towards jsd" in err
@@ -86,7 +93,7 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     before = {
         path: path.stat().st_mtime_ns for path in (out / "policy" / "jsd.json", out / "jsd-balanced" / "config.json")
     }
-    assert door("align", *words, "--policy", "balanced")[0] == 0
+    assert door("align", *words)[0] == 0
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
@@ -101,6 +108,7 @@ def test_a_policy_on_two_processes(
     assert ds.Results.load(tmp_path / "out" / "eval").drafts == ["base", "jsd-balanced"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_takes(
     door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path

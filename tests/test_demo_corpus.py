@@ -1,9 +1,6 @@
 """The corpus that every Python carries: three domains, divided by document, nothing held out is trained on."""
 
 import ast
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,13 +34,9 @@ def test_every_document_is_on_one_side_by_its_name(splits: dict[str, Split]) -> 
         assert 0.04 < share < 0.2, (domain, share)
 
 
-def test_the_side_of_a_name_is_the_same_in_every_process() -> None:
-    names = [f"module m{i}" for i in range(40)]
-    code = f"from draftsmith.demo.corpus import is_heldout; print(list(map(is_heldout, {names!r})))"
-    command = [sys.executable, "-c", code]
-    printed = subprocess.check_output(command, text=True, cwd=Path(__file__).parents[1])
-    assert printed.strip() == str([corpus.is_heldout(name) for name in names])
-    assert any(map(corpus.is_heldout, names))
+def test_the_side_of_a_name_follows_from_its_hash() -> None:
+    heldout = [number for number in range(40) if corpus.is_heldout(f"module m{number}")]
+    assert heldout == [6, 10, 13, 24, 38]
 
 
 @pytest.mark.slow
