@@ -371,7 +371,7 @@ def reason_of(error: ValidationError) -> tuple[str, str]:
     """The dotted key of the first error of a validation, and one line that begins with it."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
-    text = _REASONS.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
+    text = _REASONS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _REASONS else first["msg"]
     got = first["input"]
     if first["type"] == "value_error" and isinstance(got, dict | ArgsKwargs):
         # Raised by a __post_init__, with the key in its message.

@@ -68,7 +68,7 @@ class Run:
         self.directory = self.out.parent if file else self.out
         self.resumed = False
         self._option, self._keeps, self._file = option, keeps, file
-        self._steps = 0
+        self.steps = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt | Terminated):
-            kept = self._steps or any(any(self.directory.glob(pattern)) for pattern in self._keeps)
+            kept = self.steps or any(any(self.directory.glob(pattern)) for pattern in self._keeps)
             error.add_note("the same command continues where it was" if kept else "nothing was kept")
         self._stack.close()
 
@@ -102,7 +102,7 @@ class Run:
         file or a directory (`NAME/`) the path is returned, and `make(temporary)` fills it.
         """
         path = self.directory / name
-        self._steps += path.exists()
+        self.steps += path.exists()
         if who == "all":
             if not from_main(path.exists):
                 value = make()
@@ -123,18 +123,18 @@ class Run:
         else:
             with writing(path), (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary:
                 make(temporary)
-        self._steps += 1
+        self.steps += 1
 
     def journal(self, name: str, head: Any = None) -> "Journal":
         """Open a file of rows that are appended one by one. A journal with another `head` is started anew."""
-        return Journal(self.directory / name, head)
+        return Journal(self, self.directory / name, head)
 
 
 class Journal:
     """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is dropped."""
 
-    def __init__(self, path: Path, head: Any = None) -> None:
-        self.path = path
+    def __init__(self, run: Run, path: Path, head: Any) -> None:
+        self.run, self.path = run, path
         data = path.read_bytes() if path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         first = [] if head is None else [canonical_json(head).encode() + b"\n"]
@@ -144,6 +144,7 @@ class Journal:
             self.rows = [json.loads(line) for line in lines[len(first) :]]
         except ValueError:
             raise InputError(f"{path}: is damaged; delete it, and its rows are made again") from None
+        run.steps += len(self.rows)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
@@ -163,6 +164,7 @@ class Journal:
 
     def append(self, row: Any) -> None:
         """Add one row, and flush."""
+        self.run.steps += 1
         self._put(canonical_json(row).encode() + b"\n")
 
     def _put(self, line: bytes) -> None:
@@ -274,16 +276,6 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-@contextmanager
-def keeping(kept: Callable[[], bool]) -> Iterator[None]:
-    """Add a note to Ctrl-C and SIGTERM in the block: whether the same command will find something done."""
-    try:
-        yield
-    except (KeyboardInterrupt, Terminated) as stop:
-        stop.add_note("the same command continues where it was" if kept() else "nothing was kept")
-        raise
 
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
