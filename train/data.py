@@ -33,8 +33,8 @@ from train.teacher import StoredTeacher
 datasets.disable_progress_bars()
 
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
-# Which prompt of its source a row of a distilled set answers, as `prompt_hash` in 16 hex digits; empty elsewhere. All
-# turns of a conversation have one.
+# The hash of the prompt that a row of a distilled set answers, 16 hex digits, one for all turns of a conversation;
+# empty for other rows.
 _PROMPT = "prompt_hash"
 _COLUMNS = [*_FEATURES, _PROMPT]
 # The target's distribution at each response token, packed.
@@ -73,12 +73,11 @@ class Examples:
 def load_examples(
     sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int, mapping: VocabularyMap | None = None
 ) -> Examples:
-    """Read distilled sets and files into one table. Raises InputError naming the file, line and key at fault.
+    """Read distilled sets and files into one table. Raise InputError that names the file, line and key at fault.
 
-    tokenizer: of the data. mapping: for a draft of another tokenizer, in whose tokens the rows then are.
+    tokenizer: of the data. mapping: rewrites the rows for a draft of another tokenizer.
     """
-    tables, digests = [], []
-    targets: set[str | None] = set()
+    tables, digests, targets = [], [], set()
     for source in sources:
         if Path(source).is_dir():
             table, digest, target = _distilled(Path(source), tokenizer)
@@ -87,24 +86,25 @@ def load_examples(
             if tokenizer is None:
                 raise InputError(f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`")
             table, digest = _text(source, tokenizer, max_length)
+        if _PROMPT not in table.column_names:
+            table = table.add_column(_PROMPT, [""] * len(table))
         tables.append(table)
         digests.append(digest)
-    tables = [each if _PROMPT in each.column_names else each.add_column(_PROMPT, [""] * len(each)) for each in tables]
-    # A batch may mix rows of all sources, so teacher rows are used only where every source has them. They are about
-    # the target's tokens.
+    # A batch may mix rows of all sources, so teacher rows are used only if every source has them. They are about the
+    # target's tokens.
     stored = mapping is None and all(COLUMN in table.column_names for table in tables)
     if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    decided: list[Any] = [digests, max_length]
+    identity: list[Any] = [digests, max_length]
     read = len(rows)
     if mapping is not None:
         rows, written = retokenized(rows, mapping, _PROMPT)
         if not len(written):
             raise InputError(f"data: none of its {read} rows can be written in the draft's tokens; use another draft")
         domains = domains[written]
-        decided.append(mapping.in_draft)
+        identity.append(mapping.in_draft)
     lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
     # The first token of a sequence is not predicted: there is nothing before it.
     first = np.maximum(lengths["prompt_ids"], 1)
@@ -119,7 +119,7 @@ def load_examples(
         max_length=max_length,
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
-        digest=hash_json(decided),
+        digest=hash_json(identity),
         max_token=max_token,
         targets=frozenset(map(str, targets)),
         stored=stored,
@@ -181,10 +181,10 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
-    """(training, held-out): this fraction of the prompts, at least one, those with the smallest hashes.
+    """Split into training and held-out data: this fraction of the prompts, those with the smallest hashes.
 
-    Rows that share a prompt stay on one side: samples of one prompt on both would make the held-out loss a measure
-    of memory. Raises InputError when there is only one prompt.
+    Rows that share a prompt stay on one side: samples of one prompt on both would make the held-out loss a measure of
+    memory.
     """
     rows = examples.rows.select_columns(_COLUMNS)
     hashes = np.array([_hash(row, row["response_ids"]) for row in rows], dtype=np.uint64)
@@ -197,16 +197,13 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
 
 
 def trained_prompts(examples: Examples) -> Iterator[int]:
-    """Hashes of the prompts, for `draftsmith_core.prompts.write_prompt_hashes`; of text without a prompt, of its start.
-
-    The evaluation makes prompts of the first 32 tokens of a text, unless told otherwise.
-    """
+    """Hashes of the prompts; of text, of its first 32 tokens, of which the evaluation makes prompts by default."""
     for row in examples.rows.select_columns(_COLUMNS):
         yield _hash(row, row["response_ids"][:32])
 
 
 def _hash(row: Mapping[str, Any], instead: list[int]) -> int:
-    """The hash of a row's prompt; of `instead` where it has none."""
+    """The hash of a row's prompt, or of `instead`."""
     return int(row[_PROMPT], 16) if row[_PROMPT] else prompt_hash(row["prompt_ids"] or instead)
 
 
@@ -222,8 +219,7 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
 
 
 def packed(examples: Examples, seed: int) -> Examples:
-    """The same rows, several to a unit of at most `max_length` tokens; the same for the same data and seed."""
-    assert examples.groups is None and examples.replay_from is None, "pack first, then mix"
+    """Pack several rows into each unit of at most `max_length` tokens."""
     lengths = np.minimum(
         _lengths(examples.rows, "prompt_ids") + _lengths(examples.rows, "response_ids"), examples.max_length
     )
@@ -238,9 +234,7 @@ def packed(examples: Examples, seed: int) -> Examples:
 
 
 def with_replay(examples: Examples, replay: Examples) -> Examples:
-    """`examples`, and after their units those of `replay`, for `units` to mix in. Both packed, or neither."""
-    assert (examples.groups is None) == (replay.groups is None), "both packed, or neither"
-    assert examples.max_length == replay.max_length
+    """Append the units of `replay`, for `train.mixture.units` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
     parts = [each.rows if stored else each.rows.select_columns(_COLUMNS) for each in (examples, replay)]
     domains = groups = None
@@ -270,8 +264,8 @@ def collate(
 ) -> Batch:
     """Make one right-padded batch of the units at `indices`.
 
-    answers: by place in `indices`, a (prompt, answer) to use instead of that unit. A batch with any has no stored
-    teacher rows, because those belong to the replaced answers.
+    answers: by place in `indices`, a (prompt, answer) to use instead of that unit. Such a batch has no stored teacher
+    rows, because those belong to the replaced answers.
     """
     chosen = [int(i) for i in indices]
     groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
@@ -304,19 +298,19 @@ def _length(row: dict[str, Any], limit: int) -> int:
 
 
 def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
-    found = []
+    ids, logprobs, tails = [], [], []
     for row in rows:
         # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
         valid = slice(0 if row["prompt_ids"] else 1, _length(row, limit) - len(row["prompt_ids"]))
-        found.append([each[valid] for each in unpack(row[COLUMN])])
+        ids_RK, logprobs_RK, tail_R = unpack(row[COLUMN])
+        ids.append(ids_RK[valid])
+        logprobs.append(logprobs_RK[valid])
+        tails.append(tail_R[valid])
     # At least one: a row may list no token, only the tail mass.
-    width = max([1, *(ids_RK.shape[1] for ids_RK, _, _ in found)])
+    width = max([1, *(ids_RK.shape[1] for ids_RK in ids)])
 
-    def joined(place: int, fill: float) -> torch.Tensor:
-        pads = [((0, 0), (0, width - each[place].shape[1])) for each in found]
-        parts = [np.pad(each[place], pad, constant_values=fill) for each, pad in zip(found, pads, strict=True)]
-        return torch.from_numpy(np.concatenate(parts))
+    def joined(parts: list[npt.NDArray[Any]], fill: float) -> torch.Tensor:
+        padded = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]
+        return torch.from_numpy(np.concatenate(padded))
 
-    return StoredTeacher(
-        joined(0, 0), joined(1, -math.inf), torch.from_numpy(np.concatenate([each[2] for each in found]))
-    )
+    return StoredTeacher(joined(ids, 0), joined(logprobs, -math.inf), torch.from_numpy(np.concatenate(tails)))

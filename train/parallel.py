@@ -184,14 +184,13 @@ def _sharded(world: World, trainee: nn.Module, optim: Any) -> WrappedTrainee:
 
 
 def repeated_layers(draft: Any) -> list[nn.Module]:
-    """The repeated layers of a draft (its decoder layers), in order; empty when there are none."""
+    """The decoder layers of a draft, in order; empty if there are none."""
     lists = [module for module in draft.modules() if isinstance(module, nn.ModuleList) and module is not draft]
-    largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
-    return [] if largest is None else list(largest)
+    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
 
 
 def compile_layers(draft: nn.Module) -> None:
-    """torch.compile, in place: every repeated layer, or the whole draft when it has none."""
+    """torch.compile, in place: every repeated layer, or the whole draft if it has none."""
     for module in repeated_layers(draft) or [draft]:
         module.compile(dynamic=True)
 
@@ -217,16 +216,16 @@ def backward(wrapped: WrappedTrainee, loss: Tensor) -> None:
 
 
 def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
-    """Clip the gradients (0: not at all), update the weights, clear the gradients. Returns the norm before clipping.
+    """Clip the gradients (0: not at all), update the weights, clear the gradients. Return the norm before clipping.
 
-    With a norm that is not finite the weights are not updated (DeepSpeed updates them; the run must end either way).
+    If the norm is not finite, the weights are not updated (DeepSpeed updates them; the run must end either way).
     """
     if wrapped.world.zero:
         wrapped.module.step()
         return float(wrapped.module.get_global_grad_norm())
     parameters = [parameter for _, parameter in _trained(wrapped)]
-    found: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-    norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+    norms: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+    norm = float(norms.full_tensor() if hasattr(norms, "full_tensor") else norms)
     if math.isfinite(norm):
         wrapped.optimizer.step()
     wrapped.optimizer.zero_grad(set_to_none=True)
@@ -242,7 +241,7 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
     draft = wrapped.trainee.draft
     assert isinstance(draft, nn.Module)
     main = wrapped.world.accelerator.is_main_process
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     if wrapped.world.sharing == "fsdp":
         # After an evaluation FSDP2 leaves the outermost weights gathered, as plain tensors without `full_tensor`.
         for module in wrapped.module.modules():
@@ -251,21 +250,10 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
     for name, parameter in draft.named_parameters():
         with _whole(wrapped, parameter) as value:
             if main:
-                found[name] = value.detach().to("cpu", copy=True).contiguous()
-    if main:
-        saved = _saved_names(draft)
-        found |= {name: b.detach().cpu().contiguous() for name, b in draft.named_buffers() if name in saved}
-    return found
-
-
-def _saved_names(draft: nn.Module) -> set[str]:
-    """Names of a module's buffers that belong to its state."""
-    transient = {
-        (f"{path}." if path else "") + name
-        for path, module in draft.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return {name for name, _ in draft.named_buffers()} - transient
+                weights[name] = value.detach().to("cpu", copy=True).contiguous()
+    saved = draft.state_dict().keys()
+    buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in draft.named_buffers() if name in saved}
+    return weights | buffers if main else {}
 
 
 @contextmanager
@@ -297,31 +285,27 @@ def _trained(wrapped: WrappedTrainee) -> list[tuple[str, Any]]:
 def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
     """The optimizer's state by `key/parameter`, whole, on the CPU of the main process. Every process calls it."""
     main = wrapped.world.accelerator.is_main_process
-    found: dict[str, Tensor] = {}
     if wrapped.world.zero:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        partitions = _partitions(wrapped)
-        states = wrapped.optimizer.optimizer.state
-        if not any("step" in states.get(partition, {}) for partition in partitions):
-            return {}
-        found["step"] = next(states[p]["step"] for p in partitions if "step" in states.get(p, {})).cpu()
-        for name, parameter in _trained(wrapped):
-            for key in _MOMENTS:
-                value = safe_get_full_optimizer_state(parameter, key)
-                if main:
-                    found[f"{key}/{name}"] = value.to("cpu", copy=True).reshape(_shape(parameter)).contiguous()
-        return found if main else {}
+        _partitions(wrapped)
+    states = wrapped.optimizer.optimizer.state if wrapped.world.zero else wrapped.optimizer.state
+    steps = [state["step"] for state in states.values() if "step" in state]
+    if not steps:
+        return {}
+    values: dict[str, Tensor] = {"step": steps[0].cpu()}
     for name, parameter in _trained(wrapped):
-        state = wrapped.optimizer.state.get(parameter, {})
         for key in _MOMENTS:
-            if key in state:
-                value = state[key].full_tensor() if wrapped.world.sharing == "fsdp" else state[key]
-                if main:
-                    found[f"{key}/{name}"] = value.to("cpu", copy=True).contiguous()
-        if "step" in state:
-            found["step"] = state["step"].cpu()
-    return found if main else {}
+            if wrapped.world.zero:
+                value = safe_get_full_optimizer_state(parameter, key)
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+            else:
+                value = states[parameter][key]
+                value = value.full_tensor() if wrapped.world.sharing == "fsdp" else value
+                shape = value.shape
+            if main:
+                values[f"{key}/{name}"] = value.to("cpu", copy=True).reshape(shape).contiguous()
+    return values if main else {}
 
 
 @torch.no_grad()
@@ -336,13 +320,12 @@ def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
             moments = {key: torch.zeros_like(partition) for key in _MOMENTS}
             wrapped.optimizer.optimizer.state[partition] = {"step": values["step"].clone(), **moments}
         _partitions(wrapped)
-        for name, parameter in _trained(wrapped):
-            for key in _MOMENTS:
-                value = values[f"{key}/{name}"].to(wrapped.world.device)
-                safe_set_full_optimizer_state(parameter, value, key)
-        return
     for name, parameter in _trained(wrapped):
         state = {key: values[f"{key}/{name}"].to(wrapped.world.device) for key in _MOMENTS}
+        if wrapped.world.zero:
+            for key, value in state.items():
+                safe_set_full_optimizer_state(parameter, value, key)
+            continue
         if wrapped.world.sharing == "fsdp":
             from torch.distributed.tensor import distribute_tensor
 
@@ -365,8 +348,3 @@ def _partitions(wrapped: WrappedTrainee) -> list[Tensor]:
         if optimizer.optimizer.state.get(piece):
             lazy_init_hp_params_optimizer_state(parameters, piece, optimizer.optimizer.state)
     return pieces
-
-
-def _shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
