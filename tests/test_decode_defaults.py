@@ -86,19 +86,6 @@ def test_the_tree_that_suits_a_proposer() -> None:
     assert SpeculativeDecoder(target, PromptLookupProposer()).tree == parse_tree("chain:4")
 
 
-@pytest.mark.parametrize("tree", [None, "kary:4,2,2", "chain:2", "eagle2:depth=2,beam=2,nodes=4"])
-@pytest.mark.parametrize("several", [False, True])
-def test_a_decoder_needs_a_target_and_a_proposer(tree: str | None, several: bool) -> None:
-    target, drafts = tiny(1), [tiny(2), tiny(3)] if several else [tiny(2)]
-    if several and tree is not None and tree.startswith("eagle2"):
-        pytest.skip("several drafts grow no tree")
-    decoder = SpeculativeDecoder(target, DraftModelProposer(drafts), tree)
-    plain = SpeculativeDecoder(target).generate(PROMPTS, GREEDY, 20)
-    assert [g.output_ids for g in decoder.generate(PROMPTS, max_new_tokens=20).generations] == [
-        g.output_ids for g in plain.generations
-    ]
-
-
 def test_a_seed_gives_every_row_its_own_generator() -> None:
     decoder = SpeculativeDecoder(tiny(1), DraftModelProposer(tiny(2)), "kary:2,2")
     warm = Sampling(temperature=1.0)

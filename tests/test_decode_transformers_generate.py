@@ -40,6 +40,8 @@ def test_a_left_padded_batch_with_many_ends(target: PreTrainedModel, ours: Any) 
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 30}
     wanted = generate(target, ids, **options)
     assert torch.equal(generate(target, ids, custom_generate=ours, **options), wanted)
+    as_dictionary = generate(target, ids, custom_generate=ours, return_dict_in_generate=True, **options)
+    assert torch.equal(as_dictionary.sequences, wanted)
     assert (wanted[:, -1] == 0).any(), "no row ended early, so padding behind it was not tried"
 
 
@@ -67,14 +69,6 @@ def test_sampling_follows_the_seed_and_the_distribution(target: PreTrainedModel,
     share = (draws == best.indices[0]).float().mean()
     assert set(draws.tolist()) == set(best.indices.tolist())
     assert abs(float(share - p[0])) < 4 * float((p[0] * p[1] / 4000) ** 0.5)
-
-
-def test_returns_a_dictionary_when_asked(target: PreTrainedModel, ours: Any) -> None:
-    options = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
-    ids = torch.tensor([[60, 70]])
-    assert torch.equal(
-        generate(target, ids, custom_generate=ours, **options).sequences, generate(target, ids, **options).sequences
-    )
 
 
 @pytest.mark.parametrize(
