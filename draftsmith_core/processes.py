@@ -3,6 +3,7 @@
 Nothing heavy is imported until processes meet, so that commands can ask who they are before they load torch.
 """
 
+import contextlib
 import math
 import os
 import signal
@@ -307,29 +308,17 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Set the variables of OpenMP that suit a command of draftsmith, where the user has not. Torch reads them once.
+    """Set the variables of OpenMP that suit a command, unless the user has set them. Torch reads them once.
 
-    The number of threads is that of the cores that this process may use. OpenMP finds it, but for the share of a core's
-    time that a container may be held to. It does not follow how busy they are: another number of threads rounds
-    otherwise, and a run that is continued must not.
+    Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training and distillation
+    wait seldom and sleep at once; timed decoding spins for microseconds. The number of threads is that of the cores,
+    and in a container that of its share; it does not follow the load, because another number rounds otherwise.
     """
     if command in _WAITS and not any(name in os.environ for name in _WAITING):
         name, value = _WAITS[command]
         os.environ[name] = value
-    share = _share(control_groups)
-    if "OMP_NUM_THREADS" not in os.environ and share is not None and share < (os.cpu_count() or 1):
-        os.environ["OMP_NUM_THREADS"] = str(max(1, math.floor(share)))
-
-
-def _share(control_groups: Path) -> float | None:
-    """How many cores' time a container may use (versions 2 and 1 of Linux's control groups); None without a limit."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
         quota, period = (control_groups / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota, period = (
-                (control_groups / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            )
-        except OSError:
-            return None
-    return float(quota) / float(period) if quota.strip() not in ("max", "-1") else None
+        share = math.floor(float(quota) / float(period))
+        if share < (os.cpu_count() or 1):
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))

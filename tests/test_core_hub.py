@@ -295,15 +295,6 @@ def test_upload_of_a_checkpoint(server: Hub, checkpoint: Path) -> None:
     assert before == {file: file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
 
 
-def test_upload_of_a_distilled_set(server: Hub, tmp_path: Path) -> None:
-    (tmp_path / "part-00000.parquet").write_bytes(b"PAR1" + bytes(2000))
-    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
-    (tmp_path / "README.md").write_text(cards.distilled_set_card(MANIFEST))
-    assert hub.push(tmp_path, "org/set", "dataset") == f"{server.url}/datasets/org/set"
-    assert set(server.files["org/set"]) == {"README.md", "manifest.json", "part-00000.parquet"}
-    assert server.created[0]["type"] == "dataset"
-
-
 @pytest.mark.parametrize(
     ("endpoint", "status", "said"),
     [("/repos/create", 401, "401"), ("/preupload/", 403, "403"), ("/validate-yaml", 400, "Invalid metadata")],
@@ -316,12 +307,6 @@ def test_a_refusal_is_one_line(server: Hub, checkpoint: Path, endpoint: str, sta
     assert message.startswith("push_to_hub org/draft: ") and said in message and "\n" not in message
     assert "uploads it again" in message and "hf_secret" not in message
     assert not server.files
-
-
-def test_no_hub_is_one_line(server: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RunError, match="push_to_hub org/draft: .*uploads it again"):
-        hub.push(checkpoint, "org/draft", "model")
 
 
 def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
@@ -357,16 +342,3 @@ def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
     capsys.readouterr()
     assert main(["train", *words, "--push_to_hub", "draft"]) == 2
     assert "write owner/name" in capsys.readouterr().err
-
-
-def test_what_cannot_succeed_is_refused_before_the_run(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.check_push("org/draft")
-    for name in ("draft", "a/b/c", "org/"):
-        with pytest.raises(InputError, match="write owner/name"):
-            hub.check_push(name)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
-        hub.check_push("org/draft")
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(InputError, match="HF_TOKEN is not set"):
-        hub.check_push("org/draft")

@@ -65,13 +65,6 @@ def test_every_kind_of_row(tmp_path: Path, chat: Tokenizer) -> None:
     assert {p.domain for p in (first, asked, same)} == {"d"}
 
 
-def test_a_chat_template_is_used_where_there_is_one(tmp_path: Path, chat: Tokenizer) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    source = jsonl(tmp_path / "p.jsonl", {"messages": messages})
-    ids = list(read_prompts(source, chat).prompts[0].ids)
-    assert chat.decode(ids) == "[system]Be brief.[user]Who?[assistant]"
-
-
 def test_a_chat_that_the_template_refuses_is_one_line(tmp_path: Path, chat: Tokenizer) -> None:
     source = jsonl(tmp_path / "p.jsonl", {"messages": [{"role": "judge", "content": "x"}]})
     with pytest.raises(InputError, match=r"p\.jsonl:1: key 'messages': .*no judges here"):
@@ -275,15 +268,6 @@ def test_what_could_be_meant_for_the_prompt_and_is_not_read_is_named(
     read_prompts(path, chat)
     said = f"{path}: its rows hold {named} (first in row 2); the prompts are made without them"
     assert [each.getMessage() for each in caplog.records] == [said]
-
-
-def test_what_is_not_meant_for_the_prompt_is_not_named(
-    tmp_path: Path, chat: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    turns = [{"role": "user", "content": "a", "name": ""}, {"role": "assistant", "content": "b", "reasoning": "c"}]
-    alpaca = {"instruction": "do", "input": "", "output": "y", "text": "all of it"}
-    read_prompts(jsonl(tmp_path / "rows.jsonl", {"messages": turns, "images": [], "score": 3}, alpaca), chat)
-    assert not caplog.records
 
 
 def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -50,8 +50,6 @@ def test_what_the_user_has_set_stays(name: str, tmp_path: Path, monkeypatch: pyt
         ({"cpu_max": "50000 100000\n"}, "1"),
         ({"cpu_max": "max 100000\n"}, None),
         ({"cpu_max": "1600000 100000\n"}, None),
-        ({"cpu__cpu_cfs_quota_us": "300000\n", "cpu__cpu_cfs_period_us": "100000\n"}, "3"),
-        ({"cpu__cpu_cfs_quota_us": "-1\n", "cpu__cpu_cfs_period_us": "100000\n"}, None),
         ({}, None),
     ],
 )
