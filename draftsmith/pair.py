@@ -220,8 +220,6 @@ class Pair:
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # an array or tensor of ids
         if items and isinstance(items[0], Mapping):
             return encode_messages(self.tokenizer, check_messages(items, where), where)
-        if not all(_is_integer(item) for item in items):
-            raise InputError(f"{where}: expected a text, a chat or token ids")
         return [int(item) for item in items]
 
     def settings(

@@ -28,7 +28,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     """The object of `--json`: where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
     tree = _best_tree(results, best)
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
         "results": str(results.directory / "results.json"),
@@ -42,21 +42,21 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "tree": tree,
     }
     for kind in results.kinds:
-        found[kind] = {
+        shown[kind] = {
             "alpha": _interval(results.alpha(best, kind)),
             "gain": _interval(results.gain(best, kind)),
             "tau": _interval(results.tau(best, kind, tree=tree)),
             "tau_gain": _interval(results.figure("tau_gain", best, kind, tree=tree)),
             "speedup": _interval(results.speedup(best, kind, tree=tree)),
         }
-    return found
+    return shown
 
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
     """The table of alpha, what was bought, where the checkpoint is, and which command decodes with it."""
     best = best_draft(config, results)
     tree = _best_tree(results, best)
-    said = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
+    bought = [f"{best} ({config.offered()[best]}) at temperature {results.top_temperature:g}, decoding with {tree}:"]
     for kind in results.kinds:
         gain, speedup = results.gain(best, kind), results.speedup(best, kind, tree=tree)
         parts = [f"alpha {figure(results.alpha(best, kind))}"]
@@ -65,10 +65,10 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         parts.append(f"{figure(results.tau(best, kind, tree=tree), 2)} tokens per target call")
         if speedup is not None:
             parts.append(f"{figure(speedup, 2)} times the target alone")
-        said.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
+        bought.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         _table(results),
-        *said,
+        *bought,
         f"checkpoint: {Path(config.out) / best}",
         f"decode with it: {shlex.join(_decode(config, results, best))}",
         f"report: {(results.directory / 'report.html').resolve()}",
@@ -76,12 +76,12 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
 
 
 def best_draft(config: AlignConfig, results: Results) -> str:
-    """Of the drafts that are offered, the one with the highest alpha in distribution at the highest temperature."""
+    """The offered draft with the highest alpha in distribution at the highest temperature."""
     return max(config.offered(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
 
 
 def _best_tree(results: Results, draft: str) -> str:
-    """The tree that was fastest in distribution, or gave the most tokens per target call where nothing was timed."""
+    """The fastest tree in distribution; without timings, the one with the most tokens per target call."""
 
     def merit(tree: str) -> float:
         row = results.speedup(draft, "id", tree=tree) or results.tau(draft, "id", tree=tree)
@@ -97,15 +97,15 @@ def _decode(config: AlignConfig, results: Results, draft: str) -> list[str]:
     return [*words, "--prompt", "TEXT"]
 
 
-def _interval(found: Any) -> dict[str, float | None] | None:
-    return None if found is None else {key: found[key] for key in ("value", "low", "high")}
+def _interval(row: Any) -> dict[str, float | None] | None:
+    return None if row is None else {key: row[key] for key in ("value", "low", "high")}
 
 
-def figure(found: Any, digits: int = 3, signed: bool = False) -> str:
-    """A figure and its interval; "-" for what is not defined."""
-    if found["value"] is None:
+def figure(row: Any, digits: int = 3, signed: bool = False) -> str:
+    """A figure and its interval; "-" if it is undefined."""
+    if row["value"] is None:
         return "-"
     form = f"{'+' if signed else ''}.{digits}f"
-    if found["low"] is None or found["high"] is None:
-        return format(found["value"], form)
-    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+    if row["low"] is None or row["high"] is None:
+        return format(row["value"], form)
+    return f"{row['value']:{form}} [{row['low']:{form}}, {row['high']:{form}}]"

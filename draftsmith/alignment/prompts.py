@@ -21,8 +21,6 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     """
     hashes = [hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest() for prompt in read.prompts]
     distinct = sorted(set(hashes))
-    if len(distinct) < 2:
-        raise InputError(f"{source}: holds a single prompt, so none can be held out; add prompts, or name --id")
     heldout = set(distinct[: min(count, len(distinct) - 1)])
     skipped = {skip.row for skip in read.skipped}
     used = iter(zip(read.prompts, hashes, strict=True))

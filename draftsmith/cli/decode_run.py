@@ -125,10 +125,8 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     assert config.prompt is not None
     chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
-    if not ids:
-        raise InputError("--prompt: is empty and the tokenizer adds no BOS; write some text")
-    if room is not None and len(ids) > room:
-        raise InputError(f"--prompt: has {len(ids)} tokens, more than the {room} that fit")
+    if not 0 < len(ids) <= (room or len(ids)):
+        raise InputError(f"--prompt: has {len(ids)} tokens; from 1 to {room} fit")
     if chat:
         _say("--prompt is asked as a user's turn of the chat template; --raw continues it")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)

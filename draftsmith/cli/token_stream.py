@@ -1,4 +1,4 @@
-"""Text on the terminal as it is decoded: what the draft guessed stands out from what the target added."""
+"""Text on the terminal while it is decoded: drafted tokens stand out from those of the target."""
 
 import unicodedata
 from typing import TextIO
@@ -12,15 +12,15 @@ DRAFT_STYLE = "bold green"
 
 
 class Stream:
-    """Writes tokens as text. On a terminal drafted tokens are coloured; elsewhere the text is plain."""
+    """Write tokens as text, with drafted tokens in colour on a terminal."""
 
     def __init__(self, tokenizer: Tokenizer, file: TextIO) -> None:
         self._tokenizer = tokenizer
         self._file = file
         self._console = Console(file=file, highlight=False, soft_wrap=True)
         self._ids: list[int] = []
-        # Tokens before `_read` are shown; those from `_anchor` on are decoded again with each new one, because what
-        # a token looks like can depend on the one before it. So a step costs the same however long the text is.
+        # Tokens before `_read` are shown. Those from `_anchor` on are decoded again with each new token, because the
+        # text of a token can depend on the one before it. So a step costs the same however long the text is.
         self._anchor = self._read = 0
 
     def add(self, ids: list[int], from_draft: list[bool]) -> None:
@@ -38,7 +38,7 @@ class Stream:
         return decode_text(self._tokenizer, self._ids[self._anchor :])[len(shown) :]
 
     def close(self) -> None:
-        """Show what was held back, end the line, and say what the colour means."""
+        """Show the rest, end the line, and explain the colour."""
         self._show(self._piece(), False)
         self._console.print()
         if self._console.is_terminal:
