@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
@@ -36,19 +36,22 @@ def quiet() -> None:
 def check_source(name: str) -> None:
     """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the hub."""
     path = Path(name)
-    if path.is_file():
-        raise InputError(f"{name}: is a file; name the directory that it lies in")
-    if not path.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
-            raise InputError(f"{name}: no such directory (a hub name is written owner/name)")
-        return
-    if (path / "adapter_config.json").exists():
-        raise InputError(
-            f"{name}: holds a LoRA adapter, not a whole model; merge it into its base model with peft "
-            f"(merge_and_unload, save_pretrained) and name the result"
-        )
-    if (path / "run" / "run.json").exists() and not (path / "config.json").exists():
-        raise InputError(f"{name}: holds a training run that has not ended; the same train command continues it")
+    on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    for wrong, reason in (
+        (path.is_file(), "is a file; name the directory that it lies in"),
+        (not path.is_dir() and not on_hub, "no such directory (a hub name is written owner/name)"),
+        (
+            (path / "adapter_config.json").exists(),
+            "holds a LoRA adapter, not a whole model; merge it into its base model with peft (merge_and_unload, "
+            "save_pretrained) and name the result",
+        ),
+        (
+            (path / "run" / "run.json").exists() and not (path / "config.json").exists(),
+            "holds a training run that has not ended; the same train command continues it",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end an answer.
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
@@ -57,8 +60,8 @@ def check_source(name: str) -> None:
 
 def hub_has_address() -> bool:
     """Whether the hub can be asked at all. Its client would retry for a minute before saying that it cannot."""
-    if HF_HUB_OFFLINE or getproxies():
-        return not HF_HUB_OFFLINE
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
     try:
         socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
     except OSError:
@@ -145,15 +148,14 @@ def is_hub_name(name: str) -> bool:
 
 
 def check_push(name: str) -> None:
-    """Refuse, before any work is done, an upload that could not succeed. Raises InputError."""
-    if not is_hub_name(name):
-        raise InputError(f"push_to_hub: {name!r} is not a repository on the hub; write owner/name")
-    if not os.environ.get("HF_TOKEN"):
-        raise InputError(
-            "push_to_hub: the environment variable HF_TOKEN is not set; it must hold a token that may write"
-        )
-    if constants.HF_HUB_OFFLINE:
-        raise InputError("push_to_hub: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave this out")
+    """Raise InputError, before any work is done, for an upload that could not succeed."""
+    for wrong, reason in (
+        (not is_hub_name(name), f"{name!r} is not a repository on the hub; write owner/name"),
+        (not os.environ.get("HF_TOKEN"), "the environment variable HF_TOKEN must hold a token that may write"),
+        (constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set, so nothing can be uploaded"),
+    ):
+        if wrong:
+            raise InputError(f"push_to_hub: {reason}")
 
 
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:

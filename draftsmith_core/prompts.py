@@ -27,7 +27,7 @@ _CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "vid
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as its row has it: all turns, the assistant's too, and the tools that it may call."""
+    """A conversation with all its turns, the assistant's too, and the tools that it may call."""
 
     messages: tuple[dict[str, Any], ...]
     tools: list[Any] | None
@@ -35,9 +35,9 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised. `id` is its own (then `own_id`) or a hash of its content; `row` its line or number.
+    """One prompt, tokenised.
 
-    chat: the conversation that it is from, if any.
+    id: the row's explicit id (then `own_id`), or a hash of the content. row: line or row number.
     """
 
     id: str
@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that was read and not used, and why."""
+    """A skipped row and its reason."""
 
     row: int
     reason: str
@@ -58,9 +58,9 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What a prompt source held. `len(prompts) + len(skipped) == rows`; no row is dropped in silence.
+    """The prompts of a source. `len(prompts) + len(skipped) == rows`.
 
-    more: whether it has rows beyond those that were asked for. from_text: how many rows were `text`.
+    more: whether the source has rows beyond the limit. from_text: number of rows with `text`.
     """
 
     source: str
@@ -78,7 +78,7 @@ class PromptSet:
 
 
 class Reasons:
-    """Counts of reasons that differ only in their figures, with the first row that gave each."""
+    """Counts of reasons. Reasons that differ only in their numbers count as one."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, str]] = {}
@@ -91,11 +91,11 @@ class Reasons:
         self._counts[kind] += 1
 
     def total(self) -> int:
-        """How many rows were counted, whatever the reason."""
+        """Number of rows, whatever the reason."""
         return self._counts.total()
 
     def lines(self, outcome: str) -> list[str]:
-        """One line per reason: how many rows had this `outcome`, and the first of them with its own figures."""
+        """One line per reason: the number of rows with this `outcome`, and the first of them."""
         return [
             f"{count} {outcome}: {self._first[kind][1]} "
             f"(row {self._first[kind][0]}{', the first' if count > 1 else ''})"
@@ -105,12 +105,12 @@ class Reasons:
 
 @dataclass
 class PromptReader:
-    """Makes prompts of the rows of one source, one at a time.
+    """Turn the rows of one source into prompts, one at a time.
 
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first `prompt_tokens`
-    tokens are the prompt); optional `id` and `domain`. Rows in the formats of ShareGPT and Alpaca are read as
-    `messages`. `unread` collects what rows hold beside that, with the first row that has it; `from_text` counts the
-    rows with `text`. Without `whole_chats` a chat need not fit `max_tokens`: the caller asks turn by turn.
+    tokens are the prompt); optional `id` and `domain`. ShareGPT and Alpaca rows are read as `messages`.
+    unread: other keys that could be meant for the prompt, with the first row that has them. from_text: number of rows
+    with `text`. whole_chats: whether a chat must fit `max_tokens`; if not, the caller generates turn by turn.
     """
 
     source: str
@@ -123,7 +123,7 @@ class PromptReader:
     from_text: int = 0
 
     def read(self, record: Record) -> Prompt | Skipped:
-        """The prompt of a row, or why it is not used; InputError for a row that cannot be understood."""
+        """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot be read."""
         row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
         if free_rows(self.source) is not None:
             return Prompt(f"free-{record.number}", "general", self._begun(record.number), record.number, True)
@@ -144,8 +144,8 @@ class PromptReader:
         return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
-        """The tokens that text `number` begins with: BOS, or EOS, which models without a BOS have between texts; for
-        `token:N` also one token of the vocabulary, drawn uniformly, and always the same for the same number.
+        """The first tokens of free text `number`: BOS, or EOS for models without a BOS. `token:N` adds one token of the
+        vocabulary, drawn uniformly by `number`.
         """
         first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
         if first is None:
@@ -158,7 +158,7 @@ class PromptReader:
         return int(first), token
 
     def warn_unread(self) -> None:
-        """One warning that names what the rows hold and the prompts were made without."""
+        """Warn once of keys that the prompts were made without."""
         if self.unread:
             names = ", ".join(f"{name} (first in row {number})" for name, number in self.unread.items())
             log.warning("%s: its rows hold %s; the prompts are made without them", self.source, names)

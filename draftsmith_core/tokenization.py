@@ -85,8 +85,7 @@ def encode_messages(
 ) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, by the tokenizer's chat template.
 
-    messages and tools go to the template as they are. Raises InputError, beginning with `where`, where there is no
-    template, and for a chat that it refuses.
+    Raise InputError, beginning with `where`, without a template and for a chat that it refuses.
     """
     encoded = _apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)
     ids: list[int] = list(encoded["input_ids"])
@@ -101,8 +100,7 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where
 def _apply_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
     if tokenizer.chat_template is None:
         raise InputError(
-            f"{where}: key 'messages': the tokenizer of {tokenizer.name_or_path} has no chat template; name one with "
-            f"--chat_template FILE, or put it beside the tokenizer as chat_template.jinja"
+            f"{where}: key 'messages': the tokenizer has no chat template; name one with --chat_template FILE"
         )
     try:
         return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, **options)
