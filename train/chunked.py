@@ -244,12 +244,12 @@ def token_measures(
     weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
     task = _Task(projection, teacher, tokens_N, None, objective, chunk_size(weight_VH, teacher, chunk), False, True)
     none = torch.zeros(0, device=hidden_NH.device)
-    found = [(none, none, none)]
+    measures = [(none, none, none)]
     for rows in task.chunks():
         logits_CV = F.linear(hidden_NH[rows].to(dtype), weight, bias)
         draft_CV, target_CV = task.both_logits(logits_CV, rows)
         loss_C = objective.loss(draft_CV, target_CV, tokens_N[rows])
         zero_C = torch.zeros_like(loss_C)
-        found.append((loss_C, *((zero_C, zero_C) if target_CV is None else task.measure(draft_CV, target_CV, rows))))
-    loss_N, alpha_N, missing_N = map(torch.cat, zip(*found, strict=True))
+        measures.append((loss_C, *((zero_C, zero_C) if target_CV is None else task.measure(draft_CV, target_CV, rows))))
+    loss_N, alpha_N, missing_N = map(torch.cat, zip(*measures, strict=True))
     return loss_N, alpha_N, missing_N

@@ -66,7 +66,7 @@ class Examples:
     left_out: int = 0
 
     def __len__(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return len(self.valid_tokens)
 
 
@@ -236,7 +236,7 @@ def packed(examples: Examples, seed: int) -> Examples:
 def with_replay(examples: Examples, replay: Examples) -> Examples:
     """Append the units of `replay`, for `train.mixture.units` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
-    parts = [each.rows if stored else each.rows.select_columns(_COLUMNS) for each in (examples, replay)]
+    parts = [side.rows if stored else side.rows.select_columns(_COLUMNS) for side in (examples, replay)]
     domains = groups = None
     if examples.domains is not None:
         domains = np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1))

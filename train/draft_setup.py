@@ -120,7 +120,7 @@ def _with_draft_vocabulary(
 ) -> PreTrainedModel:
     """Attach the draft vocabulary that the language model has on disk, or that the options ask for."""
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
-    whole = min(vocabulary_size(each) for each in (model, target) if each is not None)
+    whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
     known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
     if known is not None and config.head.draft_vocab_size is not None:
         check_draft_vocabulary("head.draft_vocab_size", config.head.draft_vocab_size, whole, config.draft)

@@ -167,13 +167,13 @@ class StateMemory:
         self.bytes = 0
         self._held: dict[bytes, Tensor] = {}
 
-    def states(self, name: str, ids_T: Tensor, first: int, make: Callable[[], Tensor]) -> Tensor:
-        """What the model called `name` makes of a document from position `first` on: held from before, or made now."""
+    def states(self, name: str, ids_T: Tensor, first: int, make: Callable[[], list[Tensor]]) -> Tensor:
+        """Last states of a document from position `first` on, of the model `name`: held, or the last of `make`."""
         tokens = ids_T.cpu().numpy().tobytes()
         key = hashlib.blake2b(b"%s %d %s" % (name.encode(), first, tokens), digest_size=16).digest()
         states = self._held.get(key)
         if states is None:
-            states = make()
+            states = make()[-1][first:]
             if self.bytes + states.nbytes <= self.max_bytes:
                 # A copy, because a part of a tensor keeps all of it.
                 self._held[key] = states = states.clone()
@@ -238,41 +238,37 @@ class FrozenTarget:
         for row, start, stop in documents(batch):
             ids_T = batch.ids_BT[row, start:stop]
             first = int((batch.labels_BT[row, start:stop] != IGNORE).nonzero()[0])
-            make = partial(self._alone_from, ids_T, first)
-            last_BTH[row, start + first : stop] = memory.states(self.name, ids_T, first, make)
+            last_BTH[row, start + first : stop] = memory.states(self.name, ids_T, first, partial(self._alone, ids_T))
         return last_BTH
-
-    def _alone_from(self, ids_T: Tensor, first: int) -> Tensor:
-        return self._alone(ids_T)[-1][first:]
 
     def _cached(self, batch: Batch, cache: FeatureCache) -> list[Tensor]:
         states_LBTH = self._empty(batch, len(cache.layers), cache.dtype)
         for row, start, stop in documents(batch):
             ids_T = batch.ids_BT[row, start:stop]
             ids = ids_T.tolist()
-            found_LTH = cache.get(ids)
-            if found_LTH is None:
-                found_LTH = torch.stack([state.to(cache.dtype) for state in self._alone(ids_T)])
-                cache.put(ids, found_LTH)
-            states_LBTH[:, row, start:stop] = found_LTH.to(states_LBTH.device)
+            states_LTH = cache.get(ids)
+            if states_LTH is None:
+                states_LTH = torch.stack([state.to(cache.dtype) for state in self._alone(ids_T)])
+                cache.put(ids, states_LTH)
+            states_LBTH[:, row, start:stop] = states_LTH.to(states_LBTH.device)
         return list(states_LBTH)
 
 
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
     """(row, first token, one past its last token) of every document of a batch."""
-    found = []
+    spans = []
     if batch.documents_BT is None:
         for row, labels_T in enumerate(batch.labels_BT):
             valid = (labels_T != IGNORE).nonzero()
             if len(valid):
                 # The last label is the document's last token, which stands one place after it.
-                found.append((row, 0, int(valid[-1]) + 2))
-        return found
+                spans.append((row, 0, int(valid[-1]) + 2))
+        return spans
     for row, documents_T in enumerate(batch.documents_BT.tolist()):
         for number in range(max(documents_T) + 1):
             start = documents_T.index(number)
-            found.append((row, start, start + documents_T.count(number)))
-    return found
+            spans.append((row, start, start + documents_T.count(number)))
+    return spans
 
 
 def freeze(

@@ -97,12 +97,13 @@ def global_batch(job: TrainingJob, step: int) -> list[tuple[list[int], list[int]
     """
     config, world = job.config, job.world
     size = config.batch_size * config.accumulation * world.size
+    places = np.arange(step * size, (step + 1) * size)
     first, last = step * size, (step + 1) * size
     rows = units(job.training, first, last, config.seed, config.replay_fraction, config.mixing_temperature)
     shape = (config.accumulation, world.size, config.batch_size)
-    places = np.arange(step * size, (step + 1) * size)
-    mine = [each.reshape(shape)[:, world.accelerator.process_index].tolist() for each in (rows, places)]
-    return list(zip(*mine, strict=True))
+    process = world.accelerator.process_index
+    rows_of, places_of = (indices.reshape(shape)[:, process].tolist() for indices in (rows, places))
+    return list(zip(rows_of, places_of, strict=True))
 
 
 def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
@@ -181,7 +182,7 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
 
 @torch.no_grad()
 def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
-    """Held-out loss, and held-out alpha and tau when there is a teacher, per valid token over all processes."""
+    """Held-out loss per valid token over all processes; with a teacher, alpha and tau too."""
     job.trainee.eval()
     total: Tensor | None = None
     for rows, counts in _heldout_batches(job):
@@ -197,7 +198,7 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
 
 
 def _heldout_batches(job: TrainingJob) -> Iterator[tuple[list[int], bool]]:
-    """This process's batches of held-out units, and whether each counts.
+    """This process's batches of held-out units, and whether a batch counts.
 
     With sharded weights every process must run as many forwards; one with fewer batches repeats the last, not counted.
     """
@@ -319,13 +320,13 @@ class Metrics:
         self.path = path
         self.accelerator = accelerator
         if accelerator.is_main_process:
-            kept = []
+            done = []
             if step > 0:
                 lines = path.read_text().splitlines() if path.exists() else []
                 # A kill may have cut the last line short; it is then of a step after the checkpoint.
-                kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+                done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
             # Atomic, because these lines are of steps that are not done again: a kill in here must not lose them.
-            write_text_atomic(path, "".join(line + "\n" for line in kept))
+            write_text_atomic(path, "".join(line + "\n" for line in done))
 
     def write(self, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
         """Append figures; the tracker also gets those that depend on the machine (`clock`)."""

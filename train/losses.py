@@ -197,17 +197,17 @@ def adaspec_weights(gain_N: Tensor, sequence_N: Tensor, keep: float) -> Tensor:
     """Weights `[N]`, fp32, of the tokens that AdaSPEC selects (Hu et al., NeurIPS 2025, section 3).
 
     gain_N: the draft's loss less the reference draft's, per token; sequence_N: the sequence of each token, ascending.
-    Kept are the ceil(keep * n) tokens of largest gain of each sequence of n tokens (the paper takes them from the whole
-    batch), each with weight n / kept. So what is kept, and the sum of weights (all valid tokens), do not depend on how
+    Select the ceil(keep * n) tokens of largest gain of each sequence of n tokens (the paper takes them from the whole
+    batch), with weight n / selected. So the selection, and the sum of weights (all valid tokens), do not depend on how
     the sequences of a step are divided into batches and processes (law 6). Ties go to the earlier token.
     """
     weights_N = torch.zeros_like(gain_N, dtype=torch.float32)
     _, lengths_S = torch.unique_consecutive(sequence_N, return_counts=True)
     start = 0
     for length in lengths_S.tolist():
-        kept = math.ceil(round(keep * length, 6))
-        chosen = gain_N[start : start + length].sort(descending=True, stable=True).indices[:kept]
-        weights_N[start + chosen] = length / kept
+        selected = math.ceil(round(keep * length, 6))
+        chosen = gain_N[start : start + length].sort(descending=True, stable=True).indices[:selected]
+        weights_N[start + chosen] = length / selected
         start += length
     return weights_N
 

@@ -88,11 +88,10 @@ class Answerer:
 
 
 def _prompt(examples: Examples, row: int) -> list[int]:
-    found = examples.rows[row]
-    prompt: list[int] = found["prompt_ids"]
+    prompt: list[int] = examples.rows[row]["prompt_ids"]
     if prompt:
         return prompt
-    text: list[int] = found["response_ids"]
+    text: list[int] = examples.rows[row]["response_ids"]
     return text[: max(1, min(len(text), examples.max_length) // 4)]
 
 

@@ -1,4 +1,4 @@
-"""Several documents in one row: which ones, and how a model is kept from attending across them.
+"""Pack several documents into a row, and keep a model from attending across them.
 
 Legend: B rows, T tokens, R documents.
 """
@@ -83,7 +83,7 @@ def _options(method: PackingMethod, positions_BT: Tensor, documents_BT: Tensor, 
 
 
 def forward_options(batch: "Batch", method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What to pass to a model's forward beside the ids. method: of this model, None if it was not made for packing."""
+    """Arguments of a model's forward beside the ids. method: of this model, if batches are packed."""
     if batch.positions_BT is None or batch.documents_BT is None:
         return {}
     assert method is not None, "this trainee was not built for packed batches"
@@ -105,7 +105,7 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     was_training = model.training
     model.eval()
     wanted = _states(model, alone_BT, {})
-    found: PackingMethod | None = None
+    working: PackingMethod | None = None
     # A mask of ours would replace the model's own, and with it a sliding window.
     methods: tuple[PackingMethod, ...] = ("positions",)
     if not getattr(config, "sliding_window", None):
@@ -122,14 +122,14 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
         scale = wanted.abs().max()
         apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
         if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
-            found = method
+            working = method
             break
     model.train(was_training)
-    if found is None:
+    if working is None:
         raise InputError(
             f"packing: {name} ({type(model).__name__}) cannot keep packed documents apart; set packing to false"
         )
-    return found
+    return working
 
 
 def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:

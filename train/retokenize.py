@@ -21,11 +21,11 @@ def other_tokenizer(config: TrainConfig, data: Tokenizer | None) -> tuple[Vocabu
     if not config.heterogeneous_vocab:
         return None, data
     assert config.draft is not None and config.target is not None and data is not None
-    own = load_tokenizer(config.draft, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.draft, config.trust_remote_code)
     sizes = [_size(name, config.trust_remote_code) for name in (config.target, config.draft)]
-    if first_difference(data, own, min(sizes)) is None:
+    if first_difference(data, tokenizer, min(sizes)) is None:
         return None, data
-    return map_vocabulary(data, own, *sizes, source=config.draft), own
+    return map_vocabulary(data, tokenizer, *sizes, source=config.draft), tokenizer
 
 
 def _size(name: str, trust_remote_code: bool) -> int:

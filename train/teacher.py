@@ -4,13 +4,16 @@ A draft may know fewer tokens than its target, or more: vocabularies are padded 
 keeps the commonest tokens only. Losses compare distributions over the draft's tokens, the target's renormalised there;
 acceptance is against the target's whole distribution, whose share outside the draft's vocabulary is always rejected.
 
+`logits(rows, draft_CV)` of a teacher returns its logits `[C, V]` for some rows, without gradient; the caller may
+overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that `is_partial` returns log-
+probabilities, whose exponentials add up to less than one if the target gives mass to tokens that the draft lacks.
+
 Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary of the draft, W vocabulary of the target,
 K stored tokens per position, T tokens.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +25,6 @@ from draftsmith_core.errors import InputError
 
 # Logarithm of a negligible mass that does not underflow to zero in fp32.
 _NEGLIGIBLE_LOG_MASS = -80.0
-
-
-class Teacher(Protocol):
-    """Gives the target's logits for some rows at a time."""
-
-    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, V]`, no gradient; the caller may overwrite it. `draft_CV` are the draft's logits at the same rows.
-
-        Of a teacher that `is_partial` they are log-probabilities whose exponentials add up to less than one where the
-        target gives mass to tokens that the draft does not have.
-        """
-        ...
-
-    def select(self, rows_M: Tensor) -> "Teacher":
-        """The teacher of these rows only."""
-        ...
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -111,7 +98,7 @@ class StoredTeacher:
 
     def to(self, device: torch.device) -> "StoredTeacher":
         """A copy with all tensors on `device`."""
-        return StoredTeacher(*(each.to(device) for each in vars(self).values()))
+        return StoredTeacher(*(part.to(device) for part in vars(self).values()))
 
     def select(self, rows_M: Tensor) -> "StoredTeacher":
         """The teacher of these rows only."""
@@ -122,7 +109,7 @@ class StoredTeacher:
 class ReducedTeacher:
     """A teacher for a draft that has only some of the target's tokens: these ids, in the draft's order."""
 
-    whole: Teacher
+    whole: "Teacher"
     ids: Tensor | slice
 
     @torch.no_grad()
@@ -144,7 +131,7 @@ class WidenedTeacher:
     Decoding cuts those off the draft's distribution, so acceptance is measured without them.
     """
 
-    narrow: Teacher
+    narrow: "Teacher"
     size: int
 
     @torch.no_grad()
@@ -156,6 +143,9 @@ class WidenedTeacher:
     def select(self, rows_M: Tensor) -> "WidenedTeacher":
         """The teacher of these rows only."""
         return WidenedTeacher(self.narrow.select(rows_M), self.size)
+
+
+Teacher = LiveTeacher | StoredTeacher | ReducedTeacher | WidenedTeacher
 
 
 def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:

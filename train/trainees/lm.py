@@ -1,4 +1,4 @@
-"""A draft that is a language model of its own, trained on data or on its target's distributions.
+"""A draft language model, trained on data or on its target's distributions.
 
 Legend: B rows, T tokens, N valid response tokens, M selected ones of them, H hidden size, V vocabulary.
 """
@@ -98,8 +98,8 @@ class LMTrainee(nn.Module):
             return sums
         before = replace(self.anchor.projection, rows_D=self.ids_D)
         base = LiveTeacher(self._states(self.anchor, batch, rows_N), before)
-        kept = self._projected(replace(valid, teacher=base, weights_N=None), self.anchor_objective, alpha=False)
-        return sums._replace(loss=sums.loss + kept.loss)
+        pull = self._projected(replace(valid, teacher=base, weights_N=None), self.anchor_objective, alpha=False)
+        return sums._replace(loss=sums.loss + pull.loss)
 
     def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
         return _at(frozen.read(batch, self.training)[1], rows_N)
