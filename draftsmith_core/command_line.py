@@ -71,16 +71,19 @@ def _read_words(argv: list[str], table: dict[str, Option]) -> dict[str, list[str
             raise InputError(f"{word!r}: unexpected word; options are written --key value")
     typed: dict[str, list[str]] = {}
     for key, texts, equals in groups:
-        if key not in table and key not in ("config", *_SWITCHES):
-            raise InputError(f"--{key}: unknown option{_nearest(key, ['config', *_SWITCHES, *table], '--')}")
         many, switch = key in table and table[key].many, key in table and table[key].switch
         most = len(texts) if many else 0 if key in _SWITCHES and not equals else 1
-        if switch and texts and texts[0] not in ("true", "false"):
-            raise InputError(f"--{key}: expected true or false, got {texts[0]!r}")
-        if len(texts) > most:
-            raise InputError(f"{texts[most]!r}: unexpected word after --{key}")
-        if not texts and not switch and key not in _SWITCHES:
-            raise InputError(f"--{key}: needs a value")
+        problem = ""
+        if key not in table and key not in ("config", *_SWITCHES):
+            problem = f"--{key}: unknown option{_nearest(key, ['config', *_SWITCHES, *table], '--')}"
+        elif switch and texts and texts[0] not in ("true", "false"):
+            problem = f"--{key}: expected true or false, got {texts[0]!r}"
+        elif len(texts) > most:
+            problem = f"{texts[most]!r}: unexpected word after --{key}"
+        elif not texts and not switch and key not in _SWITCHES:
+            problem = f"--{key}: needs a value"
+        if problem:
+            raise InputError(problem)
         typed[key] = (typed.get(key, []) if many or key == "config" else []) + (texts or ["true"])
     return typed
 
@@ -97,13 +100,12 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
     """Merge a YAML file into `values`; return where each key stands: `{dotted key: "file:line"}`."""
     try:
         root = yaml.compose(Path(name).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{name}:{line}: not valid YAML ({error.problem})") from None
     except OSError as error:
         raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--config {name}: not valid YAML ({one_line(error)})") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise InputError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or one_line(error)})") from None
     if not isinstance(root, yaml.MappingNode):
         raise InputError(f"--config {name}: expected `key: value` lines")
     places: dict[str, str] = {}
@@ -121,20 +123,23 @@ def _read_mapping(
 ) -> None:
     for key_node, node in root.value:
         key, where = f"{prefix}{key_node.value}", f"{name}:{key_node.start_mark.line + 1}"
+        problem = ""
         if key in places:
-            raise InputError(f"{where}: {key}: stands twice in the file ({places[key]}); keep one")
-        places[key] = where
-        if key in table:
+            problem = f"stands twice in the file ({places[key]}); keep one"
+        elif key in table:
             try:
                 put(values, key, yaml.constructor.SafeConstructor().construct_document(node))
             except (ValueError, yaml.YAMLError) as error:
-                raise InputError(f"{where}: {key}: {getattr(error, 'problem', None) or error}") from None
+                problem = str(getattr(error, "problem", None) or error)
         elif not any(known.startswith(f"{key}.") for known in table):
-            raise InputError(f"{where}: {key}: unknown key{_nearest(key, list(table))}")
+            problem = f"unknown key{_nearest(key, list(table))}"
         elif isinstance(node, yaml.MappingNode):
             _read_mapping(node, name, f"{key}.", table, values, places)
         else:
-            raise InputError(f"{where}: {key}: expected indented `key: value` lines below it")
+            problem = "expected indented `key: value` lines below it"
+        if problem:
+            raise InputError(f"{where}: {key}: {problem}")
+        places[key] = where
 
 
 def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
