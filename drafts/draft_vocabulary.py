@@ -1,4 +1,4 @@
-"""Drafts that have an output row for the commonest tokens only, their draft vocabulary; the others they never draft.
+"""Draft vocabularies: drafts with output rows for the commonest tokens only, which never draft the others.
 
 At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per token, and most of its
 rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, has the same in its heads). EAGLE-3 heads

@@ -1,4 +1,4 @@
-"""Drafts made of other drafts by adding up their weights, as `MergeConfig` describes. Nothing is trained.
+"""Merge drafts by adding up their weights, as `MergeConfig` describes. Nothing is trained.
 
 Interpolating between a draft and what it was aligned from keeps much of what the base knew out of distribution
 (WiSE-FT, arXiv 2109.01903; model soups, arXiv 2203.05482; task vectors, arXiv 2212.04089).
@@ -61,8 +61,8 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
 def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     """Write the merged draft to `config.out`; returns the summary, a dictionary.
 
-    The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of what it was made of
-    and with which weights, and the hashes of all the prompts that any of them was trained on.
+    The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of its parts and their
+    weights, and the hashes of all prompts that any part was trained on.
     """
     out, sources = Path(config.out), config.sources()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,8 +1,8 @@
 """What each engine checks of a pair, and what each layout cannot say of a head: `RULES`, one table.
 
 `doctor` and `export` apply it. A rule of a language model is what the engine itself checks when it loads a pair (its
-sources, November 2026). A rule of a head names what the layout has no word for, so that the engine would compute other
-logits without an error.
+sources, November 2026). A rule of a head names what a layout cannot express: its engine would compute other logits
+without an error.
 """
 
 from collections.abc import Callable, Set
@@ -18,7 +18,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
 from draftsmith_core.tokenization import Tokenizer
 
-# vLLM takes a draft for a head of such a kind when its path has one of these in it, whatever the files say.
+# vLLM takes a draft for a head if its path contains one of these, whatever the files say.
 PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
 # common/speculative.cpp of llama.cpp.
 _LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
@@ -202,7 +202,7 @@ RULES: tuple[Rule, ...] = (
     Rule({"transformers"}, _LM, _sizes_differ,
          "{p.sizes}", "it then wants both tokenizers (universal assisted decoding, another method)"),
     Rule({"vllm"}, _LM, _path_trap,
-         "the draft's path has '{x}' in it, by which it takes it for such a head", "rename the directory"),
+         "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
     Rule({"vllm"}, _LM, _sizes_differ, "{p.sizes}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
          "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),

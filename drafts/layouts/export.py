@@ -79,7 +79,9 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
     path = str(Path(config.out).resolve()).lower()
     trap = next((word for word in PATH_TRAPS if word in path), None)
     if config.format == "hf" and trap is not None:
-        remarks.append(f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename it for vLLM")
+        remarks.append(
+            f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename the directory for vLLM"
+        )
     return remarks
 
 
