@@ -48,9 +48,9 @@ class Layout:
     title: str
     kind: str
     names: Mapping[str, str]
-    """Name in the file -> name in our state dict. Where two of theirs stand for one of ours, the first is written."""
+    """Name in the file -> name in our state dict. If several stand for one of ours, the first is written."""
     prefix: str = ""
-    """Dropped from the names in a file."""
+    """Removed from the names in a file."""
     known: Callable[[Values, Names], bool] = lambda values, names: False
     """Whether config.json describes such a head; asks for tensor names only if the config does not tell."""
     read: Callable[[HeadFiles], None] = lambda files: None
@@ -60,8 +60,9 @@ class Layout:
     format: str | None = None
     """The `export --format` that writes it."""
     readers: str = ""
+    """Who reads the layout, for the proof of an export: "vLLM reads"."""
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """Names and shapes of the tensors that the readers' loaders look for, from their sources."""
+    """Tensors that the readers' loaders look for, from their sources: name -> sizes, with a condition after `if`."""
     embedding: str = "never"
     """When the target's table of embeddings is written: never, always, or if it is scaled (the Gemma family)."""
     config: Callable[[dict[str, Any], Any], dict[str, Any]] = lambda ours, source: ours
