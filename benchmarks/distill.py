@@ -322,9 +322,9 @@ def _busy(way: Callable[[], Any], prompts: int) -> float | None:
         live.append((begun[0], run.live))
         return step(run)
 
-    def counting(run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any) -> None:
+    def counting(run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any, **named: Any) -> None:
         begun[0] += len(asked)
-        join(run, decoder, asked, *rest)
+        join(run, decoder, asked, *rest, **named)
 
     BatchRun.step, BatchRun.__init__ = counted, counting  # type: ignore[method-assign]
     try:

@@ -12,9 +12,9 @@ from draftsmith_core.prompts import Prompt, token_runs
 from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, difference, estimate, interval
 from eval.diagnose import BINS, Diagnosis
+from eval.measure import Suite
 from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row, ViewedText
-from eval.suites import Suite
 
 ENTROPY_BITS = (0.5, 1.5, 3.0)
 POSITIONS = (4, 16, 64)

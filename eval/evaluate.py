@@ -19,9 +19,10 @@ from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
-from eval import measure, remarks, rows
+from eval import remarks, rows
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
+from eval.measure import Suite, decoder_of, fit, load_suites
 from eval.measure_all import Cells, Evaluation, measure_all
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
@@ -30,7 +31,6 @@ from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark
-from eval.suites import Suite, fit, load_suites
 from eval.tracking import track
 
 
@@ -124,7 +124,7 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     for name, draft in pair.drafts.items():
         try:
             for method in request.methods:
-                measure.decoder_of(pair.target, draft, method)
+                decoder_of(pair.target, draft, method)
         except ValueError as error:
             raise InputError(f"--draft {name}: {error}") from None
         if isinstance(draft, PreTrainedModel):

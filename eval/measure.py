@@ -1,11 +1,11 @@
-"""Decoding for real: the target alone, then every draft against it, counted per prompt and timed.
+"""Prompt sets, and decoding for real on them: the target alone, then every draft against it, counted and timed.
 
 Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order of the prompts.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
 import torch
@@ -13,13 +13,17 @@ from transformers import PreTrainedModel
 
 from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree
 from drafts.load import Draft, kind_of
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import hash_json
 from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
-from draftsmith_core.prompts import Prompt
+from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith_core.tokenization import Tokenizer
 from eval.acceptance import Continuation
 from eval.request import Method
+from eval.schema import SuiteKind
 
 WARM_UP_TOKENS = 8
 # Prompts that tell drafting from verifying, and the most nodes of the tree of one level.
@@ -34,6 +38,70 @@ class Identical(TypedDict):
     same: int
     of: int
     largest_gap: float | None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (row or prompt, reason).
+
+    more: as in `PromptSet`.
+    """
+
+    name: str
+    kind: SuiteKind
+    source: str
+    prompts: tuple[Prompt, ...]
+    skipped: tuple[tuple[str, str], ...]
+    rows: int
+    more: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Hash of prompt ids and tokens, which kept measurements depend on."""
+        return hash_json([[prompt.id, list(prompt.ids)] for prompt in self.prompts])
+
+
+def load_suites(
+    id_sets: dict[str, str], ood_sets: dict[str, str], tokenizer: Tokenizer, *, prompt_tokens: int, limit: int
+) -> list[Suite]:
+    """Read every set, ID sets first."""
+    suites = []
+    kinds: list[tuple[SuiteKind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
+    for kind, name, source in [(kind, *item) for kind, sets in kinds for item in sets.items()]:
+        read = read_prompts(source, tokenizer, domain=name, prompt_tokens=prompt_tokens, limit=limit)
+        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
+        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
+    return suites
+
+
+def fit(suites: Sequence[Suite], max_new_tokens: int, contexts: dict[str, int | None]) -> list[Suite]:
+    """Skip the prompts that leave some model no room for `max_new_tokens`, and record which model.
+
+    `contexts` maps a model's name to its context length (None: unknown). A prompt that does not fit one draft is
+    skipped for all, because drafts are compared on the same prompts.
+    """
+    limits = {name: length for name, length in contexts.items() if length is not None}
+    if not limits:
+        return list(suites)
+    tightest, limit = min(limits.items(), key=lambda item: item[1])
+    fitted = []
+    for suite in suites:
+        kept = tuple(prompt for prompt in suite.prompts if len(prompt.ids) + max_new_tokens <= limit)
+        if not kept:
+            raise InputError(
+                f"{suite.source}: no prompt leaves {max_new_tokens} new tokens within the {limit} of {tightest}; "
+                "lower --max_new_tokens or use shorter prompts"
+            )
+        long = tuple(
+            (
+                f"prompt {prompt.id}",
+                f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed the {limit} of {tightest}",
+            )
+            for prompt in suite.prompts
+            if len(prompt.ids) + max_new_tokens > limit
+        )
+        fitted.append(replace(suite, prompts=kept, skipped=suite.skipped + long))
+    return fitted
 
 
 class BaselineMeasurement(TypedDict):

@@ -12,17 +12,16 @@ from draftsmith_core.processes import from_main
 from draftsmith_core.progress import Advance, no_advance, progress
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling
-from eval import measure
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.estimate import AlphaMeasurement, measure_alphas
 from eval.headroom import RootStep
+from eval.measure import SpeedMeasurement, Suite, Task, continuations
 from eval.model_rows import identity, machine
 from eval.predict import predicted_methods
 from eval.request import EvalRequest, Method
 from eval.rows import Measured
 from eval.schema import ModelRow
-from eval.suites import Suite
 
 # Part of every cell's name: raise it when a code change makes the same request measure something else.
 MEASUREMENT_VERSION = 7
@@ -103,11 +102,11 @@ class Evaluation:
             tick(units)
         return outcome
 
-    def task(self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1) -> measure.Task:
+    def task(self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1) -> Task:
         """The decoding of a suite, or of its first prompts."""
         target, config = self.pair.target, self.config
         rows = suite.prompts[:prompts]
-        return measure.Task(target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size)
+        return Task(target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size)
 
 
 def measure_all(work: Evaluation) -> Measured:
@@ -135,7 +134,7 @@ def _count(work: Evaluation, suite: Suite, sampling: Sampling, measured: Measure
     count = len(suite.prompts)
     baseline = work.cell({"what": "baseline", **common}, count, f"target alone: {where}", task.baseline)
     measured.baselines[suite.name, temperature] = baseline
-    for name, alpha in _alphas(work, sampling, measure.continuations(suite.prompts, baseline), common).items():
+    for name, alpha in _alphas(work, sampling, continuations(suite.prompts, baseline), common).items():
         measured.alphas[suite.name, temperature, name] = alpha
         work.advance(count, f"alpha: {where}")
     for name, draft in work.pair.drafts.items():
@@ -180,7 +179,7 @@ def _alphas(
     return work.cells.get_all(requests, measure_missing)
 
 
-def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> measure.SpeedMeasurement:
+def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
     """Clock times of the target alone and of every draft and method, interleaved, in one process."""
     drafts, methods = work.pair.drafts, work.request.methods
     # Figures of speed lead with the highest temperature and the first lossless method.
@@ -201,7 +200,7 @@ def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> measure.SpeedMe
         len(task.prompts) * (1 + len(drafts) * len(methods)),
         f"timing: {suite.name}, T={sampling.temperature:g}",
     )
-    times: measure.SpeedMeasurement = work.cell(
+    times: SpeedMeasurement = work.cell(
         decides, units, note, partial(task.speed, drafts, methods, costs_of), who="main"
     )
     return times

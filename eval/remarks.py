@@ -15,8 +15,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
+from eval.measure import Suite
 from eval.schema import Conditions, ModelRow, Remark
-from eval.suites import Suite
 
 # Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard similarity).
 SHINGLE, SIMILAR = 5, 0.8

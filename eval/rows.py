@@ -26,7 +26,7 @@ from eval.bootstrap import (
 )
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
-from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement
+from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, Suite
 from eval.predict import predicted_methods, run_interval
 from eval.remarks import SPREAD, loaded
 from eval.request import Method
@@ -46,7 +46,6 @@ from eval.schema import (
     ViewedText,
     definitions,
 )
-from eval.suites import Suite
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}

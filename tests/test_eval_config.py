@@ -10,8 +10,8 @@ from decode import VERIFIERS, DynamicTree, Tree
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Prompt
 from eval.config import EvalConfig
+from eval.measure import Suite, fit
 from eval.request import Method, check
-from eval.suites import Suite, fit
 
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
 

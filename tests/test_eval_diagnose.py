@@ -15,12 +15,12 @@ from eval.acceptance import Continuation
 from eval.bootstrap import bounds, signs
 from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
+from eval.measure import Suite
 from eval.report.page import render_page
 from eval.request import Method
 from eval.results import Results
 from eval.rows import Measured, Setting
 from eval.schema import Row, SuiteKind
-from eval.suites import Suite
 from tests.results_made_up import BASE, BOTH, made_up
 
 V, N = 9, 6
