@@ -289,24 +289,6 @@ def test_gradients_reach_all_of_the_head_and_nothing_else(kind: str) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainee.parameters())
 
 
-@pytest.mark.parametrize("objective", ["fkl", "0.9*lk_hybrid+0.1*ce"])
-@every_kind
-def test_loss_falls_and_acceptance_rises(kind: str, objective: str, target: Any) -> None:
-    trainee = trainee_of(kind, target, objective)
-    optimizer = torch.optim.AdamW(trainee.parameters(), lr=3e-3)
-    batch = batch_of(ROWS)
-    first = trainee(batch)
-    for _ in range(25):
-        optimizer.zero_grad()
-        sums = trainee(batch)
-        (sums.loss / sums.tokens).backward()
-        optimizer.step()
-    last = trainee(batch)
-    assert float(last.loss.detach()) < 0.6 * float(first.loss.detach())
-    possible = float(last.tokens - (last.missing if last.missing is not None else 0))
-    assert possible - float(last.alpha) < 0.75 * (possible - float(first.alpha))
-
-
 def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(target: Any) -> None:
     for kind in FRESH:
         trainee = trainee_of(kind, target)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -244,20 +243,3 @@ def test_training_sees_what_decoding_does(
     drafted_positions = [position for position in range(12) if position % 4 != 3]
     assert distance[:, drafted_positions].amin(0).max() < 1e-4
     assert (distance.amin(1) < 1e-4).sum() >= len(drafted_positions)
-
-
-def test_metrics_keep_the_lines_up_to_the_checkpoint(tmp_path: Path) -> None:
-    from accelerate import Accelerator
-
-    from train.loop import Metrics
-
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": 0, "a": 1.5}, {"step": 1, "a": 2.0}, {"step": 2, "a": 3.0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "a"')
-    accelerator: Any = Accelerator(cpu=True)
-    Metrics(path, accelerator, 1)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
-    Metrics(path, accelerator, 1).write(2, {"a": 4.0})
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "a": 4.0}
-    Metrics(path, accelerator, 0)
-    assert path.read_text() == ""

@@ -245,18 +245,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert result(tmp_path / "both") == before
 
 
-def test_a_damaged_shard_is_one_line(words: list[str], distilled: str, tmp_path: Path, door: Door) -> None:
-    shutil.copytree(distilled, tmp_path / "set")
-    part = next((tmp_path / "set").glob("*.parquet"))
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
-    code, out, err = door(*words, "--data", tmp_path / "set", "--out", tmp_path / "draft")
-    assert (code, out) == (2, "")
-    assert f"{part.name}: is missing, or not the file in the manifest; copy the whole directory again" in last_line(err)
-    assert not (tmp_path / "draft").exists()
-
-
 def lines(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
 
@@ -282,15 +270,6 @@ def test_which_weights_are_best_and_how_many_checkpoints_stay(
         assert records[by]["best_step"] == best[by]["step"]
         assert records[by]["heldout_alpha"] == best[by]["heldout_alpha"]
     assert records["auto"]["best_step"] == records["alpha"]["best_step"]
-
-
-def test_curves(words: list[str], target_dir: str, tmp_path: Path, door: Door) -> None:
-    assert door(*words, "--target", target_dir, "--objective", "fkl", "--out", tmp_path / "d", "--steps", "4")[0] == 0
-    for line in lines(tmp_path / "d"):
-        prefix = "heldout_" if "heldout_loss" in line else ""
-        alpha = line[f"{prefix}alpha"]
-        assert 0 < alpha < 1
-        assert line[f"{prefix}tau"] == pytest.approx((1 - alpha**5) / (1 - alpha))
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -331,44 +331,6 @@ def test_help_fits_three_screens_and_the_drafts_forward_is_near(
     assert counts and max(counts) <= 7
 
 
-def test_a_run_that_has_not_ended_is_no_draft_yet(
-    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, target_dir: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert door(*words)[0] == 0
-    umask = os.umask(0)
-    os.umask(umask)
-    assert {path.stat().st_mode & 0o777 for path in Path("draft").iterdir() if path.is_file()} == {0o666 & ~umask}
-    Path("draft/config.json").unlink()
-    code, _, err = door("decode", "--target", target_dir, "--draft", "draft", "--prompt", "The")
-    assert code == 2
-    assert "draft: holds a training run that has not ended; the same train command continues it" in err
-
-
-def test_a_teacher_is_learnt_from_and_alpha_is_measured(
-    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, distilled: str, target_dir: str, draft_dir: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = (
-        f"train --out draft --data {distilled} --draft {draft_dir} --target {target_dir} --objective fkl "
-        "--max_length 48 --steps 30 --eval_every 10 --batch_size 8 --optim.lr 0.02 --heldout_fraction 0.2 --json"
-    ).split()
-    code, out, err = door(*words, "--device", "cpu")
-    assert code == 0, err
-    lines = [line for line in metrics(tmp_path / "draft") if "heldout_alpha" in line]
-    assert lines[-1]["heldout_loss"] < 0.8 * lines[0]["heldout_loss"]
-    assert lines[-1]["heldout_alpha"] > lines[0]["heldout_alpha"] + 0.02
-    assert all(0 < line["heldout_alpha"] < 1 for line in lines)
-    assert "alpha" in out
-    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
-    assert record["target_fingerprint"]
-    # The draft decodes with its target.
-    code, out, err = door(
-        "decode", "--target", target_dir, "--draft", "draft", "--prompt", "The", "--max_new_tokens", 20
-    )
-    assert code == 0, err
-
-
 def test_a_fresh_model_learns_text(
     tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, draft_dir: str, distilled: str
 ) -> None:
@@ -396,22 +358,10 @@ def test_a_fresh_model_learns_text(
     assert "its hidden_size is 16, other.json says 32" in err
 
 
-SECRET = "0123456789abcdef" * 2 + "deadbeef"
-ENV = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + SECRET}
-
-
-def no_secret(directory: Path, *texts: str) -> None:
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
-    assert SECRET not in "".join(texts)
-    assert {path.name for path in directory.iterdir()} == {"draft"}
-
-
 @pytest.mark.slow
-def test_tensorboard_gets_the_curves_and_no_secret(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+def test_tensorboard_gets_the_curves(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    code, out, err = spawn(*words, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path, env=ENV).wait()
+    code, out, err = spawn(*words, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path).wait()
     assert code == 0, err
     found: dict[str, list[tuple[int, float]]] = {}
     for directory in {path.parent for path in (tmp_path / "draft/run").rglob("events.out.tfevents*")}:
@@ -424,4 +374,3 @@ def test_tensorboard_gets_the_curves_and_no_secret(words: list[str], tmp_path: P
     assert {"heldout_loss", "tokens_per_s", "memory_gib"} <= found.keys()
     # What the clock says is in no file that two runs could be compared by.
     assert "tokens_per_s" not in (tmp_path / "draft/run/metrics.jsonl").read_text()
-    no_secret(tmp_path, out, err)
