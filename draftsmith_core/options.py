@@ -37,8 +37,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, core_schema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from draftsmith_core.errors import InputError
@@ -67,10 +66,8 @@ class Given:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         """Check the values by the types of the configs; a null leaves the option open."""
-        return core_schema.no_info_before_validator_function(
-            _without_nulls,
-            handler.generate_schema(_partial(self.configs, self.without)),
-        )
+        partial: Any = Annotated[_partial(self.configs, self.without), BeforeValidator(_without_nulls)]
+        return handler.generate_schema(partial)
 
 
 def _without_nulls(values: Any) -> Any:
@@ -373,7 +370,7 @@ def reason_of(error: ValidationError) -> tuple[str, str]:
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     text = _REASONS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _REASONS else first["msg"]
     got = first["input"]
-    if first["type"] == "value_error" and isinstance(got, dict | ArgsKwargs):
+    if first["type"] == "value_error" and not isinstance(got, str | int | float | list | None):
         # Raised by a __post_init__, with the key in its message.
         line = f"{key}.{text}" if key else text
         return line.partition(":")[0].removeprefix("--"), line
