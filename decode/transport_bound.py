@@ -32,7 +32,7 @@ def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, drawing: Drawing) -> Te
     Q(H) is then an integral over one variable (see STEP). "top_and_one": the k - 1 most probable tokens and
     one from the others. "deterministic": the k most probable tokens. Tokens without mass in q are never candidates.
     """
-    p_V, q_V = (each.double() / each.double().sum(-1, keepdim=True) for each in (p_V, q_V))
+    p_V, q_V = (law.double() / law.double().sum(-1, keepdim=True) for law in (p_V, q_V))
     if drawing in ("deterministic", "top_and_one"):
         best = q_V.topk(min(k if drawing == "deterministic" else k - 1, q_V.shape[-1]), dim=-1)
         covered = (p_V.gather(-1, best.indices) * (best.values > 0)).sum(-1)

@@ -222,18 +222,18 @@ class StaticTreeSession(NetworkSession):
             return self._grow(depth, logits_BeV, logits_BeV.amax().isfinite(), above, u_BN)
         before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
         optional = [u_BN, *before]
-        inputs = [*call.inputs, *(each for each in optional if each is not None)]
+        inputs = [*call.inputs, *(tensor for tensor in optional if tensor is not None)]
         # What is recorded must hold none of the present tensors: they are other ones in the next step.
-        function, count, present = call.function, len(call.inputs), [each is not None for each in optional]
+        function, count, present = call.function, len(call.inputs), [tensor is not None for tensor in optional]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs[count:])
-            u_BN, live_Be, confidence_Be = (next(rest) if each else None for each in present)
+            u_BN, live_Be, confidence_Be = (next(rest) if given else None for given in present)
             logits_BeV, *state = function(*inputs[:count])
             finite_B = logits_BeV.amax((1, 2)).isfinite()
             known = None if live_Be is None else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
             grown = self._grow(depth, logits_BeV, finite_B, known, u_BN)
-            return *(each for each in grown if each is not None), *state
+            return *(tensor for tensor in grown if tensor is not None), *state
 
         name = ("level", depth, self.plan, self.drawing, self.sampling, tuple(present), call.name)
         outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *inputs))
@@ -250,7 +250,7 @@ class StaticTreeSession(NetworkSession):
         draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
         chain = level.parent_c.numel() == 1
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
-        if above is not None and (stop or any(each.draws > 1 for each in plan.levels[:depth])):
+        if above is not None and (stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])):
             # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
             # or because q has fewer tokens than the node has children, so that a chain without a stop skips this.
             assert above.live_Be is not None
@@ -338,7 +338,7 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
             return draw_top_and_one(q_BeV, u_BeK[..., -1], most)
         # The drawn child is the last one, so that nodes with fewer children are drawn by themselves.
         drawn = [draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)]
-        padded = [torch.nn.functional.pad(each, (0, most - each.shape[1]), value=-1) for each in drawn]
+        padded = [torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1) for tokens in drawn]
         return torch.stack(padded, dim=1)
     if most == 1:
         return draw(q_BeV, u_BeK[..., 0]).unsqueeze(-1)

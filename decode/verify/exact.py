@@ -65,10 +65,10 @@ def _verify_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
     depth = proposal.tree.depth
     walks = follow(proposal, p_BMV.max(-1).indices.tolist())
     return Verdict(
-        torch.tensor([each.emitted + [0] * (depth - len(each.path)) for each in walks]),
-        torch.tensor([each.path + [0] * (depth - len(each.path)) for each in walks], dtype=torch.long),
-        torch.tensor([len(each.path) for each in walks]),
-        torch.tensor([each.is_open for each in walks]),
+        torch.tensor([walk.emitted + [0] * (depth - len(walk.path)) for walk in walks]),
+        torch.tensor([walk.path + [0] * (depth - len(walk.path)) for walk in walks], dtype=torch.long),
+        torch.tensor([len(walk.path) for walk in walks]),
+        torch.tensor([walk.is_open for walk in walks]),
     )
 
 

@@ -139,7 +139,7 @@ def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ..
     # Reading a tree from a device waits for the device, once per tree.
     events_RS, depths_RM, inner_RM = _events(tree)
     (events,), (depths,), (inner,), (groups,) = (
-        each.tolist() for each in (events_RS, depths_RM, inner_RM, tree.groups_RM)
+        array.tolist() for array in (events_RS, depths_RM, inner_RM, tree.groups_RM)
     )
     return tuple((n, depths[n], groups[n], inner[n], e > 0, e < 0) for e in events if (n := abs(e)))
 
