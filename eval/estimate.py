@@ -56,21 +56,6 @@ Sink = RootSums | Diagnoser
 MakeSinks = Callable[[int, Sequence[Continuation]], dict[str, list[Sink]]]
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """What to read. `places`: whether to record each token's place in the draft's order. `names`: the models in error
-    messages; the target's key is "".
-    """
-
-    sampling: Sampling
-    depths: int
-    ranks: Mapping[str, int]
-    places: bool
-    seed: int
-    names: Mapping[str, str]
-    max_logits: int
-
-
 def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
     """Column ranges: everything before `first`, whose logits are not needed, at once; then `width` at a time."""
     edges = [0, first] if first else [0]
@@ -88,64 +73,70 @@ def _groups(rows: Sequence[Continuation], most_tokens: int) -> list[Sequence[Con
     return _groups(rows[:half], most_tokens) + _groups(rows[half:], most_tokens)
 
 
+@dataclass
 class _Reader:
-    """Reads rows side by side, padded on the right, in chunks of columns; for each, the target before the drafts."""
+    """Reads rows side by side, padded on the right, in chunks of columns; for each, the target before the drafts.
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafts: Mapping[str, Draft],
-        rows: Sequence[Continuation],
-        reading: _Reading,
-        sinks: Mapping[str, Sequence[Sink]],
-    ) -> None:
-        self.target, self.drafts, self.rows, self.reading, self.sinks = target, drafts, rows, reading, sinks
+    places: whether to record each token's place in the draft's order. names: the models in error messages; the target's
+    key is "".
+    """
+
+    target: PreTrainedModel
+    drafts: Mapping[str, Draft]
+    sampling: Sampling
+    depths: int
+    ranks: Mapping[str, int]
+    places: bool
+    seed: int
+    names: Mapping[str, str]
+    max_logits: int
+
+    def _begin(self, rows: Sequence[Continuation], sinks: Mapping[str, Sequence[Sink]]) -> None:
+        self.rows, self.sinks = rows, sinks
         texts = [[*row.prompt_ids, *row.output_ids] for row in rows]
         # The last token predicts nothing that is measured, so it is no input.
         shape = len(rows), max(map(len, texts)) - 1
-        ids_BT, next_BT, mask_BT = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
-        wanted_BT = torch.zeros(shape, dtype=torch.bool)
+        self.ids_BT, self.next_BT, self.mask_BT = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
+        self.wanted_BT = torch.zeros(shape, dtype=torch.bool)  # columns that predict a response token
         for b, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            ids_BT[b, : len(text) - 1] = torch.tensor(text[:-1])
-            next_BT[b, : len(text) - 1] = torch.tensor(text[1:])
-            mask_BT[b, : len(text) - 1] = 1
-            wanted_BT[b, len(row.prompt_ids) - 1 : len(text) - 1] = True
-        device = target.device
-        self.ids_BT, self.next_BT, self.mask_BT = ids_BT.to(device), next_BT.to(device), mask_BT.to(device)
-        self.wanted_BT = wanted_BT.to(device)  # columns that predict a response token
+            self.ids_BT[b, : len(text) - 1] = torch.tensor(text[:-1])
+            self.next_BT[b, : len(text) - 1] = torch.tensor(text[1:])
+            self.mask_BT[b, : len(text) - 1] = 1
+            self.wanted_BT[b, len(row.prompt_ids) - 1 : len(text) - 1] = True
+        for key in ("ids_BT", "next_BT", "mask_BT", "wanted_BT"):
+            setattr(self, key, getattr(self, key).to(self.target.device))
         self.prompt_B = torch.tensor([len(row.prompt_ids) for row in rows])
-        longest = max(len(row.output_ids) for row in rows)
-        most = max(reading.ranks.values(), default=1)
+        longest, most = max(len(row.output_ids) for row in rows), max(self.ranks.values(), default=1)
         # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
         self.u_BLK = torch.zeros(len(rows), longest, most, dtype=torch.double)
         for b, row in enumerate(rows if most > 1 else ()):
-            stream = uniforms([generator(row_seed(reading.seed, f"{row.id}/candidates"))], len(row.output_ids) * most)
+            stream = uniforms([generator(row_seed(self.seed, f"{row.id}/candidates"))], len(row.output_ids) * most)
             self.u_BLK[b, : len(row.output_ids)] = stream.view(-1, most)
         # By draft and quantity, `[D, B, L]`, or `[D, B, L, K]` for a rule with several candidates.
         self.values: dict[str, dict[str, Any]] = {}
-        for name, draft in drafts.items():
-            depths = 1 if isinstance(draft, PreTrainedModel) else reading.depths
-            flat = {key: np.zeros((1, len(rows), longest)) for key in ("alpha", "greedy", "match", "missing")}
-            deep = {key: np.zeros((depths, len(rows), longest)) for key in ("ratio", "belief")}
-            ranks = {rule: np.zeros((depths, len(rows), longest, count)) for rule, count in reading.ranks.items()}
-            self.values[name] = flat | deep | {"place": np.full((depths, len(rows), longest), np.inf)} | ranks
+        for name, draft in self.drafts.items():
+            deep = 1 if isinstance(draft, PreTrainedModel) else self.depths, len(rows), longest
+            values = {key: np.zeros((1, *deep[1:])) for key in ("alpha", "greedy", "match", "missing")}
+            values |= {"ratio": np.zeros(deep), "belief": np.zeros(deep), "place": np.full(deep, np.inf)}
+            self.values[name] = values | {rule: np.zeros((*deep, count)) for rule, count in self.ranks.items()}
 
     @torch.inference_mode()
-    def read(self) -> dict[str, list[Trace]]:
-        """Return the traces of the rows by draft, from one forward of each model over all tokens."""
-        target, drafts, (rows, columns) = self.target, self.drafts, self.ids_BT.shape
+    def read(self, rows: Sequence[Continuation], sinks: Mapping[str, Sequence[Sink]]) -> dict[str, list[Trace]]:
+        """Return the traces of some rows by draft, from one forward of each model over all tokens."""
+        self._begin(rows, sinks)
+        target, drafts, (count, columns) = self.target, self.drafts, self.ids_BT.shape
         vocabulary = vocabulary_size(target)
         heads = any(not isinstance(draft, PreTrainedModel) for draft in drafts.values())
         # A head's deeper drafts reach over columns, so it reads all of them at once.
         first = 0 if heads else int(self.prompt_B.min()) - 1
-        width = columns if heads else max(1, self.reading.max_logits // (rows * vocabulary))
+        width = columns if heads else max(1, self.max_logits // (count * vocabulary))
         caches: dict[str, Any] = dict.fromkeys(["", *drafts])
         for start, stop in _chunks(first, columns, width):
             keep = 1 if stop <= first else 0
             out = target(
                 input_ids=self.ids_BT[:, start:stop],
                 attention_mask=self.mask_BT[:, :stop],
-                position_ids=torch.arange(start, stop, device=target.device).expand(rows, -1),
+                position_ids=torch.arange(start, stop, device=target.device).expand(count, -1),
                 past_key_values=caches[""],
                 use_cache=True,
                 output_hidden_states=heads,
@@ -162,22 +153,22 @@ class _Reader:
                         self._read_draft(name, fit_vocabulary(logits, vocabulary).to(target.device), 0)
                 elif not keep:
                     alone_B = self.prompt_B == 1
-                    unrolled = draft_logits(draft, out.hidden_states, self.ids_BT, alone_B, self.reading.depths)
+                    unrolled = draft_logits(draft, out.hidden_states, self.ids_BT, alone_B, self.depths)
                     for depth, logits in enumerate(unrolled):
                         self._read_draft(name, fit_vocabulary(logits, vocabulary), depth)
-        return {name: [self._trace(name, b) for b in range(rows)] for name in drafts}
+        return {name: [self._trace(name, b) for b in range(count)] for name in drafts}
 
     def _read_target(self, logits_BCV: Tensor, start: int) -> None:
         """Begin a chunk at column `start`: keep p at its wanted columns."""
         self.start = start
         self.wanted_BC = self.wanted_BT[:, start : start + logits_BCV.shape[1]]
-        self.p_NV = probs(self._finite("", logits_BCV, self.wanted_BC), self.reading.sampling)
+        self.p_NV = probs(self._finite("", logits_BCV, self.wanted_BC), self.sampling)
         self.number_BC = torch.zeros_like(self.wanted_BC, dtype=torch.long)
         self.number_BC[self.wanted_BC] = torch.arange(len(self.p_NV), device=self.p_NV.device)
 
     def _read_draft(self, name: str, logits_BCV: Tensor, depth: int) -> None:
         """Record the draft's distribution of the token `depth` places after the next one, for each column."""
-        sampling, later_BC = self.reading.sampling, self.wanted_BC.clone()
+        sampling, later_BC = self.sampling, self.wanted_BC.clone()
         if depth:
             later_BC[:, :-depth] &= self.wanted_BC[:, depth:]
             later_BC[:, -depth:] = False
@@ -190,7 +181,7 @@ class _Reader:
         x_N1 = self.next_BT[at_b, at_c + self.start + depth].unsqueeze(1)
         values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
         values["belief"] = chosen_NV.float().softmax(-1).gather(1, x_N1) if sampling.greedy else q_NV.gather(1, x_N1)
-        if self.reading.places:
+        if self.places:
             own_N1, ids_V = chosen_NV.gather(1, x_N1), torch.arange(chosen_NV.shape[1], device=x_N1.device)
             ahead_NV = (chosen_NV > own_N1) | ((chosen_NV == own_N1) & (ids_V < x_N1))
             values["place"] = ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
@@ -208,13 +199,13 @@ class _Reader:
         arrays, at = self.values[name], (row_N.numpy(), place_N.numpy())
         for key, value in values.items():
             arrays[key][depth, at[0], at[1]] = value[:, 0].double().cpu().numpy()
-        for rule, count in self.reading.ranks.items():
+        for rule, count in self.ranks.items():
             u_NK = self.u_BLK[row_N, place_N].to(p_NV.device)
             chances_NK = rank_chances(rule, p_NV, q_NV, x_N1[:, 0], u_NK, count)
             arrays[rule][depth, at[0], at[1]] = chances_NK.double().cpu().numpy()
 
     def _trace(self, name: str, b: int) -> Trace:
-        length, ranks = len(self.rows[b].output_ids), self.reading.ranks
+        length, ranks = len(self.rows[b].output_ids), self.ranks
         values = {key: array[:, b, :length] for key, array in self.values[name].items()}
         flat = {key: values[key][0] for key in ("alpha", "greedy", "match", "missing")}
         deep = {key: values[key] for key in ("ratio", "place", "belief")}
@@ -229,7 +220,7 @@ class _Reader:
         chosen_NV = logits_BCV[wanted_BC]
         broken_N = ~chosen_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
-            row, model = self.rows[int(wanted_BC.nonzero()[broken_N][0, 0])], self.reading.names[name]
+            row, model = self.rows[int(wanted_BC.nonzero()[broken_N][0, 0])], self.names[name]
             raise RunError(f"{model}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
         return chosen_NV
 
@@ -254,8 +245,10 @@ def read_traces(
     logits held at once per model; for heads at least those of one row. names: the models in error messages, the
     target's being "". Raise RunError that names model and prompt if logits are not finite.
     """
-    reading = _Reading(
-        sampling=sampling,
+    reader = _Reader(
+        target,
+        drafts,
+        sampling,
         depths=max((method.shape.depth for method in methods), default=1),
         ranks=ranks_needed(methods, sampling),
         places=sampling.greedy or any(method.verifier == "naive" for method in methods),
@@ -271,7 +264,7 @@ def read_traces(
         results = []
         for group in _groups(batch, max_logits // vocabulary_size(target)) if heads else [batch]:
             collecting = sinks(start, group)
-            traces = _Reader(target, drafts, group, reading, collecting).read()
+            traces = reader.read(group, collecting)
             results.append((traces, {name: [sink.found for sink in part] for name, part in collecting.items()}))
             start += len(group)
         tick(len(batch))

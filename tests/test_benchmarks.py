@@ -5,8 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,8 @@ from benchmarks import train as bench_train
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
-from benchmarks.timing import Clock, timed_run
 from benchmarks.widen import main as widen_main
 from decode.native import kernel
-from decode.runner import Runner
 from drafts.make.widen import wide_config, widen
 from draftsmith_core.tokenization import load_tokenizer
 
@@ -120,24 +116,6 @@ def test_a_method_is_greedy_as_transformers_and_samples_by_its_seed(name: str) -
     assert first == again != other
 
 
-def test_clock_notes_every_forward_once_and_leaves_no_trace() -> None:
-    bench = tiny_bench()
-    target, draft = bench.pair.target, bench.pair.draft
-    before = Runner.prefill, Runner.forward, target.forward
-    with Clock(target=[target], draft=[draft]) as clock:
-        runs = {
-            name: timed_run(clock, target.device, partial(build(name, bench.pair, 0.0, 8).decode, [[1, 2]], 0))
-            for name in ("hf", "ar", "chain:8")
-        }
-    assert runs["hf"].calls == {"target": 8}
-    assert runs["ar"].calls == {"target": 1 + 8}  # the prefill, then a step a token
-    assert runs["chain:8"].calls["draft"] >= 8
-    for run in runs.values():
-        assert 0 < sum(run.forward_s.values()) < run.wall_s
-        assert 0 < run.after_prefill_s < run.wall_s
-    assert (Runner.prefill, Runner.forward, target.forward) == before
-
-
 def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "FORWARD_CONTEXTS", (16, 4096))
     monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
@@ -181,23 +159,6 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
     assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
     assert found["resident_MB"] == memory and found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
     json.dumps(found)
-
-
-@pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
-def test_four_bits_stand_beside_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("decode.llama_forward._SMALLEST_MODEL", 0)
-    monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
-    monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
-    bench = tiny_bench()
-    target = widen(bench.pair.target, hidden_size=64, intermediate_size=128)  # type: ignore[arg-type]
-    target.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
-    bench = replace(bench, pair=Pair(endless(target), bench.pair.draft), apart=Pair(target, bench.apart.draft))
-    found = sixteen_bits.four_bits(bench, rounds=2)
-    assert found["ar"]["nf4_over_sixteen"] > 0 and set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
-    assert found["nf4_MB_per_token"] < found["sixteen_MB_per_token"]
-    monkeypatch.setattr(sixteen_bits, "find_spec", lambda name: None)
-    assert sixteen_bits.four_bits(bench, rounds=2) == {"skipped": "bitsandbytes is not installed"}
 
 
 def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from benchmarks import objectives, objectives_data
 from benchmarks.objectives import measure_alphas, run
 from benchmarks.objectives_data import Options, Pair
 from benchmarks.objectives_figure import COLOURED, picture, write_pictures
-from benchmarks.objectives_tables import above, figures, tables
+from benchmarks.objectives_tables import above, tables
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples
@@ -157,17 +157,3 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
     assert not above([mixed, mixed], [low, low], picks)["told_apart"]
     # One draft against several seeds of another, both ways round.
     assert len(above([low], [high, high], picks)["seeds"]) == len(above([high, high], [low], picks)["seeds"]) == 2
-
-
-def test_ood_pools_all_but_home_and_seeds_are_averaged() -> None:
-    def draft(*alphas: float) -> dict[str, dict[str, PromptSums]]:
-        away = PromptSums.of([1.0, 3.0], [4.0, 4.0])
-        return {"1": {"id": sums_of(*alphas), "a": away, "b": PromptSums.of([2.0, 2.0], [2.0, 2.0])}}
-
-    cells = {"base": [draft(0.1, 0.1)], "fkl": [draft(0.2, 0.4), draft(0.4, 0.6)]}
-    at = figures(("id", "a", "b"), cells, 100)["1"]["fkl"]
-    assert at["ood"]["alpha"]["value"] == pytest.approx(8 / 12)
-    assert at["id"]["alpha"]["value"] == pytest.approx(0.4)
-    assert at["id"]["seeds"] == pytest.approx([0.3, 0.5])
-    assert at["id"]["above_base"]["value"] == pytest.approx(0.3) and "above_fkl" not in at["id"]
-    assert np.isclose(at["ood"]["above_base"]["value"], 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import reproduction
-from benchmarks.reproduction import BEGIN, END, UNCHANGED, Measured, Row, table
+from benchmarks.reproduction import UNCHANGED, Measured
 from benchmarks.reproduction_pairs import Pair, unchanged
 from tests.results_made_up import BASE, BOTH, view
 
@@ -48,16 +48,3 @@ def test_what_training_did_not_change_is_no_test(best_step: int, tmp_path: Path)
     for row in (transfer, lowered):
         assert row.measured.endswith(UNCHANGED) == (best_step == 0)
         assert (row.agrees is None) == (best_step == 0)
-
-
-def test_the_table_goes_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    rows = [Row("k grows", "MCSD", "tiny", "0.1, 0.2", agrees=True).__dict__]
-    reproduction._put(page, table(rows))
-    assert page.read_text().startswith(f"before\n{BEGIN}\n\n| claim |") and page.read_text().endswith(f"{END}\nafter\n")
-    assert "| k grows | MCSD | tiny | 0.1, 0.2 | agrees |" in page.read_text() and "old" not in page.read_text()
-    page.write_text("no marks")
-    with pytest.raises(SystemExit, match="has no lines"):
-        reproduction._put(page, "")
-    assert page.read_text() == "no marks"
