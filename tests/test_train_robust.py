@@ -172,7 +172,7 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(
         assert last_line(err).startswith("draftsmith train: draft/run/")
         checkpoints = sorted((tmp_path / "draft/run/checkpoints").iterdir())
         assert checkpoints
-        assert all((path / "files.json").exists() for path in checkpoints)
+        assert all((path / "state.json").exists() for path in checkpoints)
         assert not before or before & {name for name in result(tmp_path)}
         assert not list((tmp_path / "draft/run").rglob(".*tmp*"))
     ends_like(whole, words, tmp_path, spawn)
