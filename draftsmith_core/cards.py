@@ -145,7 +145,7 @@ def _evaluated(results: Values, draft: str) -> dict[str, Any]:
     """alpha of the base and of this draft by prompt set and temperature, then tokens per target call by method."""
     names = list(dict.fromkeys((results["base"], draft)))
     sets = {suite["name"] for suite in results["suites"]}
-    rows = [row for row in results["rows"] if row["domain"] in sets and row["part"] is None]
+    rows = [row for row in results["rows"] if row["domain"] in sets]
     values = {(row["draft"], row["domain"], row["temperature"]): row for row in rows if row["figure"] == "alpha"}
     alphas, calls = [], []
     for row in (row for row in rows if row["draft"] == draft):

@@ -97,7 +97,7 @@ def _cells(results: Results, other: Results, figure: Figure) -> dict[Cell, _Figu
     counts = results.counts(of)
     cells: dict[Cell, _Figure] = {}
     for row in results.rows(figure):
-        if row["domain"] not in prompts or row["part"] is not None:
+        if row["domain"] not in prompts:
             continue
         domain, temperature = row["domain"], row["temperature"]
         key = (row["draft"], domain, temperature, row["tree"], row["verifier"])

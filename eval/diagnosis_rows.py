@@ -138,11 +138,11 @@ def _binned_alphas(
         for wanted in sorted({each for row in bins for each in row}):
             name = f"{by}: {wanted[1]}"
             sums = _binned(alphas, bins, wanted)
-            yield group.row("alpha", draft, estimate(sums, group.picks), part=name)
-            yield group.row("positions", draft, sums.denominator_P.sum(), part=name)
+            yield group.row("alpha_by_part", draft, estimate(sums, group.picks), part=name)
+            yield group.row("positions_by_part", draft, sums.denominator_P.sum(), part=name)
             if base is not None:
                 gain = difference(sums, _binned(joined(base, "alpha"), bins, wanted), group.picks)
-                yield group.row("gain", draft, gain, part=name)
+                yield group.row("gain_by_part", draft, gain, part=name)
 
 
 def _binned(

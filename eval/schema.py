@@ -36,8 +36,8 @@ class Row(TypedDict):
     """One figure. `domain` is a prompt set, or `id` or `ood` for all sets of the kind pooled.
 
     `draft` is `target` for the target alone. `tree` and `verifier` are set for figures of decoding. `at` is the depth
-    of accept, the number of candidates, or the tenth of the draft's confidence. `part` is a kind of position (alpha and
-    gain are then over those alone) or a token. `n` is the number of prompts; for the `lost` figures, of tokens.
+    of accept, the number of candidates, or the tenth of the draft's confidence. `part` is a kind of position or a
+    token. `n` is the number of prompts; for the `lost` figures, of tokens.
     """
 
     figure: str

@@ -39,7 +39,7 @@ def summary(results: Results) -> dict[str, Any]:
                 "decoding": [_decoding(results, row, *method) for method in results.methods],
             }
             for row in results.rows("alpha")
-            if row["domain"] in sets and row["part"] is None
+            if row["domain"] in sets
         ],
         "transfer": [
             {

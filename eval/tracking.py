@@ -40,6 +40,6 @@ def figures(results: Results) -> dict[str, float]:
     named: dict[str, float] = {}
     for row in results.rows("alpha", "gain", "tau", "speedup", "transfer"):
         words = (row["figure"], row["draft"], row["domain"], f"T{row['temperature']:g}", row["tree"], row["verifier"])
-        if row["value"] is not None and row["part"] is None:
+        if row["value"] is not None:
             named["/".join(filter(None, words))] = row["value"]
     return named

@@ -257,7 +257,7 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint: Path, tm
         "suites": [{"name": "code"}],
         "rows": [
             {"figure": figure, "draft": draft, "domain": "code", "kind": "ood", "temperature": 1.0, **estimate(value)}
-            | {"tree": "chain:2", "verifier": "block", "part": None}
+            | {"tree": "chain:2", "verifier": "block"}
             for draft, figure, value in (("base", "alpha", 0.4), ("mine", "alpha", 0.5), ("mine", "tau", None))
         ],
     }

@@ -153,11 +153,11 @@ def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
 
 def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
     rows = by_part(diagnosis_rows(*world(-0.3), text_of)[0])
-    digits, words = (rows["gain", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
+    digits, words = (rows["gain_by_part", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
     assert digits["value"] == pytest.approx(-0.3) and signs([bounds(digits), bounds(words)]) == [-1, 0]
-    assert ("gain", "base", "class of the token: digits") not in rows
-    assert {("gain", "mine", f"position in the answer: {name}") for name in ("4 to 16", "below 4")} <= set(rows)
-    assert rows["positions", "mine", "entropy of the target, bits: 0.5 to 1.5"]["value"] == 120
+    assert ("gain_by_part", "base", "class of the token: digits") not in rows
+    assert {("gain_by_part", "mine", f"position in the answer: {name}") for name in ("4 to 16", "below 4")} <= set(rows)
+    assert rows["positions_by_part", "mine", "entropy of the target, bits: 0.5 to 1.5"]["value"] == 120
     lost, new, old = (rows[name, "mine", "7"] for name in ("lost", "lost_alpha", "lost_base_alpha"))
     assert lost["n"] == 60 and lost["value"] == pytest.approx(-18.0)
     assert old["value"] - new["value"] == pytest.approx(0.3)

@@ -42,14 +42,14 @@ def tree_nodes(shape: dict[str, Any]) -> int:
     return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
 
 
-def _holm(results: Results, rows: Iterable[Row], *family: str) -> Cell:
+def _holm(results: Results, gain: str, rows: Iterable[Row], *family: str) -> Cell:
     """A column that says which gains are clear of zero under Holm's correction over rows alike in `family`."""
     families: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         families.setdefault(tuple(row[key] for key in family), []).append(row)  # type: ignore[literal-required]
     clear: dict[int, int | None] = {}
     for members in families.values():
-        gains = [bounds(results.beside(row, "gain")) for row in members]
+        gains = [bounds(results.beside(row, gain)) for row in members]
         clear |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
     return lambda row: CLEAR[clear.get(id(row))]
 
@@ -59,8 +59,8 @@ def tables(results: Results) -> list[Table]:
     domains = results.domains()
     several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
 
-    def rows(figure: str, pooled: Sequence[str] = (), parts: bool = False) -> list[Row]:
-        of = [row for row in results.rows(figure) if (row["part"] is not None) == parts]
+    def rows(figure: str, pooled: Sequence[str] = ()) -> list[Row]:
+        of = list(results.rows(figure))
         return [row for row in of if row["domain"] in domains] + [row for row in of if row["domain"] in pooled]
 
     def beside(figure: str, write: Cell, at: int | None = None) -> Cell:
@@ -89,18 +89,21 @@ def tables(results: Results) -> list[Table]:
     }
     place, temperature = {key: named[key] for key in ("domain", "draft")}, {"T": named["T"]}
     method = {**place, "tree": lambda row: tree_name(row["tree"] or NONE), "verifier": verifier, **temperature}
-    alpha = {"α [95 %]": ranged("alpha")}
-    gain = {"gain [95 %]": ranged("gain", sign=True)}
-    positions = {"positions": plain("positions", 0)}
-    sets, why, transfers = rows("alpha"), rows("alpha", results.kinds, parts=True), rows("transfer", several)
+    sets, why, transfers = rows("alpha"), rows("alpha_by_part", results.kinds), rows("transfer", several)
     reasons: dict[str, Cell] = {"why undefined": lambda row: results.why_undefined(row) or ""}
     nodes = {each["tree"]: tree_nodes(each["shape"]) for each in results.document["methods"]}
     depths = range(1, 1 + max((row["at"] or 0 for row in results.rows("accept")), default=0))
     every = [
         _table(
             *("alpha", 2, rows("alpha", several)),
-            {**named, **alpha, "per prompt": plain("alpha_per_prompt"), **gain}
-            | {"Holm": _holm(results, sets, "draft", "temperature"), "prompts": lambda row: str(row["n"]), **positions},
+            {
+                **named,
+                "α [95 %]": ranged("alpha"),
+                "per prompt": plain("alpha_per_prompt"),
+                "gain [95 %]": ranged("gain", sign=True),
+            }
+            | {"Holm": _holm(results, "gain", sets, "draft", "temperature"), "prompts": lambda row: str(row["n"])}
+            | {"positions": plain("positions", 0)},
         ),
         _table(
             *("missing_mass", 2, [row for row in sets if _value(results.beside(row, "missing_mass"))]),
@@ -143,11 +146,15 @@ def tables(results: Results) -> list[Table]:
         ),
         _table(
             *("why", 4, why),
-            {"where": lambda row: row["part"], **named, **alpha, **gain}
-            | {"Holm": _holm(results, why, "draft", "kind", "temperature"), **positions},
+            {"where": lambda row: row["part"], **named, "α [95 %]": ranged("alpha_by_part")}
+            | {"gain [95 %]": ranged("gain_by_part", sign=True)}
+            | {
+                "Holm": _holm(results, "gain_by_part", why, "draft", "kind", "temperature"),
+                "positions": plain("positions_by_part", 0),
+            },
         ),
         _table(
-            *("lost", 4, rows("lost", results.kinds, parts=True)),
+            *("lost", 4, rows("lost", results.kinds)),
             {
                 "token": lambda row: repr(row["part"]),
                 **named,
