@@ -47,14 +47,6 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
-class _NotIdentity:
-    pass
-
-
-class _Rare:
-    pass
-
-
 class Given:
     """Marks a dict that holds options of other configs: those that were given; the others are left open.
 
@@ -89,8 +81,8 @@ def _partial(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
     return partial
 
 
-NotIdentity = Annotated[T, _NotIdentity()]
-Rare = Annotated[T, _Rare()]
+NotIdentity = Annotated[T, "not identity"]
+Rare = Annotated[T, "rare"]
 
 
 def _temperature(value: float) -> float:
@@ -266,8 +258,8 @@ def _walk(
         helps = _field_docstrings(owner)
         for name in [name for name in inspect.get_annotations(owner) if name in fields and name not in without]:
             hint, marks = _split(hints[name])
-            is_rare = rare or any(isinstance(mark, _Rare) for mark in marks)
-            is_identity = same and not any(isinstance(mark, _NotIdentity) for mark in marks)
+            is_rare = rare or "rare" in marks
+            is_identity = same and "not identity" not in marks
             field = fields.pop(name)
             if dataclasses.is_dataclass(hint):
                 yield from _walk(typing.cast(type, hint), f"{prefix}{name}.", is_rare, is_identity)

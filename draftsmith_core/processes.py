@@ -25,23 +25,14 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
+# `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the stage.
+Sharing = Literal["single", "ddp", "zero", "fsdp"]
 TIMEOUT = timedelta(hours=12)
 # The exit code that a shell reports for a program that SIGTERM ended: 128 + 15.
 TERMINATED = 143
 # Whether the launcher asked for FSDP and `without_fsdp_variable` hides it; whether `on_main` is at work.
 _fsdp_asked = False
 _others_wait = False
-
-
-@dataclass(frozen=True)
-class LauncherRequest:
-    """How processes share the weights, and how many processes there are.
-
-    kind: `single`, `ddp` (every process has a whole copy), `zero` (DeepSpeed; its config names the stage), `fsdp`.
-    """
-
-    kind: Literal["single", "ddp", "zero", "fsdp"]
-    processes: int
 
 
 class Terminated(SystemExit):
@@ -95,8 +86,8 @@ def require_single_process(command: str) -> None:
         raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
 
 
-def launcher_request() -> LauncherRequest:
-    """What the environment variables of accelerate ask for; RunError for what draftsmith does not support."""
+def launcher_request() -> Sharing:
+    """How processes share weights, by the environment variables of accelerate; RunError for what is not supported."""
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     for wrong, what, instead in (
         (_true("ACCELERATE_USE_MEGATRON_LM"), "Megatron-LM", "use FSDP or DeepSpeed"),
@@ -106,10 +97,10 @@ def launcher_request() -> LauncherRequest:
         if wrong:
             raise RunError(f"the launcher asks for {what}, which draftsmith does not support; {instead}")
     if _true("ACCELERATE_USE_DEEPSPEED"):
-        return LauncherRequest("zero", launched())
+        return "zero"
     if _fsdp_asked or _true("ACCELERATE_USE_FSDP"):
-        return LauncherRequest("fsdp", launched())
-    return LauncherRequest("ddp" if launched() > 1 else "single", launched())
+        return "fsdp"
+    return "ddp" if launched() > 1 else "single"
 
 
 def _true(variable: str) -> bool:

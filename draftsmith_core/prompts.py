@@ -60,7 +60,7 @@ class Skipped:
 class PromptSet:
     """The prompts of a source. `len(prompts) + len(skipped) == rows`.
 
-    more: whether the source has rows beyond the limit. from_text: number of rows with `text`.
+    more: whether the source has rows beyond the limit.
     """
 
     source: str
@@ -68,7 +68,6 @@ class PromptSet:
     skipped: tuple[Skipped, ...]
     rows: int
     more: bool = False
-    from_text: int = 0
 
     @property
     def digest(self) -> str:
@@ -109,8 +108,8 @@ class PromptReader:
 
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first `prompt_tokens`
     tokens are the prompt); optional `id` and `domain`. ShareGPT and Alpaca rows are read as `messages`.
-    unread: other keys that could be meant for the prompt, with the first row that has them. from_text: number of rows
-    with `text`. whole_chats: whether a chat must fit `max_tokens`; if not, the caller generates turn by turn.
+    unread: other keys that could be meant for the prompt, with the first row that has them. whole_chats: whether a chat
+    must fit `max_tokens`; if not, the caller generates turn by turn.
     """
 
     source: str
@@ -120,7 +119,6 @@ class PromptReader:
     max_tokens: int | None = None
     whole_chats: bool = True
     unread: dict[str, int] = field(default_factory=dict)
-    from_text: int = 0
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot be read."""
@@ -129,7 +127,6 @@ class PromptReader:
             return Prompt(f"free-{record.number}", "general", self._begun(record.number), record.number, True)
         for name in _unread(row):
             self.unread.setdefault(name, record.number)
-        self.from_text += next((key for key in KEYS if row.get(key) is not None), None) == "text"
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
         own = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
@@ -164,32 +161,6 @@ class PromptReader:
             log.warning("%s: its rows hold %s; the prompts are made without them", self.source, names)
 
 
-class OwnIds:
-    """Explicit ids of the rows of a source. An id names its row in what is written and seeds its answers."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._rows: dict[str, int] = {}
-
-    def add(self, own: str, row: int) -> None:
-        """Raise InputError, with both rows, if an earlier row has the same id."""
-        first = self._rows.setdefault(own, row)
-        if first != row:
-            raise InputError(f"{self._source}:{row}: key 'id': {own!r} is row {first}'s already; make ids unique")
-
-    def check(self, records: Iterable[Record]) -> None:
-        """`add` the ids of rows as they are stored, and leave rows that cannot be read to their reader."""
-        for record in records:
-            if isinstance(record.stored, bytes) and b'"id"' not in record.stored:
-                continue  # spares the parsing of most files
-            try:
-                own = text_of(parse_record(record, self._source), "id")
-            except InputError:
-                continue
-            if own:
-                self.add(own, record.number)
-
-
 def read_prompts(
     source: str,
     tokenizer: Tokenizer,
@@ -208,7 +179,7 @@ def read_prompts(
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    own_ids = OwnIds(source)
+    first_rows: dict[str, int] = {}
     repeats: Counter[str] = Counter()
     rows, more = 0, False
     for record in iterate_records(source):
@@ -219,7 +190,9 @@ def read_prompts(
         if isinstance(prompt, Skipped):
             skipped.append(prompt)
         elif prompt.own_id:
-            own_ids.add(prompt.id, prompt.row)
+            # An id names its row in what is written and seeds its answers.
+            if (first := first_rows.setdefault(prompt.id, prompt.row)) != prompt.row:
+                raise InputError(f"{source}:{prompt.row}: key 'id': {prompt.id!r} is row {first}'s already")
             prompts.append(prompt)
         else:
             prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
@@ -228,7 +201,7 @@ def read_prompts(
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
         raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
-    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more, reader.from_text)
+    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more)
 
 
 def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:

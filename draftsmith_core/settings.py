@@ -8,7 +8,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal
 
 from draftsmith_core.errors import InputError
 
@@ -48,15 +48,7 @@ class Sampling:
 Quantize = Literal["none", "nf4"]
 
 
-class LoadingOptions(TypedDict):
-    """Where and in what dtype a model is loaded, and whether code that comes with it may run."""
-
-    device: str
-    dtype: str
-    trust_remote_code: bool
-
-
-def loading(config: Any) -> LoadingOptions:
+def loading(config: Any) -> dict[str, Any]:
     """Of the options of a command, those that `load_model` and `load_pair` take."""
     return {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
 
@@ -93,14 +85,6 @@ _IGNORED = {
 }
 
 
-class Configured(Protocol):
-    """What has a generation config: a model that is loaded, or the settings of one that runs on a server."""
-
-    @property
-    def generation_config(self) -> Any:
-        """An object like `transformers.GenerationConfig`."""
-
-
 @dataclass(frozen=True)
 class ResolvedSampling:
     """The sampling to use, and which of its values (by name) are from the target's generation_config.json."""
@@ -122,7 +106,7 @@ def sampling_options(config: Any) -> dict[str, Any]:
 
 def resolve_sampling(
     name: str,
-    target: Configured,
+    target: Any,
     *,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -155,7 +139,7 @@ def resolve_sampling(
         raise InputError(f"{place}{error}") from None
 
 
-def ignored_keys(target: Configured) -> dict[str, Any]:
+def ignored_keys(target: Any) -> dict[str, Any]:
     """What the target's generation config sets that changes the output of `generate` and is not followed here."""
     values = {key: getattr(target.generation_config, key, None) for key in _IGNORED}
     return {

@@ -89,14 +89,14 @@ def make_world(config: TrainConfig) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bf16 = config.precision == "bf16" or (config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported())
-    wanted = launcher_request()
-    zero = wanted.kind == "zero"
+    sharing: str = launcher_request()
+    zero = sharing == "zero"
     if zero:
         require_package(
             "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
         )
     precision = ("ACCELERATE_MIXED_PRECISION", ("no", "bf16") if bf16 else ("no",), "mixed_precision: set `precision`")
-    for variable, agreeing, advice in (precision, *_LAUNCHER, *(_FSDP if wanted.kind == "fsdp" else ())):
+    for variable, agreeing, advice in (precision, *_LAUNCHER, *(_FSDP if sharing == "fsdp" else ())):
         value = os.environ.get(variable, agreeing[0]).lower()
         if value not in agreeing:
             raise RunError(f"the launcher sets {value} for {advice}")
@@ -116,7 +116,6 @@ def make_world(config: TrainConfig) -> World:
     except ValueError as error:
         raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
     check_process_count(accelerator.num_processes)
-    sharing: str = wanted.kind
     if zero:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

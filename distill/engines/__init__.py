@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from distill.config import DistillConfig
 from draftsmith_core.errors import require_package
 from draftsmith_core.models import end_tokens
-from draftsmith_core.settings import Configured, ResolvedSampling, Sampling, resolve_sampling, sampling_options
+from draftsmith_core.settings import ResolvedSampling, Sampling, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer
 
 
@@ -116,7 +116,7 @@ def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
     return sampling if temperature is None else replace(sampling, temperature=temperature)
 
 
-def sampling_of(config: DistillConfig, target: Configured) -> ResolvedSampling:
+def sampling_of(config: DistillConfig, target: Any) -> ResolvedSampling:
     """Resolve sampling: options first, then the target's generation config, then temperature 1."""
     options = sampling_options(config)
     if mixture := [temperature for temperature, _ in config.mixture()]:
