@@ -13,7 +13,7 @@ from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import remove_leftovers, write_json_atomic
-from draftsmith_core.models import context_length, reset_peak_memory, resolve_device
+from draftsmith_core.models import reset_peak_memory, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options
@@ -120,24 +120,21 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         **loading(config),
     )
     take_over(pair.target, *pair.drafts.values())
-    contexts = {"the target": context_length(pair.target)}
     for name, draft in pair.drafts.items():
         try:
             for method in request.methods:
                 decoder_of(pair.target, draft, method)
         except ValueError as error:
             raise InputError(f"--draft {name}: {error}") from None
-        if isinstance(draft, PreTrainedModel):
-            contexts[f"draft {name}"] = context_length(draft)
-    suites = fit(suites, config.max_new_tokens, contexts)
+    suites = fit(suites, config.max_new_tokens, pair.context)
     prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
     for name, draft in pair.drafts.items():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
             say(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}")
     if cut := [suite.name for suite in suites if suite.more]:
         say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
-    found = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
-    return suites, pair, announce(found, strict=config.strict)
+    notes = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
+    return suites, pair, announce(notes, strict=config.strict)
 
 
 def _with_planned_tree(work: Evaluation) -> EvalConfig:

@@ -74,33 +74,24 @@ def load_suites(
     return suites
 
 
-def fit(suites: Sequence[Suite], max_new_tokens: int, contexts: dict[str, int | None]) -> list[Suite]:
-    """Skip the prompts that leave some model no room for `max_new_tokens`, and record which model.
+def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:
+    """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context of all models.
 
-    `contexts` maps a model's name to its context length (None: unknown). A prompt that does not fit one draft is
-    skipped for all, because drafts are compared on the same prompts.
+    All drafts skip the same prompts, because they are compared on the same ones.
     """
-    limits = {name: length for name, length in contexts.items() if length is not None}
-    if not limits:
+    if context is None:
         return list(suites)
-    tightest, limit = min(limits.items(), key=lambda item: item[1])
     fitted = []
     for suite in suites:
-        kept = tuple(prompt for prompt in suite.prompts if len(prompt.ids) + max_new_tokens <= limit)
+        long = [prompt for prompt in suite.prompts if len(prompt.ids) + max_new_tokens > context]
+        reasons = [
+            f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of {context}" for prompt in long
+        ]
+        skips = tuple((f"prompt {prompt.id}", reason) for prompt, reason in zip(long, reasons, strict=True))
+        kept = tuple(prompt for prompt in suite.prompts if prompt not in long)
         if not kept:
-            raise InputError(
-                f"{suite.source}: no prompt leaves {max_new_tokens} new tokens within the {limit} of {tightest}; "
-                "lower --max_new_tokens or use shorter prompts"
-            )
-        long = tuple(
-            (
-                f"prompt {prompt.id}",
-                f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed the {limit} of {tightest}",
-            )
-            for prompt in suite.prompts
-            if len(prompt.ids) + max_new_tokens > limit
-        )
-        fitted.append(replace(suite, prompts=kept, skipped=suite.skipped + long))
+            raise InputError(f"{suite.source}: {reasons[0]}; lower --max_new_tokens or use shorter prompts")
+        fitted.append(replace(suite, prompts=kept, skipped=suite.skipped + skips))
     return fitted
 
 

@@ -82,15 +82,9 @@ def _suite(*lengths: int) -> Suite:
 
 
 def test_prompts_too_long_for_a_model_are_skipped_with_a_reason_and_counted() -> None:
-    (fitted,) = fit([_suite(4, 30, 20)], 12, {"the target": 64, "draft a": 32, "draft b": None})
+    (fitted,) = fit([_suite(4, 30, 20)], 12, 32)
     assert [prompt.id for prompt in fitted.prompts] == ["p0", "p2"]
-    assert fitted.skipped == (
-        ("row 9", "empty"),
-        ("prompt p1", "30 tokens and 12 new ones exceed the 32 of draft a"),
-    )
+    assert fitted.skipped == (("row 9", "empty"), ("prompt p1", "30 tokens and 12 new ones exceed a context of 32"))
     assert len(fitted.prompts) + len(fitted.skipped) == fitted.rows == 4
-
-
-def test_a_suite_with_no_prompt_left_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"d\.jsonl: no prompt leaves 12 new tokens within the 16 of draft a"):
-        fit([_suite(9)], 12, {"draft a": 16})
+    with pytest.raises(InputError, match=r"d\.jsonl: 9 tokens and 12 new ones exceed a context of 16"):
+        fit([_suite(9)], 12, 16)

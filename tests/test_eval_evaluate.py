@@ -121,7 +121,7 @@ def test_every_row_read_is_accounted_for(world: EvalConfig, summary: dict[str, A
     for suite in _results(world)["suites"]:
         assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
         assert "empty" in suite["skipped_rows"][0]["reason"]
-        assert "60 tokens and 10 new ones exceed the 64" in suite["skipped_rows"][1]["reason"]
+        assert "60 tokens and 10 new ones exceed a context of 64" in suite["skipped_rows"][1]["reason"]
 
 
 def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
