@@ -67,11 +67,6 @@ class Resamples:
     weights_RP: Floats
     sizes: tuple[int, ...]
 
-    @property
-    def usable(self) -> bool:
-        """Whether every suite has two prompts or more; otherwise there is no interval."""
-        return all(size > 1 for size in self.sizes)
-
     @cached_property
     def widening(self) -> float:
         """Factor on the distance of a percentile from the median."""
@@ -120,7 +115,7 @@ def interval(
 ) -> tuple[float | None, float | None]:
     """Interval of a resampled figure, cut to [`least`, `most`]; (None, None) if there is none."""
     defined = values_R[np.isfinite(values_R)]
-    if not picks.usable or defined.size < (1 - MAX_UNDEFINED) * values_R.size or not defined.size:
+    if min(picks.sizes) < 2 or defined.size < (1 - MAX_UNDEFINED) * values_R.size or not defined.size:
         return None, None
     low, middle, high = np.quantile(defined, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
     low, high = (middle + picks.widening * (end - middle) for end in (low, high))

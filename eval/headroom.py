@@ -86,12 +86,6 @@ def spread(length: int, count: int) -> list[int]:
     return [(2 * index + 1) * length // (2 * count) for index in range(count)]
 
 
-def position_uniforms(step: RootStep, prompt_id: str, seed: int, count: int) -> Tensor:
-    """Uniforms `[count, TRIALS, U]` of a prompt, the same for every draft."""
-    one = generator(row_seed(seed, f"{prompt_id}/headroom/{step.name}"))
-    return uniforms([one], count * TRIALS * step.uniforms).view(count, TRIALS, step.uniforms)
-
-
 def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> tuple[Tensor, Tensor]:
     """The bound, and the share of T trials in which the verifier accepted a candidate; float64 `[N]`.
 
@@ -139,8 +133,9 @@ class RootSums:
         self.uniforms: dict[tuple[int, int], Tensor] = {}
         for b, row in enumerate(rows):
             places = spread(len(row.output_ids), counts[b])
-            for place, u_TU in zip(places, position_uniforms(step, row.id, seed, len(places)), strict=True):
-                self.uniforms[b, place] = u_TU
+            stream = generator(row_seed(seed, f"{row.id}/headroom/{step.name}"))  # the same for every draft
+            u_PTU = uniforms([stream], len(places) * TRIALS * step.uniforms).view(len(places), TRIALS, step.uniforms)
+            self.uniforms |= {(b, place): u_TU for place, u_TU in zip(places, u_PTU, strict=True)}
 
     def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
         """Take positions as (row, index in its continuation), and p and q there."""

@@ -92,10 +92,6 @@ class Candidate:
         """The spec, or the size of a tree without one."""
         return self.spec or f"static, {self.shape.size} nodes in {self.shape.depth} levels"
 
-    def written(self) -> dict[str, Any]:
-        """The tree in plan.json, which `--tree auto:FILE` reads."""
-        return {"spec": self.spec} if self.spec else {"parents": list(self.shape.parents)}  # type: ignore[union-attr]
-
 
 @dataclass(frozen=True)
 class Planner:
@@ -179,6 +175,7 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     advance(1, "confirming")
     confirmed = _confirm(planner, finalists, confirm_prompts)
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
+    winner = finalists[best]
     candidates = [
         {"family": candidate.family, "tree": candidate.name, "tokens_per_s": candidate.rate, "step_s": candidate.step_s}
         | {"tau": _tau(candidate, expected, planner.seed)}
@@ -186,9 +183,9 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
     ]
     return {
         "schema_version": SCHEMA_VERSION,
-        "tree": finalists[best].written(),
-        "name": finalists[best].name,
-        "verifier": default_verifier(finalists[best].shape),
+        "tree": {"spec": winner.spec} if winner.spec else {"parents": list(winner.shape.parents)},  # type: ignore[union-attr]
+        "name": winner.name,
+        "verifier": default_verifier(winner.shape),
         "pays": _pays([row["speedup"] for row in confirmed[1:]], best),
         "speedup": confirmed[1 + best]["speedup"],
         "sampling": asdict(sampling),
