@@ -21,6 +21,7 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 # Texts of the target's own: from their first token on, or from one token of the vocabulary on.
 SELF, TOKEN = "self:", "token:"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+DIRECTORY = Path(__file__).parents[1] / "configs" / "prompts"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def free_rows(source: str) -> int | None:
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of a JSON-lines file, a Parquet file, a dataset on the hub or a suite.
+    """Yield (line or row number from 1, row) of a JSON-lines file, a Parquet file, a dataset on the hub or a suite.
 
     ShareGPT rows (`conversations`), Alpaca rows (`instruction`, `input`, `output`) and logged requests of an
     OpenAI-compatible server (`request` or `body`) get `messages`. Raises InputError for the first unreadable row.
@@ -96,7 +97,7 @@ def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def count_rows(source: str) -> int | None:
-    """How many rows a file has, for progress; None where only reading it all would tell."""
+    """Number of rows of a file, for progress; None if it is not known before they are read."""
     path = Path(source)
     if source.startswith(("@", SELF, TOKEN)):
         return free_rows(source)
@@ -108,12 +109,8 @@ def count_rows(source: str) -> int | None:
         return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)
     if path.suffix not in _JSON_LINES:
         return None
-    lines, last = 0, b"\n"
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            lines += block.count(b"\n")
-            last = block
-    return lines + (not last.endswith(b"\n"))
+        return sum(1 for _ in file)
 
 
 def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -244,17 +241,14 @@ def text_of(row: dict[str, Any], key: str) -> str:
     return "" if row.get(key) is None else str(row[key])
 
 
-DIRECTORY = Path(__file__).parents[1] / "configs" / "prompts"
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptSuite:
     """One file of configs/prompts/.
 
     One of `user` (the user's message), `prompt` (text to be continued as it is) and `turns` (the column with a chat, of
     which the first `keep_turns` are kept) makes a prompt of a row; `{column}`, `{column[key]}` and `{column[0]}` are
-    filled in. Of the rows that `where` lets through (column: allowed values), every `every`-th is taken, up to
-    `prompts`; a row that repeats an earlier prompt is passed over.
+    filled in. Rows must match `where` (column: allowed values) and not repeat an earlier prompt; every `every`-th of
+    them is taken, up to `prompts`.
     """
 
     name: str
@@ -295,10 +289,7 @@ def load_suite(name: str) -> PromptSuite:
 def suite_rows(
     suite: PromptSuite, rows: Iterator[tuple[int, dict[str, Any]]], source: str
 ) -> Iterator[tuple[int, Any]]:
-    """(row number, row with `messages`, `conversations` or `prompt`) of the suite's prompts, from the data set's rows.
-
-    Raise InputError that names `source`, the row and the column for a row that lacks one.
-    """
+    """Yield (row number, row with `messages`, `conversations` or `prompt`) of the suite's prompts."""
     fitting = 0
     seen: set[str] = set()
     for number, row in rows:
