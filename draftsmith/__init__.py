@@ -51,42 +51,34 @@ if TYPE_CHECKING:
     from train.losses import LOSSES as losses  # noqa: N811
     from train.training_run import train as train
 
-# Public name: (module, its name there). One line per name; the block above tells type checkers the same.
-_PUBLIC = {
-    "AlignConfig": ("draftsmith.alignment.config", "AlignConfig"),
-    "DistillConfig": ("distill.config", "DistillConfig"),
-    "DoctorConfig": ("drafts.config", "DoctorConfig"),
-    "DraftsmithError": ("draftsmith_core.errors", "DraftsmithError"),
-    "EvalConfig": ("eval.config", "EvalConfig"),
-    "ExportConfig": ("drafts.config", "ExportConfig"),
-    "InitConfig": ("draftsmith.config", "InitConfig"),
-    "InputError": ("draftsmith_core.errors", "InputError"),
-    "MergeConfig": ("drafts.config", "MergeConfig"),
-    "Output": ("draftsmith.outputs", "Output"),
-    "Pair": ("draftsmith.pair", "Pair"),
-    "PlanConfig": ("eval.config", "PlanConfig"),
-    "RequirementError": ("draftsmith_core.errors", "RequirementError"),
-    "Results": ("eval.results", "Results"),
-    "RunError": ("draftsmith_core.errors", "RunError"),
-    "ScoreConfig": ("distill.config", "ScoreConfig"),
-    "SpeculativeDecoder": ("decode", "SpeculativeDecoder"),
-    "TrainConfig": ("train.config", "TrainConfig"),
-    "align": ("draftsmith.alignment.stages", "align"),
-    "compare": ("eval.compare", "compare"),
-    "decide": ("eval.decision", "decide"),
-    "distill": ("distill.generate", "distill"),
-    "doctor": ("drafts.doctor", "examine"),
-    "evaluate": ("eval.evaluate", "evaluate"),
-    "export": ("drafts.layouts.export", "export"),
-    "init": ("draftsmith.starting", "init"),
-    "load_pair": ("draftsmith.pair", "load_pair"),
-    "losses": ("train.losses", "LOSSES"),
-    "merge": ("drafts.merge", "merge"),
-    "plan": ("eval.plan", "plan"),
-    "score_set": ("distill.score", "score_set"),
-    "train": ("train.training_run", "train"),
-    "write_set_page": ("draftsmith.set_page", "write_set_page"),
+# The public names of each module; the block above tells type checkers the same.
+_MODULES = {
+    "decode": "SpeculativeDecoder",
+    "distill.config": "DistillConfig ScoreConfig",
+    "distill.generate": "distill",
+    "distill.score": "score_set",
+    "drafts.config": "DoctorConfig ExportConfig MergeConfig",
+    "drafts.layouts.export": "export",
+    "drafts.merge": "merge",
+    "draftsmith.alignment.config": "AlignConfig",
+    "draftsmith.alignment.stages": "align",
+    "draftsmith.config": "InitConfig",
+    "draftsmith.outputs": "Output",
+    "draftsmith.pair": "Pair load_pair",
+    "draftsmith.set_page": "write_set_page",
+    "draftsmith.starting": "init",
+    "draftsmith_core.errors": "DraftsmithError InputError RequirementError RunError",
+    "eval.compare": "compare",
+    "eval.config": "EvalConfig PlanConfig",
+    "eval.decision": "decide",
+    "eval.evaluate": "evaluate",
+    "eval.plan": "plan",
+    "eval.results": "Results",
+    "train.config": "TrainConfig",
+    "train.training_run": "train",
 }
+_PUBLIC = {name: (module, name) for module, names in _MODULES.items() for name in names.split()}
+_PUBLIC |= {"doctor": ("drafts.doctor", "examine"), "losses": ("train.losses", "LOSSES")}
 
 # Type checkers take a name for public that keeps its own; the others must stand here by themselves.
 __all__ = ["__version__", "doctor", "losses"]

@@ -23,24 +23,12 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
-from draftsmith_core.settings import Quantize, Sampling, resolve_sampling
+from draftsmith_core.settings import Sampling, resolve_sampling
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
 
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Source = str | os.PathLike[str]
-
-
-class LoadOptions(TypedDict, total=False):
-    """The options of `load_pair` about its models, for type checkers."""
-
-    device: str
-    dtype: str
-    quantize: Quantize
-    quantize_draft: Quantize | None
-    trust_remote_code: bool
-    tokenizer: Tokenizer | None
-    heterogeneous_vocab: bool
 
 
 class MethodOptions(TypedDict, total=False):
@@ -111,7 +99,7 @@ def load_pair(
     *,
     fast: bool = True,
     compile: bool | str = False,  # noqa: A002 (as in torch.compile)
-    **options: Unpack[LoadOptions],
+    **options: Any,
 ) -> "Pair":
     """Load a target and any number of drafts, and check that they belong together.
 

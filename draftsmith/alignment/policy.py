@@ -90,33 +90,6 @@ def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> P
     return draft
 
 
-def curve(
-    pair: LoadedPair,
-    base: PreTrainedModel,
-    aligned: PreTrainedModel,
-    in_distribution: Sequence[Continuation],
-    general: Sequence[Continuation],
-    sampling: Sampling,
-    *,
-    batch_size: int,
-    bootstrap: int,
-    seed: int,
-) -> list[Point]:
-    """alpha at every weight. sampling: of the answers in distribution; general texts are at temperature 1."""
-    drafts = {f"{weight:g}": between(base, aligned, weight) for weight in WEIGHTS}
-    figures: list[dict[str, tuple[Estimate, Estimate]]] = []
-    for rows, drawn in ((in_distribution, sampling), (general, Sampling(temperature=1.0))):
-        picks = resamples(len(rows), bootstrap, seed)
-        measured = measure_alphas(pair.target, drafts, rows, drawn, batch_size=batch_size, seed=seed)
-        sums = {name: PromptSums.of(counts["sum"], counts["count"]) for name, counts in measured.items()}
-        at_base = sums["0"]
-        figures.append({name: (estimate(part, picks), difference(part, at_base, picks)) for name, part in sums.items()})
-    return [
-        Point(weight, figures[0][name][0], figures[1][name][0], figures[0][name][1], figures[1][name][1])
-        for weight, name in zip(WEIGHTS, drafts, strict=True)
-    ]
-
-
 def choose(policy: Policy, points: Sequence[Point]) -> Point:
     """Return the point that the policy takes, as `RULES` describes; the base if nothing else qualifies."""
     if policy == "id":
@@ -180,17 +153,20 @@ def _measure(
         base = copy.deepcopy(base)
         trim(base, ids_D)
     given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    points = curve(
-        pair,
-        base,
-        draft,
-        texts["id"],
-        texts["general"],
-        Sampling(**{key: value for key, value in given.items() if value is not None}),
-        batch_size=config.eval["batch_size"],
-        bootstrap=config.eval.get("bootstrap", 2000),
-        seed=config.seed,
-    )
+    drawn = {
+        "id": Sampling(**{key: value for key, value in given.items() if value is not None}),
+        "general": Sampling(temperature=1.0),
+    }
+    line = {f"{weight:g}": between(base, draft, weight) for weight in WEIGHTS}
+    figures: dict[str, dict[str, Any]] = {name: {"weight": float(name)} for name in line}
+    for kind, rows in texts.items():
+        picks = resamples(len(rows), config.eval.get("bootstrap", 2000), config.seed)
+        options: dict[str, Any] = {"batch_size": config.eval["batch_size"], "seed": config.seed}
+        measured = measure_alphas(pair.target, line, rows, drawn[kind], **options)
+        sums = {name: PromptSums.of(counts["sum"], counts["count"]) for name, counts in measured.items()}
+        for name, part in sums.items():
+            figures[name] |= {kind: estimate(part, picks), f"{kind}_change": difference(part, sums["0"], picks)}
+    points = [Point(**figures[name]) for name in line]
     return {
         "policy": config.policy,
         "rule": RULES[config.policy],
