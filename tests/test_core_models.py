@@ -1,14 +1,13 @@
 """Models: what is loaded, what is refused, and how two are told apart."""
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
@@ -44,7 +43,7 @@ def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
         eos_ids(model)
 
 
-def test_a_fingerprint_follows_weights_and_not_their_precision(target_dir: str, draft_dir: str) -> None:
+def test_a_fingerprint_follows_weights_and_architecture(target_dir: str, draft_dir: str) -> None:
     model = load_model(target_dir, device="cpu")
     before = fingerprint(model)
     assert len(before) == 16
@@ -52,6 +51,9 @@ def test_a_fingerprint_follows_weights_and_not_their_precision(target_dir: str, 
     assert fingerprint(load_model(draft_dir, device="cpu")) != before
     with torch.no_grad():
         model.get_output_embeddings().weight[-1, -1] += 1e-3
+    assert fingerprint(model) != before
+    model = load_model(target_dir, device="cpu")
+    model.config.rms_norm_eps = 0.5
     assert fingerprint(model) != before
 
 
@@ -85,36 +87,12 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, target_dir: str, door
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("damage", ["truncate", "no_weights", "config"])
-def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, target_dir: str, damage: str) -> None:
-    for file in Path(target_dir).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
-    if damage == "truncate":
-        weights.write_bytes(weights.read_bytes()[:1000])
-    elif damage == "no_weights":
-        weights.unlink()
-    else:
-        (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError) as caught:
-        load_model(str(tmp_path), device="cpu")
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_devices() -> None:
     assert resolve_device("cpu").type == "cpu"
     assert resolve_device("auto").type in ("cpu", "cuda")
     for name in ("abacus", "cuda:77", "meta", "mps"):
         with pytest.raises(InputError, match=f"^--device {name}: "):
             resolve_device(name)
-
-
-def test_a_fingerprint_follows_the_architecture(target_dir: str) -> None:
-    model = load_model(target_dir, device="cpu")
-    before = fingerprint(model)
-    model.config.rms_norm_eps = 0.5
-    assert fingerprint(model) != before
 
 
 bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -211,17 +189,6 @@ def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: py
     with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes does not run on cpu") as caught:
         load_model(target_dir, device="cpu", quantize="nf4")
     assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_that_lacks_weights_is_refused(target_dir: str, tmp_path: Path) -> None:
-    """transformers would draw them at random: a head's directory, say, which calls itself a Llama of one layer."""
-    shutil.copytree(target_dir, tmp_path / "copy")
-    tensors = load_file(tmp_path / "copy" / "model.safetensors")
-    gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    assert gone.numel()
-    save_file(tensors, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"):
-        load_model(str(tmp_path / "copy"), device="cpu")
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
