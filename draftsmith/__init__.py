@@ -80,7 +80,7 @@ _MODULES = {
 _PUBLIC = {name: (module, name) for module, names in _MODULES.items() for name in names.split()}
 _PUBLIC |= {"doctor": ("drafts.doctor", "examine"), "losses": ("train.losses", "LOSSES")}
 
-# Type checkers take a name for public that keeps its own; the others must stand here by themselves.
+# Type checkers export the names that an import keeps; renamed ones stand here.
 __all__ = ["__version__", "doctor", "losses"]
 __all__ += [name for name in _PUBLIC if name not in __all__]
 

@@ -110,9 +110,9 @@ def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
     sampling = resolve_sampling(config.target, pair.target, **sampling_options(config)).sampling
     (draft,) = pair.drafts.values()
     prompts, tokens = _prompts(config, pair).prompts, config.max_new_tokens
-    found = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
-    _say(f"{planned_now(found)}; `draftsmith plan` keeps a plan")
-    return None if found["pays"] is False else planned_tree(found)
+    plan = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
+    _say(f"{planned_now(plan)}; `draftsmith plan` keeps a plan")
+    return None if plan["pays"] is False else planned_tree(plan)
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
@@ -126,9 +126,9 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
     if not 0 < len(ids) <= (room or len(ids)):
-        raise InputError(f"--prompt: has {len(ids)} tokens; from 1 to {room} fit")
+        raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1" + (f", at most {room}" if room else ""))
     if chat:
-        _say("--prompt is asked as a user's turn of the chat template; --raw continues it")
+        _say("--prompt is a user's turn in the chat template; --raw continues it as text")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
