@@ -1,15 +1,19 @@
 """The end of a run: parts add up to a manifest, a card, the held-out prompts, and a copy elsewhere."""
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from distill.config import DistillConfig
 from distill.drafting import DECISION
+from distill.filters import HELD_OUT
 from distill.own_prompts import RECORD
-from distill.parts import KINDS, Totals, add_up, names_of
+from distill.parts import KINDS, names_of, part_name, read_record, reading
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.io import (
@@ -17,12 +21,14 @@ from draftsmith_core.io import (
     canonical_json,
     hash_json,
     read_json,
+    sha256_file,
     write_json_atomic,
     write_text_atomic,
     writing,
 )
 from draftsmith_core.processes import on_main
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
+from draftsmith_core.prompts import Reasons
 from draftsmith_core.runs import provenance
 
 SET_FORMAT = "draftsmith distilled set"
@@ -54,20 +60,70 @@ def finish(
     if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
         raise InputError(f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete {out}")
     with writing(out / "manifest.json"):
-        totals = add_up(out, parts)
-        if not totals.rows:
+        sums, held_out = _add_up(out, parts)
+        if not sums["parts"]:
             for empty in out.glob("empty-*.json"):
                 empty.unlink()
-            reasons = [*totals.failed.lines("failed"), *totals.skipped.lines("skipped")]
+            reasons = [*sums["failed_because"], *sums["skipped_because"]]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
-        if totals.held_out and config is not None:
-            _write_held_out(config, set(totals.held_out))
+        if held_out and config is not None:
+            _write_held_out(config, held_out)
         drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
-        manifest = _manifest(totals, identity, command) | {"own_prompts": drawn} | extra
-        write_text_atomic(out / "README.md", distilled_set_card(manifest))
-        write_json_atomic(out / "manifest.json", manifest)
+        head = {"format": SET_FORMAT, "version": 2, "complete": True}
+        manifest = head | sums | {"identity": identity, **provenance(command, identity["config"]), "own_prompts": drawn}
+        write_text_atomic(out / "README.md", distilled_set_card(manifest | extra))
+        write_json_atomic(out / "manifest.json", manifest | extra)
         for name in ("run.json", DECISION):
             (out / name).unlink(missing_ok=True)
+
+
+def _add_up(out: Path, parts: int) -> tuple[dict[str, Any], set[int]]:
+    """Return the sums over all parts, as the manifest has them, and the row numbers of held-out prompts.
+
+    Write `errors.jsonl` with a line per prompt that gave less than it should.
+    """
+    files, digests, held_out = [], [], set()
+    reasons = {name: Reasons() for name in ("skipped", "failed", "shortened", "dropped")}
+    ends, tokens_from = Counter(stop=0, length=0), Counter[str]()
+    read = rows = tokens = 0
+    path = out / "errors.jsonl"
+    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as errors:
+        for index in range(parts):
+            part, record = out / part_name(index), read_record(out, index)
+            assert record is not None, f"{part} was deleted while the run wrote others"
+            if part.exists():
+                with reading(part):
+                    table = pq.read_table(part, columns=["response_ids", "finish_reason", "tokens_from"])
+                files.append({"file": part.name, "rows": len(table), "sha256": sha256_file(part)})
+                rows += len(table)
+                tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
+                ends.update(table["finish_reason"].to_pylist())
+                tokens_from.update(table["tokens_from"].to_pylist())
+            read += record["read"]
+            digests.append(record["digest"])
+            for row, outcome, reason in sorted(
+                (row, name, why) for name in reasons for row, why in record.get(name, [])
+            ):
+                reasons[outcome].add(row, reason)
+                if reason == HELD_OUT:
+                    held_out.add(row)
+                else:
+                    errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")
+    if not path.stat().st_size:
+        path.unlink()
+    skipped, failed = reasons["skipped"].total(), reasons["failed"].total()
+    counts = {"prompts_read": read, "prompts_done": read - skipped - failed, "prompts_skipped": skipped}
+    counts |= {"prompts_failed": failed, "rows": rows, "rows_dropped": reasons["dropped"].total()}
+    return {
+        "parts": files,
+        "counts": counts,
+        **{f"{name}_because": reasons[name].lines(name) for name in reasons},
+        "finish_reasons": dict(ends),
+        "tokens_from": dict(tokens_from),
+        "response_tokens": tokens,
+        "prompts_digest": hash_json(digests),
+        "digest": hash_json([file["sha256"] for file in files]),
+    }, held_out
 
 
 def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
@@ -77,35 +133,6 @@ def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
                 row = parse_record(record, config.prompts)
                 named = {"domain": config.domain} | {key: row[key] for key in ("id", "domain") if row.get(key)}
                 file.write(canonical_json(named | asked_of(row)) + "\n")
-
-
-def _manifest(totals: Totals, identity: dict[str, Any], command: str) -> dict[str, Any]:
-    skipped, failed = totals.skipped.total(), totals.failed.total()
-    return {
-        "format": SET_FORMAT,
-        "version": 2,
-        "complete": True,
-        "parts": totals.files,
-        "counts": {
-            "prompts_read": totals.read,
-            "prompts_done": totals.read - skipped - failed,
-            "prompts_skipped": skipped,
-            "prompts_failed": failed,
-            "rows": totals.rows,
-            "rows_dropped": totals.dropped.total(),
-        },
-        "skipped_because": totals.skipped.lines("skipped"),
-        "failed_because": totals.failed.lines("failed"),
-        "shortened_because": totals.shortened.lines("shortened"),
-        "dropped_because": totals.dropped.lines("dropped"),
-        "finish_reasons": dict(totals.finish_reasons),
-        "tokens_from": dict(totals.tokens_from),
-        "response_tokens": totals.tokens,
-        "prompts_digest": hash_json(totals.digests),
-        "digest": hash_json([file["sha256"] for file in totals.files]),
-        "identity": identity,
-        **provenance(command, identity["config"]),
-    }
 
 
 def copy_set(out: Path, url: str | None) -> dict[str, str]:

@@ -6,18 +6,18 @@ so the parts alone add up to the set.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.filters import HELD_OUT
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_file, canonical_json, read_json, sha256_file, write_json_atomic, writing
-from draftsmith_core.prompts import Prompt, Reasons, Skipped
+from draftsmith_core.io import atomic_file, canonical_json, read_json, write_json_atomic, writing
+from draftsmith_core.prompts import Prompt, Skipped
 from draftsmith_core.teacher_rows import COLUMN
 
 SCHEMA = pa.schema(
@@ -38,7 +38,6 @@ SCHEMA = pa.schema(
 )
 # With `teacher_top_k`.
 TEACHER = [pa.field(COLUMN, pa.large_binary())]
-ERRORS = "errors.jsonl"
 _METADATA = b"draftsmith"
 KINDS = ("part-*.parquet", "empty-*.json")
 
@@ -48,14 +47,9 @@ def part_name(index: int) -> str:
     return f"part-{index:05d}.parquet"
 
 
-def _empty_name(index: int) -> str:
-    # A Parquet file without rows is one that `datasets` refuses to read.
-    return f"empty-{index:05d}.json"
-
-
 def names_of(index: int) -> tuple[str, str]:
-    """File names of a part with rows, and of one without; a part has one of them."""
-    return part_name(index), _empty_name(index)
+    """File names of a part with rows, and of one without, because `datasets` refuses a Parquet file without rows."""
+    return part_name(index), f"empty-{index:05d}.json"
 
 
 @dataclass
@@ -100,7 +94,7 @@ class Part:
 def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
     """Write a part and return its path. record: digest of its prompts, and what was left out and why."""
     if not rows:
-        path = out / _empty_name(index)
+        path = out / names_of(index)[1]
         with writing(path):
             write_json_atomic(path, record)
         return path
@@ -117,7 +111,7 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
 
     Raise InputError if it was made from other prompts than `source` has now.
     """
-    record = _read_record(out, index)
+    record = read_record(out, index)
     if record is not None and record["digest"] != digest:
         raise InputError(
             f"{source}: its rows are not those that {out / part_name(index)} was made from; choose another --out or "
@@ -126,74 +120,22 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
     return None if record is None else int(record["read"])
 
 
-def _read_record(out: Path, index: int) -> dict[str, Any] | None:
-    path, empty = out / part_name(index), out / _empty_name(index)
+def read_record(out: Path, index: int) -> dict[str, Any] | None:
+    """Return the record of a part (see `write_part`); None if there is no such part."""
+    path, empty = (out / name for name in names_of(index))
     if empty.exists():
         return read_json(empty, "the record of prompts that gave no rows")
     if not path.exists():
         return None
-    try:
+    with reading(path):
         record: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_METADATA])
-        return record
+    return record
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise InputError that names `path` if the block cannot read it."""
+    try:
+        yield
     except (OSError, pa.ArrowException, KeyError):
-        raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> InputError:
-    return InputError(f"{path}: is damaged; delete it and run the command again")
-
-
-@dataclass
-class Totals:
-    """The sums over all parts. held_out: row numbers of held-out prompts."""
-
-    files: list[dict[str, Any]]
-    read: int
-    rows: int
-    tokens: int
-    finish_reasons: Counter[str]
-    tokens_from: Counter[str]
-    skipped: Reasons
-    failed: Reasons
-    shortened: Reasons
-    dropped: Reasons
-    digests: list[str]
-    held_out: list[int] = field(default_factory=list)
-
-
-def add_up(out: Path, parts: int) -> Totals:
-    """Add up all parts; write `errors.jsonl` with a line per prompt that gave less than it should."""
-    reasons = (Reasons(), Reasons(), Reasons(), Reasons())
-    totals = Totals([], 0, 0, 0, Counter(stop=0, length=0), Counter(), *reasons, [])
-    with atomic_file(out / ERRORS) as temporary, temporary.open("w", encoding="utf-8") as errors:
-        for index in range(parts):
-            _add(totals, out, index, errors)
-    if not (out / ERRORS).stat().st_size:
-        (out / ERRORS).unlink()
-    return totals
-
-
-def _add(totals: Totals, out: Path, index: int, errors: TextIO) -> None:
-    path, record = out / part_name(index), _read_record(out, index)
-    assert record is not None, f"{path} was deleted while the run wrote others"
-    if path.exists():
-        try:
-            table = pq.read_table(path, columns=["response_ids", "finish_reason", "tokens_from"])
-        except (OSError, pa.ArrowException):
-            raise _damaged(path) from None
-        totals.files.append({"file": path.name, "rows": len(table), "sha256": sha256_file(path)})
-        totals.rows += len(table)
-        totals.tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
-        for name, counts in (("finish_reason", totals.finish_reasons), ("tokens_from", totals.tokens_from)):
-            for entry in pc.value_counts(table[name]).to_pylist():
-                counts[entry["values"]] += entry["counts"]
-    totals.read += record["read"]
-    totals.digests.append(record["digest"])
-    outcomes = {name: getattr(totals, name) for name in ("skipped", "failed", "shortened", "dropped")}
-    entries = [(row, name, reason) for name in outcomes for row, reason in record.get(name, [])]
-    for row, outcome, reason in sorted(entries):
-        outcomes[outcome].add(row, reason)
-        if reason == HELD_OUT:
-            totals.held_out.append(row)
-            continue
-        errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")
+        raise InputError(f"{path}: is damaged; delete it and run the command again") from None
