@@ -40,7 +40,7 @@ _GRACE_S = 5  # between a section's own limit and the end of its process
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; argparse, because jsonargparse may be missing here."""
+    """The options; argparse, because pydantic may be missing here."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     made.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     made.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu")

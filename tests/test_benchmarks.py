@@ -188,7 +188,7 @@ def test_the_shipped_pair_is_what_the_readme_says() -> None:
 @pytest.mark.slow
 def test_the_device_check_runs_whole_on_tiny_models(tmp_path: Path) -> None:
     # A directory of modules that cannot be imported hides the packages in the sections' own processes too.
-    for package in ("datasets", "pyarrow", "jsonargparse", "wandb"):
+    for package in ("datasets", "pyarrow", "pydantic", "wandb"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')\n")
     out = tmp_path / "device.json"
     words = [sys.executable, "benchmarks/device_check.py", "--tiny", "--device", "cpu", "--out", str(out)]
