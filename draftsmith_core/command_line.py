@@ -161,7 +161,7 @@ def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
 
 def parser(cls: type, command: str, everything: bool = True) -> argparse.ArgumentParser:
     """The options of a command for argparse, which formats help, and for shtab, which completes words."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog=f"draftsmith {command}",
         usage=f"draftsmith {command} [--config FILE] [--key value ...]",
         description=(cls.__doc__ or "").strip().partition("\n\n")[0],
@@ -169,7 +169,7 @@ def parser(cls: type, command: str, everything: bool = True) -> argparse.Argumen
         add_help=False,
     )
     table = options_of(cls)
-    sections = {option.section: made.add_argument_group(option.section) for option in table}
+    sections = {option.section: arguments.add_argument_group(option.section) for option in table}
     for option in table:
         if everything or not option.rare:
             default = "required" if option.default is MISSING else f"default: {option.default_text}"
@@ -177,10 +177,10 @@ def parser(cls: type, command: str, everything: bool = True) -> argparse.Argumen
             words: dict[str, Any] = {"choices": option.choices or None, "nargs": "*" if option.many else None}
             group = sections[option.section]
             group.add_argument(f"--{option.key}", metavar=option.kind, help=text.replace("%", "%%"), **words)
-    common = made.add_argument_group("Every command")
+    common = arguments.add_argument_group("Every command")
     common.add_argument("--config", metavar="FILE", help="YAML file with any of these options; typed ones override it")
     common.add_argument("--print_config", action="store_true", help="print the options as such a file")
     common.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
     if hidden := sum(option.rare for option in table):
         common.add_argument("--help=all", action="store_true", help=f"list {hidden} rarely used options as well")
-    return made
+    return arguments

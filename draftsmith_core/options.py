@@ -116,10 +116,10 @@ Text = Annotated[str, Field(min_length=1)]
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def options(cls: type[C]) -> type[C]:
     """Make a configuration class of a command or a group; see the module."""
-    made: Any = pydantic.dataclasses.dataclass(
+    decorated: Any = pydantic.dataclasses.dataclass(
         frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False)
     )(cls)
-    validating_init = made.__init__
+    validating_init = decorated.__init__
 
     @functools.wraps(validating_init)
     def init(self: Any, **values: Any) -> None:
@@ -128,8 +128,8 @@ def options(cls: type[C]) -> type[C]:
         except ValidationError as error:
             raise InputError(reason_of(error)[1]) from None
 
-    made.__init__ = init
-    return typing.cast(type[C], made)
+    decorated.__init__ = init
+    return typing.cast(type[C], decorated)
 
 
 def _plain(value: Any) -> Any:

@@ -128,7 +128,7 @@ class PromptReader:
         for name in _unread(row):
             self.unread.setdefault(name, record.number)
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
-        own = text_of(row, "id")
+        row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
         if short or not ids:
             return Skipped(record.number, short or "empty prompt")
@@ -138,7 +138,7 @@ class PromptReader:
         chat = None
         if row.get("messages") is not None:
             chat = Chat(tuple(check_turns(row["messages"], where)), row.get("tools") or None)
-        return Prompt(own or content_id(ids), domain, tuple(ids), record.number, bool(own), chat)
+        return Prompt(row_id or content_id(ids), domain, tuple(ids), record.number, bool(row_id), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
         """The first tokens of free text `number`: BOS, or EOS for models without a BOS. `token:N` adds one token of the

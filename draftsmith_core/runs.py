@@ -186,7 +186,7 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     Raise InputError, in every process, that names the host and process id of the run that holds it.
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
-    made = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
+    created = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
     descriptor: int | None = None
 
     def take() -> None:
@@ -203,7 +203,7 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
             os.close(descriptor)
             # A run that wrote nothing leaves no directories.
             with contextlib.suppress(OSError):
-                for directory in made:
+                for directory in created:
                     directory.rmdir()
 
 
@@ -285,11 +285,11 @@ def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this project and of the libraries that decide its numbers."""
-    found = {"python": platform.python_version(), "draftsmith": draftsmith_core.__version__}
+    installed = {"python": platform.python_version(), "draftsmith": draftsmith_core.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # `datasets` may be absent
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def git_commit() -> str | None:

@@ -63,7 +63,7 @@ def unpack(data: bytes) -> tuple[Array, Array, Array]:
     """
     if len(data) < _HEADER:
         raise ValueError("is too short to be teacher rows")
-    k, blocks = (int(each) for each in np.frombuffer(data, "<u2", 2))
+    k, blocks = (int(value) for value in np.frombuffer(data, "<u2", 2))
     width = 2 * k + blocks
     if blocks < 1 or (len(data) - _HEADER) % (2 * width):
         raise ValueError("is cut short")

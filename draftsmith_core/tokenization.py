@@ -103,7 +103,9 @@ def _apply_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]],
             f"{where}: key 'messages': the tokenizer has no chat template; name one with --chat_template FILE"
         )
     try:
-        return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, **options
+        )
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         # Besides its own errors a template raises whatever Python raises for a turn of a kind that it did not expect.
         raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
