@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftsmith_core.io import check_replaceable, check_writable
+from draftsmith_core.io import check_apart, check_replaceable, check_writable
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
@@ -121,4 +121,5 @@ class PlanConfig(ModelOptions, SamplingOptions, PromptOptions, RunOptions):
     def __post_init__(self) -> None:
         # Hours of timing come before the file is written.
         check_replaceable(Path(self.out), "--out")
+        check_apart(self.out, [self.prompts])
         check_writable(Path(self.out), "--out")
