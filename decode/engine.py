@@ -32,7 +32,7 @@ _KEPT_BLOCKS = 64
 Key = TypeVar("Key")
 # Takes the number of free places; returns at most that many prompts, each as (key, token ids, generator).
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
-# Fill free places once they are this share of the batch: one prefill for several rows costs less than one for each.
+# Refill when this share of the batch is free, so that several rows share one prefill.
 _FREE = 1 / 20
 
 
@@ -90,7 +90,7 @@ class SpeculativeDecoder:
         self._blocks: dict[TreeBatch, Block] = {}
         self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
         self.compile, self.compile_s = compile, 0.0
-        # Recorded steps have one set of buffers, so that threads wait for their turn.
+        # Recorded steps share one set of buffers, so threads take turns.
         self._turn = threading.Lock() if compile else nullcontext()
         self._packs = packs_of(target) if fast and not compile else None
 

@@ -49,8 +49,8 @@ _SUMMARY = (
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
     """Make the distilled set, or continue one that a killed run left; return its summary.
 
-    command: the command line to record, by default the one that corresponds to `config`. Raise InputError, and RunError
-    for what fails while running. Finished parts survive SIGTERM (Terminated) and Ctrl-C (KeyboardInterrupt).
+    command: the command line to record, by default the one that corresponds to `config`. Raise InputError for
+    invalid input and RunError for failures of the run. Finished parts survive SIGTERM (Terminated) and Ctrl-C.
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
@@ -253,7 +253,7 @@ class _Parts:
                 return None
         if ids is None:
             return None
-        # A prompt without an id of its own may stand in several rows, and is to be answered anew in each.
+        # Prompts without an explicit id may repeat; each row needs its own seed, hence the row number.
         name = f"{prompt.id}/{sample}" if prompt.own_id else f"{prompt.id}/{prompt.row}/{sample}"
         seed = row_seed(self.config.seed, f"{name}/{turn}" if turn else name)
         return AnswerRequest((prompt.row, sample, turn), tuple(ids), seed, self._temperature(name))

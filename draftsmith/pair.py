@@ -168,10 +168,10 @@ class Pair:
     ) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
 
-        prompts: texts, token ids or chats. One prompt draws what `draftsmith decode --prompt` draws with this seed,
-        a list what the command draws for a file of these prompts. An output does not depend on its batch mates.
-        temperature (0 is greedy), top_p, top_k (0 keeps every token) and min_p: where None, as the target's
-        generation_config.json says, else greedy. stop: texts that end an output after the token that completes one.
+        prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same outputs for
+        one --prompt, or for a file of these prompts. An output does not depend on its batch mates.
+        temperature (0 is greedy), top_p, top_k (0 keeps every token), min_p: None takes the target's
+        generation_config.json, and greedy without one. stop: texts; an output ends after the token that completes one.
         batch_size: prompts decoded together. on_tokens(row of its batch, ids, from_draft): called after each step
         with its new tokens.
 

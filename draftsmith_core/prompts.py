@@ -141,8 +141,9 @@ class PromptReader:
         return Prompt(row_id or content_id(ids), domain, tuple(ids), record.number, bool(row_id), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
-        """The first tokens of free text `number`: BOS, or EOS for models without a BOS. `token:N` adds one token of the
-        vocabulary, drawn uniformly by `number`.
+        """Return the start of free text `number`: BOS, or EOS for models without a BOS.
+
+        For `token:N`, append one uniformly random token, seeded by `number`.
         """
         first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
         if first is None:
@@ -286,9 +287,9 @@ def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
 def answered(
     value: Any, where: str, tokenizer: Tokenizer, tools: list[Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt and of the answer, with EOS, of messages that end with an answer; else InputError.
+    """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS.
 
-    tools: what the chat template shows of tools to call.
+    tools: definitions for the chat template. Raise InputError for another chat.
     """
     messages, turns = check_messages(value, where), check_turns(value, where)
     if len(messages) == len(turns):
@@ -305,7 +306,10 @@ def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
-    """All messages, without keys that are null; InputError for what is no chat. Only calls of tools need no content."""
+    """Return all messages without keys that are null. Raise InputError if `value` is not a chat.
+
+    Content may be missing only beside tool calls.
+    """
     try:
         turns = [{key: item for key, item in turn.items() if item is not None} for turn in value]
         turns = [{**({"content": ""} if turn.get("tool_calls") else {}), **turn} for turn in turns]

@@ -98,8 +98,10 @@ class Run:
         return self.resumed
 
     def step(self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main") -> Any:
-        """Return the finished step `name`, or make it. NAME.json holds the JSON value that `make()` returns; of another
-        file or a directory (`NAME/`) the path is returned, and `make(temporary)` fills it.
+        """Return the finished step `name`, or make it.
+
+        If `name` ends in `.json`, save and return the value of `make()`. Otherwise `make(temporary)` fills the file or
+        directory (`NAME/`), and its path is returned.
         """
         path = self.directory / name
         self.steps += path.exists()
@@ -183,7 +185,7 @@ def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[No
     """Lock the directory (or `file`) `out` while the block runs; make the directory if it is missing.
 
     Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends with its process.
-    Raise InputError, in every process, that names the host and process id of the run that holds it.
+    If another run holds the lock, raise InputError in every process, with its host and process id.
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
     created = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
@@ -240,7 +242,7 @@ def claim(
 ) -> bool:
     """Make `directory` this run's own, and return whether a run of the same identity began it.
 
-    identity: everything that decides the result; JSON. records: files that hold an identity; a new run writes the last.
+    identity: everything that decides the result; JSON. records: files with an identity; a new run writes the last one.
     advice: what to do if a key of the identity differs. Raise InputError that names the first key that differs.
     """
     make_dir(directory, option)

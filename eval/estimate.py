@@ -52,7 +52,7 @@ class AlphaMeasurement(TypedDict):
 
 
 Sink = RootSums | Diagnoser
-# By draft: what collects from p and q of some rows on the way, given the number of the first row.
+# (number of the first row, rows) -> per draft, the sinks that collect statistics of p and q during the forward.
 MakeSinks = Callable[[int, Sequence[Continuation]], dict[str, list[Sink]]]
 
 
@@ -214,8 +214,7 @@ class _Reader:
     def _finite(self, name: str, logits_BCV: Tensor, wanted_BC: Tensor) -> Tensor:
         """Return the logits `[N, V]` at the wanted columns; raise RunError if one is NaN or +inf, or all are -inf.
 
-        -inf alone is right: a token that the model does not have. At temperature 0 a NaN would pass unseen as the
-        argmax.
+        -inf marks a token that the model lacks. Without this check, the argmax could silently be a NaN.
         """
         chosen_NV = logits_BCV[wanted_BC]
         broken_N = ~chosen_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is

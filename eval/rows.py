@@ -151,7 +151,7 @@ class Setting:
 
 
 def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
-    """The per-prompt lists `above` and `below` of some measurements, side by side."""
+    """Per-prompt numerators `above` and denominators `below`, pooled over all measurements."""
     return pool_sums([PromptSums.of(part[above], part[below]) for part in parts])
 
 
@@ -161,7 +161,7 @@ def joined(parts: Sequence[Any], key: str) -> list[Any]:
 
 
 def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
-    """accept@depth; a prompt whose steps never offered that depth counts zero of zero."""
+    """accept@depth. Prompts that never reached this depth contribute 0/0."""
 
     def column(key: str) -> list[float]:
         return [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
@@ -299,8 +299,8 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
 def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """The cost of a draft call and of verifying, in steps of the target alone, for trees of several levels.
 
-    A step takes `calls` forwards of the draft and one verification. The same nodes as one level take a single forward,
-    which tells the two costs apart.
+    A step takes `calls` forwards of the draft and one verification. The same nodes as one level take a single
+    forward of the draft, so the difference separates the two costs.
     """
     for group in setting.groups():
         timed = measured.speeds.get((group.domain, group.temperature))

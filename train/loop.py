@@ -40,8 +40,8 @@ from train.parallel import World, WrappedTrainee
 class TrainingJob:
     """All that a run needs. trainee: not wrapped yet. answerer: generates with the draft if training is on-policy.
 
-    frozen: by role (target, reference, anchor), the models that are read. identity: what another run must share with
-    this one to continue it. tokenizer: saved with the draft.
+    frozen: by role (target, reference, anchor), the models that are read. identity: settings that must match for a run
+    to resume this one. tokenizer: saved with the draft.
     """
 
     config: TrainConfig
@@ -117,7 +117,7 @@ def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
 
 
 def _vector(sums: LossSums) -> Tensor:
-    """Loss, tokens, missing mass and its tokens, alpha of every depth, their tokens: one fp64 vector to add up.
+    """Pack the sums into one fp64 vector: loss, tokens, missing mass and its tokens, then alpha and tokens per depth.
 
     fp64, because the sums run over a whole held-out set.
     """
@@ -200,7 +200,8 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
 def _heldout_batches(job: TrainingJob) -> Iterator[tuple[list[int], bool]]:
     """This process's batches of held-out units, and whether a batch counts.
 
-    With sharded weights every process must run as many forwards; one with fewer batches repeats the last, not counted.
+    Sharded weights require the same number of forwards in every process. A process with fewer batches repeats its last
+    one, which does not count.
     """
     # Longest first: rows of similar length share a batch, and if memory runs out, it does so in the first.
     longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
@@ -323,9 +324,9 @@ class Metrics:
             done = []
             if step > 0:
                 lines = path.read_text().splitlines() if path.exists() else []
-                # A kill may have cut the last line short; it is then of a step after the checkpoint.
+                # A kill may have cut the last line short; its step is after the checkpoint and runs again.
                 done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            # Atomic, because these lines are of steps that are not done again: a kill in here must not lose them.
+            # Write atomically: these steps do not run again, so a kill must not lose their lines.
             write_text_atomic(path, "".join(line + "\n" for line in done))
 
     def write(self, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:

@@ -124,8 +124,10 @@ class DraftingPlan:
 
 
 class Grown(NamedTuple):
-    """The children drawn in one level, and for the level below: which expanded ones may have children (-1 for others),
-    the probability of their paths if the tree has a stop, and the tokens to forward.
+    """The children drawn in one level, and what the level below needs.
+
+    That is: the tokens of expanded nodes (-1 for those without children), the probability of their paths if the tree
+    has a stop, and the tokens to forward.
     """
 
     tokens_Bc: Tensor
@@ -223,7 +225,7 @@ class StaticTreeSession(NetworkSession):
         before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
         optional = [u_BN, *before]
         inputs = [*call.inputs, *(tensor for tensor in optional if tensor is not None)]
-        # What is recorded must hold none of the present tensors: they are other ones in the next step.
+        # A recorded function must not close over tensors, because every step has others.
         function, count, present = call.function, len(call.inputs), [tensor is not None for tensor in optional]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -252,7 +254,7 @@ class StaticTreeSession(NetworkSession):
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
         if above is not None and (stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])):
             # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
-            # or because q has fewer tokens than the node has children, so that a chain without a stop skips this.
+            # or because q has fewer tokens than the node has children, so a chain without a stop skips this.
             assert above.live_Be is not None
             tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
         if depth + 1 == len(plan.levels):
@@ -336,7 +338,7 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
     if drawing == "top_and_one":
         if len(set(counts_e)) == 1:
             return draw_top_and_one(q_BeV, u_BeK[..., -1], most)
-        # The drawn child is the last one, so that nodes with fewer children are drawn by themselves.
+        # The drawn child is the last one, so nodes with fewer children are drawn by themselves.
         drawn = [draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)]
         padded = [torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1) for tokens in drawn]
         return torch.stack(padded, dim=1)
@@ -348,8 +350,9 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
 
 
 def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
-    """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1 beyond the tokens that are
-    possible. Of several drafts (`[..., e * d, V]`) each in turn gives the best token that no draft before it gave.
+    """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1 if fewer are possible.
+
+    Several drafts (`[..., e * d, V]`) take turns; each adds its best token that no draft before it gave.
     """
     if count == 1 and drafts == 1:
         return logits.max(-1, keepdim=True).indices  # faster than argmax on a CPU

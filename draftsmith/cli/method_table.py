@@ -40,7 +40,7 @@ def _notes() -> list[str]:
     certain = [name for name, rule in VERIFIERS.items() if "deterministic" in rule.drawings]
     several = [name for name, rule in VERIFIERS.items() if rule.several_drafts and "with_replacement" in rule.drawings]
     return [
-        "What is drafted decides the speed; whether the output keeps the target's distribution is up to the verifier.",
+        "The proposer decides the speed; the verifier decides whether the output keeps the target's distribution.",
         f"{', '.join(copying)} go with {', '.join(certain)}.",
         f"Several drafts go with {', '.join(several)}.",
     ]

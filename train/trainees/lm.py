@@ -26,15 +26,16 @@ from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection,
 class LMTrainee(nn.Module):
     """Owns the draft as `.draft`; target and reference draft stay outside its parameters.
 
-    target: the live teacher; None with an objective that needs none, or when the batches bring stored rows.
-    reference: the distilled draft that AdaSPEC's selection compares with. packing: whether batches will be packed.
-    anchor: the draft before training and a weight: the loss gets that weight times KL(anchor || draft) of every valid
-    token. chunk: tokens whose logits are held at once, by default what suits the device. The target's vocabulary may be
-    padded to another size than the draft's; what the target gives to tokens that the draft lacks is then in `missing`.
-    A draft with a draft vocabulary is trained as an EAGLE-3 head with one is: on the target's distribution renormalised
-    there, and an objective that reads the tokens of the data (`ce`) leaves out those that are not drafted.
-    cache: of the target's states, on disk. memory: of those of every frozen model.
-    Raises InputError, one line, when a model cannot be trained this way.
+    target: the live teacher; None if the objective needs none or batches bring stored rows.
+    reference: the distilled draft that AdaSPEC's selection compares with.
+    packing: whether batches will be packed.
+    anchor: the draft before training, and the weight of KL(anchor || draft) per valid token.
+    chunk: tokens whose logits are held at once; by default what suits the device.
+    cache: hidden states of the target on disk. memory: hidden states of all frozen models in memory.
+
+    `missing` sums the target's probability of tokens that the draft lacks. With a draft vocabulary, the draft trains on
+    the target's distribution renormalised to it, as EAGLE-3 heads do, and `ce` skips tokens outside it. Raise
+    InputError if a model cannot be trained this way.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LMTrainee(nn.Module):
         teacher = self._teacher(batch, rows_N)
         assert teacher is not None or not self.objective.needs_target, "this objective needs a target or stored rows"
         options = forward_options(batch, self.packing, self.draft.dtype)
-        # Here and not in a helper: what runs the draft is reached in few calls from the command.
+        # Inlined to keep the stack from the command to the draft's forward short.
         out = self.draft.base_model(input_ids=batch.ids_BT, use_cache=False, **options)
         hidden_NH = _at(out.last_hidden_state, rows_N)
         weights_N = None
@@ -122,8 +123,9 @@ class LMTrainee(nn.Module):
         )
 
     def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
-        """The loss of drafts of `depth` tokens (`@e2e`): its value, and its gradient as `tvd` of every token times a
-        weight that the acceptance of the tokens around it gives.
+        """Return the loss of drafts of `depth` tokens (`@e2e`).
+
+        Its gradient is that of each token's `tvd`, weighted by the acceptance of the neighbouring tokens.
         """
         tvd_N, *measured = self._measures(valid, self.projection)
         loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
@@ -151,7 +153,7 @@ class LMTrainee(nn.Module):
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:
-            return None  # alpha alone would need it, and held-out data has that: it would double the time of a step
+            return None  # only alpha needs it, which evaluation measures; a teacher would double the step time
         if self.target is not None:
             live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
             if self.ids_D is not None:
@@ -159,7 +161,7 @@ class LMTrainee(nn.Module):
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
         if batch.stored is None or self.ids_D is None:
             return batch.stored
-        # A row beyond the last is one of a token that the draft does not have.
+        # Index len(ids_D) marks a token outside the draft vocabulary.
         return replace(batch.stored, top_ids_NK=draft_rows(self.ids_D, batch.stored.top_ids_NK))
 
 
