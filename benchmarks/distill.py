@@ -115,10 +115,6 @@ class AtOnce:
             if AtOnce.answered >= AtOnce.stop_at:
                 raise KeyboardInterrupt
 
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
-        """Nothing."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Nothing."""
 
