@@ -128,11 +128,15 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
         self.mixture()
         if self.draft is not None and self.engine not in ("hf", "ray"):
             raise InputError(f"draft: is for --engine hf or ray, not {self.engine}")
+        if self.tree is not None and self.draft is None:
+            raise InputError("tree: needs --draft")
         if self.tree is not None:
             parse_tree(self.tree, read_tree_file)
-        needs = {"endpoint": "openai", "served_model": "openai", "address": "ray", "workers": "ray"}
+        servers = dict.fromkeys(("endpoint", "served_model", "max_requests", "max_tokens"), "openai")
+        needs = servers | {"address": "ray", "workers": "ray", "tensor_parallel_size": "vllm"}
         for key, engine in needs.items():
-            if getattr(self, key) and self.engine != engine:
+            default = 1 if key == "tensor_parallel_size" else None
+            if getattr(self, key) not in (default, []) and self.engine != engine:
                 raise InputError(f"{key}: needs --engine {engine}")
         if self.engine == "openai":
             self._check_servers()
@@ -144,6 +148,8 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
             value, _, share = part.partition(":")
             try:
                 pairs.append((Sampling(temperature=float(value)).temperature, float(share)))
+                if not pairs[-1][1] > 0:
+                    raise ValueError
             except ValueError:
                 raise InputError(f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
         total = sum(share for _, share in pairs)

@@ -52,6 +52,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--target {target} --prompts {torn_rows} --out rows.jsonl", "torn_rows.jsonl:2: not valid JSON"),
     ],
     "distill --target {target} --prompts {prompts}": [
+        ("--out out --temperatures 0.7:0", "expected TEMPERATURE:SHARE"),
+        ("--out out --tree chain:2", "tree: needs --draft"),
+        ("--out out --max_requests 9", "max_requests: needs --engine openai"),
+        ("--out out --tensor_parallel_size 2", "tensor_parallel_size: needs --engine vllm"),
         ("", "--out: is missing"),
         ("--max_new_tokens 8 --out {prompts}", "{prompts}"),
         ("--out out --engine vllmm", "engine: expected one of hf, openai, vllm, ray"),
