@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from distill.config import DistillConfig
 from distill.generate import distill
-from drafts.make.shape import read_per_token
+from drafts.make.fresh import read_per_token
 from draftsmith.config import InitConfig
 from draftsmith.demo.rebuild_pair import write_corpus
 from draftsmith.starting import alphas, answer_texts, init

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafts.heads.borrowed import OutputProjection
 from drafts.layouts import gguf_vocabulary
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES
 from drafts.layouts.source import Source
-from drafts.output_projection import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
 from draftsmith_core.tokenization import Tokenizer

@@ -18,9 +18,8 @@ from decode import SpeculativeDecoder
 from decode.propose.network import fit_vocabulary
 from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
 from drafts.load import LoadedPair, load_pair
-from drafts.make.fresh import fresh
+from drafts.make.fresh import fresh, read_per_token, too_costly
 from drafts.make.prune import prune
-from drafts.make.shape import read_per_token, too_costly
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError

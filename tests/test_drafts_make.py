@@ -23,9 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from drafts.make.fresh import fresh
+from drafts.make.fresh import filled, fresh, read_per_token, too_costly
 from drafts.make.prune import FAMILIES, prune
-from drafts.make.shape import filled, read_per_token, too_costly
 from drafts.make.transplant import transplant
 from drafts.vocabulary import map_vocabulary, pieces, token_texts
 from draftsmith_core.errors import InputError

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from train.batch import IGNORE, Batch
 from train.chunked import chunk_size, projected, token_measures

@@ -157,10 +157,10 @@ def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
 def logits_of(trainee: Any, depth: int, hidden_NH: Tensor) -> Tensor:
     draft = trainee.draft
     if isinstance(draft, Eagle3Head):
-        return draft.borrowed.finish(draft.lm_head(hidden_NH))
+        return draft.borrowed.projection.finish(draft.lm_head(hidden_NH))
     if isinstance(draft, MedusaHeads):
         projection: Any = draft[depth][-1]  # type: ignore[index]
-        return draft.borrowed.finish(projection(hidden_NH))
+        return draft.borrowed.projection.finish(projection(hidden_NH))
     logits_NV: Tensor = draft.borrowed.project(hidden_NH)
     return logits_NV
 

@@ -139,10 +139,10 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
         (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
         hidden_H = hidden_NH[place]
         if isinstance(draft, Eagle3Head):
-            logits_V = draft.to_target(draft.borrowed.finish(draft.lm_head(hidden_H)))
+            logits_V = draft.to_target(draft.borrowed.projection.finish(draft.lm_head(hidden_H)))
         elif isinstance(draft, MedusaHeads):
             projection: Any = draft[depth][-1]  # type: ignore[index]
-            logits_V = draft.borrowed.finish(projection(hidden_H))
+            logits_V = draft.borrowed.projection.finish(projection(hidden_H))
         else:
             logits_V = draft.borrowed.project(hidden_H)
         found.append(logits_V.float().softmax(-1))

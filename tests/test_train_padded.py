@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective

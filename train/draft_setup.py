@@ -21,7 +21,7 @@ from drafts.draft_vocabulary import (
 from drafts.heads import HEADS, Head, load_head, write_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
-from drafts.make.shape import filled, read_per_token, too_costly
+from drafts.make.fresh import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line, require_package
 from draftsmith_core.io import atomic_dir, make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size

@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file
 from train.batch import IGNORE, Batch
 from train.packing import PackingMethod, forward_options, packing_method

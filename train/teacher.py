@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.output_projection import OutputProjection, output_projection
+from drafts.heads.borrowed import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
 
 # Logarithm of a negligible mass that does not underflow to zero in fp32.

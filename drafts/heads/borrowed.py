@@ -10,9 +10,53 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.output_projection import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
+
+
+@dataclass(frozen=True, eq=False)
+class OutputProjection:
+    """A linear module (lm_head), and what some models do to its result: scale (Cohere, Granite) or cap (Gemma 2) it.
+
+    Holds the module and not its weight, because sharded training swaps the parameter under the module.
+    """
+
+    module: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+    rows_D: Tensor | None = None
+    """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole weight."""
+
+    @property
+    def weight_VH(self) -> Tensor:
+        """The weight; the embedding's own tensor if the two are tied."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight if self.rows_D is None else weight.index_select(0, self.rows_D)
+
+    @property
+    def bias_V(self) -> Tensor | None:
+        """The bias that few models have (Phi)."""
+        bias = getattr(self.module, "bias", None)
+        return bias if bias is None or self.rows_D is None else bias.index_select(0, self.rows_D)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the result of the linear module is neither scaled nor capped."""
+        return self.scale == 1 and self.softcap is None
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Scale and cap the linear module's logits `[..., V]`."""
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+def output_projection(module: nn.Module, config: Any) -> OutputProjection:
+    """`module` as the output projection of a model with this text configuration."""
+    multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    scale = float(multiplied or 1.0) / float(divided or 1.0)
+    return OutputProjection(module, scale, getattr(config, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,23 +88,23 @@ class Borrowed:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """`[V, H]`, the target's own tensor."""
+        """`[V, H]`, the target's own tensor, detached."""
         weight = self.embedding.weight
         assert isinstance(weight, Tensor)
-        return weight
+        return weight.detach()
 
     @property
     def embedding_table(self) -> Tensor:
         """`[V, H]`, what `embed` gives for each token: scaled for the Gemma family, else the target's own tensor."""
+        weight = self.embedding_weight
         if not self.scales_embedding:
-            return self.embedding_weight.detach()
-        size = self.embedding_weight.shape[0]
-        return self.embed(torch.arange(size, device=self.embedding_weight.device), self.embedding_weight.dtype)
+            return weight
+        return self.embed(torch.arange(len(weight), device=weight.device), weight.dtype)
 
     @property
     def scales_embedding(self) -> bool:
         """Whether the target multiplies its embedding, which other engines do outside of the table."""
-        weight = self.embedding_weight.detach()
+        weight = self.embedding_weight
         # Several rows, because one may be zero.
         rows = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
         return not torch.equal(self.embed(rows, weight.dtype), weight[rows])
@@ -70,16 +114,12 @@ class Borrowed:
         module, states = self.projection.module, states.to(self.projection.weight_VH.dtype)
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             detached = {name: p.detach() for name, p in module.named_parameters()}
-            return self.finish(torch.func.functional_call(module, detached, (states,)))
-        return self.finish(module(states))
-
-    def finish(self, logits: Tensor) -> Tensor:
-        """Logits scaled and capped as the target does with its own."""
-        return self.projection.finish(logits)
+            return self.projection.finish(torch.func.functional_call(module, detached, (states,)))
+        return self.projection.finish(module(states))
 
     @property
     def bias_V(self) -> Tensor | None:
-        """The bias of the target's output projection, detached; None for nearly all models."""
+        """The bias of the target's output projection, detached."""
         bias = self.projection.bias_V
         return None if bias is None else bias.detach()
 
@@ -88,11 +128,8 @@ class ReadsLastState:
     """A head that reads one of the target's hidden states: the last, after the final norm."""
 
     config: Any
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it needs."""
-        return (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)
+    """Which of the target's `hidden_states` it needs."""
 
     @property
     def vocab_size(self) -> int:

@@ -264,7 +264,7 @@ class Eagle3Head(FeatureHead):
 
     def logits(self, g_BTH: Tensor) -> Tensor:
         """`[B, T, D]`, of its own features."""
-        return self.borrowed.finish(self.lm_head(self.normed(g_BTH)))
+        return self.borrowed.projection.finish(self.lm_head(self.normed(g_BTH)))
 
     def to_target(self, logits_BTD: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""

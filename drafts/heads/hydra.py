@@ -97,5 +97,5 @@ class HydraHeads(ReadsLastState, nn.Module):
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
         states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))
         if self.config.own_projection:
-            return self.borrowed.finish(self.projections[count_d - 1](states_BTH))
+            return self.borrowed.projection.finish(self.projections[count_d - 1](states_BTH))
         return self.borrowed.project(states_BTH)

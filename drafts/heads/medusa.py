@@ -123,4 +123,4 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         if self.borrowed.bias_V is not None:
             # The checkpoint format has no place for a bias, so the target's is used.
             logits_BTKV = logits_BTKV + self.borrowed.bias_V
-        return self.borrowed.finish(logits_BTKV)
+        return self.borrowed.projection.finish(logits_BTKV)

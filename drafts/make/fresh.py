@@ -1,14 +1,14 @@
-"""An untrained LLaMA of the size that costs a given share of the target's forward.
+"""The size of a draft: what its config takes from the target, what a forward costs, and a fresh LLaMA of a given cost.
 
 Candidates are wide rather than deep, because a draft's forwards are one token each and their time is that of reading
-weights and starting layers. Among those that cost no more than asked for, the one with the most parameters in its
-layers is taken.
+weights and starting layers. Of those that cost at most the given share, the one with the most parameters in its layers
+is taken.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from drafts.make.shape import filled, read_per_token
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import vocabulary_size
+from draftsmith_core.models import parameter_count, vocabulary_size
 
+# From the target's config, under the same names in the draft's.
+_FROM_TARGET = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+COSTLY = 0.5
 _HEAD = 64
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _WARMUP, _REPEATS = 3, 15
@@ -27,9 +29,48 @@ _WARMUP, _REPEATS = 3, 15
 _MEASURED = 12
 
 
+def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Complete a draft's config values from the target's config; also return what was taken from there.
+
+    Takes vocabulary, special tokens, context and rotary base.
+    """
+    text = target_config.get_text_config(decoder=True)
+    taken = {
+        key: value for key in _FROM_TARGET if key not in values and (value := getattr(text, key, None)) is not None
+    }
+    rope = getattr(text, "rope_parameters", None) or {}
+    given = {"rope_parameters", "rope_theta", "rope_scaling"} & values.keys()
+    if not given and {"rope_type", "rope_theta"} <= rope.keys():
+        if any(isinstance(value, list) for value in rope.values()):
+            # One factor for each dimension of a head of the target (longrope), and the draft's are of another size.
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        taken["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return dict(values) | taken, taken
+
+
+def read_per_token(model: nn.Module) -> int:
+    """Number of parameters that a forward of one token reads: all but an embedding that is only looked up."""
+    looked_up = 0
+    if isinstance(model, PreTrainedModel):
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if embedding is not None and (output is None or embedding.weight is not output.weight):
+            looked_up = int(embedding.weight.numel())  # type: ignore[operator]
+    return parameter_count(model) - looked_up
+
+
+def too_costly(draft: int, target: int) -> str | None:
+    """A warning if a draft reads more than half of its target's parameters per token; else None."""
+    if draft <= COSTLY * target:
+        return None
+    return (
+        f"the draft reads {draft:,} parameters per token and the target {target:,}: more than half, so that drafting "
+        f"can hardly pay; docs/choosing-a-draft.md says how large a draft should be"
+    )
+
+
 @dataclass(frozen=True)
 class Cost:
-    """Of a draft as a share of its target's: parameters read per token, and seconds of a forward where measured."""
+    """Cost of a draft as a share of its target's: parameters read per token; seconds of a forward if measured."""
 
     parameters: float
     measured: float | None
@@ -56,7 +97,7 @@ def fresh(
             return _built(candidates[0], target, seed), Cost(_read(candidates[0]) / target_cost, None)
         least = min(map(_read, shapes)) / target_cost
     else:
-        clock = time_of or seconds_per_token
+        clock = time_of or _seconds_per_token
         base, least = clock(target), math.inf
         # A share of the time is rarely less than the share of the parameters, and on small models much more.
         candidates = candidates or shapes[-1:]
@@ -78,20 +119,20 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
     hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
     # Even, because rotary embeddings turn pairs.
     head = min(_HEAD, max(8, hidden // 8 * 2))
-    shapes = []
-    for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}):
-        for layers in (layers for layers in _DEPTHS if layers <= max(1, depth // 2)):
-            values: dict[str, Any] = {
-                "hidden_size": width,
-                "intermediate_size": round(width * 8 / 3 / 16) * 16,
-                "num_hidden_layers": layers,
-                "num_attention_heads": width // head,
-                "num_key_value_heads": width // head,
-                "tie_word_embeddings": True,
-            }
-            values, _ = filled(values, target.config)
-            shapes.append(LlamaConfig(**values | {"vocab_size": vocabulary_size(target)}))
-    return shapes
+    shared, _ = filled({"tie_word_embeddings": True}, target.config)
+    return [
+        LlamaConfig(
+            **shared | {"vocab_size": vocabulary_size(target)},
+            hidden_size=width,
+            intermediate_size=round(width * 8 / 3 / 16) * 16,
+            num_hidden_layers=layers,
+            num_attention_heads=width // head,
+            num_key_value_heads=width // head,
+        )
+        for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)})
+        for layers in _DEPTHS
+        if layers <= max(1, depth // 2)
+    ]
 
 
 def _layer_parameters(config: LlamaConfig) -> int:
@@ -114,20 +155,16 @@ def _built(config: LlamaConfig, target: PreTrainedModel, seed: int) -> PreTraine
 
 
 @torch.inference_mode()
-def seconds_per_token(model: PreTrainedModel) -> float:
+def _seconds_per_token(model: PreTrainedModel) -> float:
     """Median time of a forward of one token behind a short cached text."""
     ids = torch.ones(1, 33, dtype=torch.long, device=model.device)
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     times = []
     for _ in range(_WARMUP + _REPEATS):
         cache = model(input_ids=ids[:, :32], use_cache=True).past_key_values
-        _wait(model)
+        wait()
         began = time.perf_counter()
         model(input_ids=ids[:, 32:], past_key_values=cache, use_cache=True)
-        _wait(model)
+        wait()
         times.append(time.perf_counter() - began)
     return statistics.median(times[_WARMUP:])
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.make.shape import filled
+from drafts.make.fresh import filled
 from drafts.vocabulary import map_vocabulary, token_texts
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.tokenization import Tokenizer

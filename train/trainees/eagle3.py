@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from drafts.draft_vocabulary import draft_rows
+from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.output_projection import OutputProjection
 from train.batch import Batch
 from train.teacher import LiveTeacher, ReducedTeacher, Teacher
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, unroll

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from drafts.heads import Head
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, freeze

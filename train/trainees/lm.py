@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.draft_vocabulary import draft_rows, draft_vocabulary
-from drafts.output_projection import OutputProjection
+from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from drafts.heads.borrowed import OutputProjection
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from drafts.output_projection import OutputProjection
 from train.batch import Batch
 from train.trainees.head import HeadTrainee, Pairs, pairs_at
 
