@@ -158,7 +158,7 @@ def _built(config: LlamaConfig, target: PreTrainedModel, seed: int) -> PreTraine
 def _seconds_per_token(model: PreTrainedModel) -> float:
     """Median time of a forward of one token behind a short cached text."""
     ids = torch.ones(1, 33, dtype=torch.long, device=model.device)
-    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     times = []
     for _ in range(_WARMUP + _REPEATS):
         cache = model(input_ids=ids[:, :32], use_cache=True).past_key_values
