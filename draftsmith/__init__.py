@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.config import InitConfig as InitConfig
-    from draftsmith.outputs import Output as Output
+    from draftsmith.pair import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
     from draftsmith.set_page import write_set_page as write_set_page
@@ -63,8 +63,7 @@ _MODULES = {
     "draftsmith.alignment.config": "AlignConfig",
     "draftsmith.alignment.stages": "align",
     "draftsmith.config": "InitConfig",
-    "draftsmith.outputs": "Output",
-    "draftsmith.pair": "Pair load_pair",
+    "draftsmith.pair": "Output Pair load_pair",
     "draftsmith.set_page": "write_set_page",
     "draftsmith.starting": "init",
     "draftsmith_core.errors": "DraftsmithError InputError RequirementError RunError",

@@ -40,15 +40,13 @@ class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
     proposer: Named = None
     """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
     tree: Named = None
-    """Tree to draft per step; see below. auto plans first, auto:FILE reads a plan of `draftsmith plan`. Default:
-    chain:4 (fewer for fewer heads); lookahead has its own."""
+    """Tree to draft per step; see below. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
+    Default: chain:4 (fewer for fewer heads); lookahead has its own."""
     verifier: Named = None
     """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on a tree, specinfer
     for several drafts together, exact where nothing is drawn."""
     datastore: Named = None
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft from."""
-    index: Rare[Named] = None
-    """A .safetensors file that keeps the index of --datastore: read when it exists, else written."""
     prompt: str | None = None
     """A text to continue; to a target with a chat template it is what the user says."""
     raw: bool = False

@@ -1,13 +1,18 @@
 """Choose proposer, tree and verifier from their names and the kinds of the drafts, before a model is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from decode import PROPOSERS, VERIFIERS, TreeShape, Verifier, default_tree, default_verifier, parse_tree
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
+from draftsmith_core.prompt_rows import KEYS, iterate_rows
+from draftsmith_core.prompts import check_turns
+from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,25 @@ def choose_method(
         if shape is None:
             shape = default_tree(name, heads)
             tree = "its own" if name == "lookahead" else f"chain:{shape.depth}"
-        rule = verifier or default_verifier(shape, draws=PROPOSERS[name].draws, drafts=len(kinds))
+        copies, usual = not PROPOSERS[name].draws, PROPOSERS[name].usual
+        rule = verifier or default_verifier(shape, draws=not copies, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
                 raise InputError(f"verifier: {rule!r} is unknown; {nearest(rule, VERIFIERS)}")
             rule = VERIFIERS[rule]
-        _check_together(name, len(kinds), shape, rule)
+        # The decoder checks on the loaded models what names do not tell.
+        if copies:
+            check_static(name, shape)
+        if shape.grows and len(kinds) > 1:
+            raise InputError(
+                f"tree: {len(kinds)} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2"
+            )
+        if usual is not None and not shape.is_chain:
+            raise InputError(f"tree: {name} drafts chains only; use chain:4, or --proposer {usual}")
+        if len(kinds) > 1 and not copies:
+            rule.check(shape, "with_replacement", len(kinds))
+        else:
+            rule.check(shape, "deterministic" if copies or shape.grows else None)
     except ValueError as error:
         raise InputError(str(error)) from None
     return DraftingMethod(name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule)
@@ -100,16 +118,25 @@ def _in_words(kind: str) -> str:
     return "a language model" if kind == "draft" else f"a head of kind {kind}"
 
 
-def _check_together(proposer: str, drafts: int, shape: TreeShape, rule: Verifier) -> None:
-    """Refuse an invalid combination as far as names tell; the decoder checks the rest on the loaded models."""
-    copies, usual = not PROPOSERS[proposer].draws, PROPOSERS[proposer].usual
-    if copies:
-        check_static(proposer, shape)
-    if shape.grows and drafts > 1:
-        raise InputError(f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2")
-    if usual is not None and not shape.is_chain:
-        raise InputError(f"tree: {proposer} drafts chains only; use chain:4, or --proposer {usual}")
-    if drafts > 1 and not copies:
-        rule.check(shape, "with_replacement", drafts)
-    else:
-        rule.check(shape, "deterministic" if copies or shape.grows else None)
+def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Tokenise the text to retrieve from: rows of a .jsonl or .parquet file or a hub dataset, or a whole .txt file.
+
+    A row has `text`, `messages` (a chat, read whole) or `prompt`; or, in a distilled set, `prompt_ids` and
+    `response_ids`, which are taken as they are.
+    """
+    rows: Iterable[tuple[int, dict[str, Any]]] = iterate_rows(source)
+    if (path := Path(source)).suffix == ".txt" and path.is_file():
+        rows = [(1, {"text": path.read_text(encoding="utf-8", errors="replace")})]
+    documents = [_document(row, f"{source}:{number}", tokenizer) for number, row in rows]
+    if not any(documents):
+        raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
+    return documents
+
+
+def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> list[int]:
+    if row.get("response_ids") is not None:
+        return [*(row.get("prompt_ids") or []), *row["response_ids"]]
+    if row.get("messages") is not None:
+        return encode_messages(tokenizer, check_turns(row["messages"], where), where)
+    text = row.get("text") or row.get("prompt") or ""
+    return encode_text(tokenizer, text) if text.strip() else []

@@ -4,21 +4,28 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, Proposer, SpeculativeDecoder, StopCondition, StopStrings, TreeShape, Verifier, take_over
+from decode import (
+    PROPOSERS,
+    DecodeStats,
+    Proposer,
+    SpeculativeDecoder,
+    StopStrings,
+    TreeShape,
+    Verifier,
+    take_over,
+)
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
 from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
-from draftsmith.datastore import read_documents
-from draftsmith.drafting import DraftingMethod, choose_method
-from draftsmith.outputs import Output
+from draftsmith.drafting import DraftingMethod, choose_method, read_documents
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
@@ -29,21 +36,17 @@ from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Source = str | os.PathLike[str]
+Request = tuple[Prompt, int]  # a prompt and the index of its sample
 
 
-class MethodOptions(TypedDict, total=False):
-    """The options of `Pair.generate` that say how to draft, for type checkers."""
+class GenerateOptions(TypedDict, total=False):
+    """The options of `Pair.generate`, for type checkers."""
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
     tree: str | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
-
-
-class GenerateOptions(MethodOptions, total=False):
-    """The options of `Pair.generate`, for type checkers."""
-
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -54,6 +57,47 @@ class GenerateOptions(MethodOptions, total=False):
     ignore_eos: bool
     batch_size: int
     on_tokens: OnTokens | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One continuation of one prompt.
+
+    output_ids: new tokens only, EOS included if the model ended. finish_reason: "stop" (EOS or a stop text) or
+    "length". from_draft[i]: whether token i was drafted and accepted, or added by the target. stats: counts of this
+    output alone; `stats.tau` is tokens per target call. prefill_s, decode_s: this output's share of its batch's wall
+    clock. waited_s: seconds from the end of prefill to its own last token.
+    """
+
+    id: str
+    sample_index: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    finish_reason: str
+    from_draft: list[bool]
+    stats: DecodeStats
+    prefill_s: float
+    decode_s: float
+    waited_s: float
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Output":
+        """Undo `dataclasses.asdict` and a round trip through JSON."""
+        counts: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values["stats"].items()
+        }
+        return Output(**{**values, "stats": DecodeStats(**counts)})
+
+    def row(self) -> dict[str, Any]:
+        """The row of `draftsmith decode --out`."""
+        keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
+        stats: dict[str, Any] = {key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")}
+        stats |= {
+            "accepted_by_depth": list(self.stats.accepted_by_depth),
+            "seconds": self.prefill_s + self.decode_s,
+        }
+        return {key: getattr(self, key) for key in keys} | {"stats": stats}
 
 
 @dataclass(frozen=True)
@@ -80,17 +124,6 @@ class Decoding:
             [draft_fingerprint(draft) for draft in self.drafts.values()],
             None if self.index is None else self.index.digest,
         ]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How outputs are drawn and where they end."""
-
-    sampling: Sampling
-    max_new_tokens: int
-    seed: int
-    eos: tuple[int, ...]
-    stop: StopCondition | None
 
 
 def load_pair(
@@ -137,9 +170,8 @@ class Pair:
         self.target: PreTrainedModel = loaded.target
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.drafts: dict[str, Draft] = loaded.drafts
-        self.models: list[PreTrainedModel] = loaded.models
         self.context: int | None = loaded.context
-        self._fast, self._compile = fast, compile
+        self._how: dict[str, Any] = {"fast": fast, "compile": compile}
         if fast and not compile:
             take_over(self.target, *self.drafts.values())
         self._last: tuple[object, Decoding] | None = None
@@ -154,6 +186,11 @@ class Pair:
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
         *,
+        draft: str | Sequence[str] | None = None,
+        proposer: str | Proposer | None = None,
+        tree: str | TreeShape | None = None,
+        verifier: str | Verifier | None = None,
+        datastore: str | SuffixIndex | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -164,41 +201,41 @@ class Pair:
         ignore_eos: bool = False,
         batch_size: int = 8,
         on_tokens: OnTokens | None = None,
-        **method: Unpack[MethodOptions],
     ) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
 
         prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same outputs for
         one --prompt, or for a file of these prompts. An output does not depend on its batch mates.
+        draft: which of the pair's drafts, by name; all by default. proposer, tree, verifier: names as in `draftsmith
+        decode --help`, or objects of your own; chosen to suit where left out. datastore: a file to retrieve from.
         temperature (0 is greedy), top_p, top_k (0 keeps every token), min_p: None takes the target's
         generation_config.json, and greedy without one. stop: texts; an output ends after the token that completes one.
         batch_size: prompts decoded together. on_tokens(row of its batch, ids, from_draft): called after each step
-        with its new tokens.
-
-        method: `draft` (which of the pair's drafts, by name; all by default), `proposer`, `tree` and `verifier` (names
-        as in `draftsmith decode --help`, or objects of your own; chosen to suit where left out), `datastore` (a file to
-        retrieve from). Raise InputError for an invalid combination.
+        with its new tokens. Raise InputError for an invalid combination.
         """
-        decoding = self.decoding(**method)
-        one = _is_one_prompt(prompts)
+        decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
         sampling = resolve_sampling(
             self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
         ).sampling
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        one = _is_one_prompt(prompts)
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
             repeats: Counter[str] = Counter()
             encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
             named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
-        outputs: list[Output] = []
-        try:
-            settings = self.settings(sampling, max_new_tokens, seed, stops, ignore_eos)
-            for start in range(0, len(named), batch_size):
-                requests = [(prompt, 0) for prompt in named[start : start + batch_size]]
-                outputs += self.decode_batch(decoding.decoder, requests, settings, on_tokens)
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        batches = self.decode(
+            decoding.decoder,
+            [(prompt, 0) for prompt in named],
+            sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop=[stop] if isinstance(stop, str) else stop,
+            ignore_eos=ignore_eos,
+            batch_size=batch_size,
+            on_tokens=on_tokens,
+        )
+        outputs = [output for batch in batches for output in batch]
         return outputs[0] if one else outputs
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
@@ -209,13 +246,6 @@ class Pair:
         if items and isinstance(items[0], Mapping):
             return encode_messages(self.tokenizer, check_messages(items, where), where)
         return [int(item) for item in items]
-
-    def settings(
-        self, sampling: Sampling, max_new_tokens: int, seed: int, stop: Sequence[str], ignore_eos: bool
-    ) -> Settings:
-        """Settings with the target's own EOS ids, unless they are to be ignored."""
-        eos = () if ignore_eos else eos_ids(self.target)
-        return Settings(sampling, max_new_tokens, seed, eos, StopStrings(self.tokenizer, stop) if stop else None)
 
     def decoding(
         self,
@@ -242,16 +272,10 @@ class Pair:
         return self._last[1]
 
     def _decoding(
-        self,
-        drafts: dict[str, Draft],
-        proposer: str | Proposer | None,
-        tree: str | TreeShape | None,
-        verifier: str | Verifier | None,
-        datastore: str | SuffixIndex | None,
+        self, drafts: dict[str, Draft], proposer: Any, tree: Any, verifier: Any, datastore: str | SuffixIndex | None
     ) -> Decoding:
-        how: dict[str, Any] = {"fast": self._fast, "compile": self._compile}
         if proposer is not None and not isinstance(proposer, str):
-            decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **how)
+            decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **self._how)
             spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
             method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
             return Decoding(decoder, method, drafts)
@@ -259,59 +283,70 @@ class Pair:
         heads = min((count for draft in drafts.values() if (count := depth_limit(draft))), default=None)
         chosen = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
         if chosen is None:
-            return Decoding(SpeculativeDecoder(self.target, **how))
-        index = (
-            SuffixIndex.build(read_documents(datastore, self.tokenizer)) if isinstance(datastore, str) else datastore
-        )
+            return Decoding(SpeculativeDecoder(self.target, **self._how))
+        if isinstance(datastore, str):
+            datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
         kind, models = PROPOSERS[chosen.proposer], list(drafts.values())
         if kind.needs in ("models", "head"):
-            drafter = kind.make(models if kind.needs == "models" else models[0], fast=self._fast)
+            drafter = kind.make(models if kind.needs == "models" else models[0], fast=self._how["fast"])
         else:
-            drafter = kind.make(index)
-        decoder = SpeculativeDecoder(self.target, drafter, chosen.shape, chosen.verifier, **how)
-        return Decoding(decoder, chosen, drafts, index)
+            drafter = kind.make(datastore)
+        decoder = SpeculativeDecoder(self.target, drafter, chosen.shape, chosen.verifier, **self._how)
+        return Decoding(decoder, chosen, drafts, datastore)
 
-    def decode_batch(
+    def decode(
         self,
         decoder: SpeculativeDecoder,
-        requests: Sequence[tuple[Prompt, int]],
-        settings: Settings,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        batch_size: int,
         on_tokens: OnTokens | None = None,
-    ) -> list[Output]:
-        """Decode requests (prompt, sample index) together; return their outputs in order."""
-        ends = [0.0] * len(requests)
+    ) -> Iterator[list[Output]]:
+        """Decode requests batch by batch; yield the outputs of each batch in order."""
+        ends: list[float] = []
 
         def note(row: int, ids: list[int], from_draft: list[bool]) -> None:
             ends[row] = time.perf_counter()
             if on_tokens is not None:
                 on_tokens(row, ids, from_draft)
 
-        began = time.perf_counter()
-        batch = decoder.generate(
-            [prompt.ids for prompt, _ in requests],
-            settings.sampling,
-            settings.max_new_tokens,
-            [generator(row_seed(settings.seed, f"{prompt.id}/{sample}")) for prompt, sample in requests],
-            settings.eos,
-            note,
-            settings.stop,
-        )
-        return [
-            Output(
-                id=prompt.id,
-                sample_index=sample,
-                prompt_ids=list(prompt.ids),
-                output_ids=generation.output_ids,
-                text=decode_text(self.tokenizer, generation.output_ids),
-                finish_reason=generation.finish_reason,
-                from_draft=generation.from_draft,
-                stats=generation.stats,
-                prefill_s=batch.prefill_s / len(requests),
-                decode_s=batch.decode_s / len(requests),
-                waited_s=end - began - batch.prefill_s,
-            )
-            for (prompt, sample), generation, end in zip(requests, batch.generations, ends, strict=True)
-        ]
+        for start in range(0, len(requests), batch_size):
+            rows = requests[start : start + batch_size]
+            ends[:] = [0.0] * len(rows)
+            began = time.perf_counter()
+            try:
+                batch = decoder.generate(
+                    [prompt.ids for prompt, _ in rows],
+                    sampling,
+                    max_new_tokens,
+                    [generator(row_seed(seed, f"{prompt.id}/{sample}")) for prompt, sample in rows],
+                    () if ignore_eos else eos_ids(self.target),
+                    note,
+                    StopStrings(self.tokenizer, stop) if stop else None,
+                )
+            except ValueError as error:
+                raise InputError(str(error)) from None
+            yield [
+                Output(
+                    id=prompt.id,
+                    sample_index=sample,
+                    prompt_ids=list(prompt.ids),
+                    output_ids=generation.output_ids,
+                    text=decode_text(self.tokenizer, generation.output_ids),
+                    finish_reason=generation.finish_reason,
+                    from_draft=generation.from_draft,
+                    stats=generation.stats,
+                    prefill_s=batch.prefill_s / len(rows),
+                    decode_s=batch.decode_s / len(rows),
+                    waited_s=end - began - batch.prefill_s,
+                )
+                for (prompt, sample), generation, end in zip(rows, batch.generations, ends, strict=True)
+            ]
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -320,8 +355,4 @@ def _is_one_prompt(prompts: Any) -> bool:
         return True
     if shape := getattr(prompts, "shape", None):
         return len(shape) == 1
-    return len(prompts) > 0 and (_is_integer(prompts[0]) or isinstance(prompts[0], Mapping))
-
-
-def _is_integer(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)
+    return len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from draftsmith.cli.decode_run import load
 from draftsmith.cli.method_table import method_rows, terminal
 from draftsmith.cli.token_stream import Stream
 from draftsmith.config import DecodeConfig
-from draftsmith.outputs import Output
+from draftsmith.pair import Output
 from draftsmith_core.command_line import parse
 from draftsmith_core.io import canonical_json
 from draftsmith_core.models import eos_ids, load_model
@@ -366,6 +367,19 @@ def test_the_summary_adds_up(tmp_path: Path, door: Door, target_dir: str, draft_
     alone = summary_of(door, *words[:2], "--prompt", "The quick", "--max_new_tokens", "5", "--ignore_eos")
     assert (alone["proposer"], alone["tree"], alone["verifier"], alone["lossless"]) == ("none", None, None, True)
     assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"], alone["tokens"]) == ([], None, 1.0, 5)
+
+
+def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(
+    door: Door, target_dir: str, draft_dir: str, tmp_path: Path
+) -> None:
+    draft = tmp_path / "a draft"
+    shutil.copytree(draft_dir, draft)
+    words = ["--target", target_dir, "--draft", draft, "--tree", "auto", "--prompt", "a", "--max_new_tokens", "4"]
+    code, printed, err = door("decode", *words, "--json")
+    assert code == 0 and json.loads(printed.splitlines()[-1])["tree"] == "chain:4"
+    assert f"draftsmith plan --target {target_dir} --draft '{draft}' --prompts PROMPTS --out '{draft}/plan.json'" in err
+    (draft / "plan.json").write_text(json.dumps({"tree": {"spec": "kary:2,1"}, "pays": True}))
+    assert summary_of(door, *words)["tree"] == f"auto:{draft}/plan.json"
 
 
 # Options that do not go together: what the one line says, and the way out.

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.suffix_index import SuffixIndex
-from draftsmith.datastore import read_documents, read_index
+from draftsmith.drafting import read_documents
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
@@ -17,28 +15,6 @@ from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer(target_dir: str) -> Tokenizer:
     return load_tokenizer(target_dir)
-
-
-def test_the_index_of_a_datastore_is_kept_and_read_again(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus, index_file = tmp_path / "corpus.jsonl", tmp_path / "index.safetensors"
-    corpus.write_text(json.dumps({"text": "the cat sat on the mat"}) + "\n")
-    plain = read_index(str(corpus), None, tokenizer)
-    assert not index_file.exists()
-    read_index(str(corpus), str(index_file), tokenizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(SuffixIndex, "build", None)
-        again = read_index(str(corpus), str(index_file), tokenizer)
-    assert np.array_equal(again.text_n, plain.text_n) and np.array_equal(again.positions, plain.positions)
-    whole = index_file.read_bytes()
-    index_file.write_bytes(whole[:-9])
-    with pytest.raises(InputError, match="build it again"):
-        read_index(str(corpus), str(index_file), tokenizer)
-    index_file.write_bytes(whole)
-    corpus.write_text(json.dumps({"text": "the cat sat on the hat"}) + "\n")
-    with pytest.raises(InputError, match="index.safetensors: was built from another text or tokenizer; name another"):
-        read_index(str(corpus), str(index_file), tokenizer)
 
 
 def test_documents_are_read_from_every_kind_of_row(

@@ -189,16 +189,6 @@ def test_a_plan_is_written_and_used(
         assert json.loads(out.splitlines()[-1])["tree"] == f"auto:{plan}"
 
 
-def test_decode_plans_on_the_spot_and_says_so(door: Door, target_dir: str, draft_dir: str, prompts_file: str) -> None:
-    words: list[Any] = ["decode", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 6, "--json"]
-    alone = json.loads(door(*words)[1].splitlines()[-1])["outputs"]
-    code, out, err = door(*words, "--draft", draft_dir, "--tree", "auto")
-    assert code == 0, err
-    assert "planned now, on 8 prompts" in err
-    ours = json.loads(out.splitlines()[-1])["outputs"]
-    assert [row["output_ids"] for row in ours] == [row["output_ids"] for row in alone]
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
     door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
@@ -224,7 +214,7 @@ def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
         ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "must be at least 4"),
         ("plan --target {t} --draft {d} --prompts {p} --out .", "is no ordinary file"),
         ("plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95", "none fits 1 tokens"),
-        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto plans for one --draft"),
+        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto is the plan of one --draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
         ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
     ],

@@ -1,19 +1,20 @@
 """`draftsmith decode` behind its options: load, decode, write or print."""
 
 import dataclasses
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS, DecodeStats, TreeShape
+from decode import PROPOSERS, DecodeStats
+from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
 from draftsmith.cli.token_stream import Stream
 from draftsmith.config import DecodeConfig
-from draftsmith.datastore import read_index
-from draftsmith.drafting import choose_method, planned_without_a_draft
-from draftsmith.outputs import Output
-from draftsmith.pair import Decoding, Pair, Settings, load_pair
+from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
+from draftsmith.pair import Decoding, Output, Pair, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
 from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing
@@ -23,25 +24,11 @@ from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.runs import Run
-from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, sampling_options
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRun:
-    """Everything that the batches of one command share."""
-
-    config: DecodeConfig
-    pair: Pair
-    decoding: Decoding
-    sampling: ResolvedSampling
-    settings: Settings
-    prompts: PromptSet
-
-    @property
-    def requests(self) -> list[tuple[Prompt, int]]:
-        """Prompt and sample index of every output."""
-        return [(prompt, sample) for prompt in self.prompts.prompts for sample in range(self.config.num_samples)]
+# Batches of outputs, from this request on.
+Batches = Callable[[int], Iterator[list[Output]]]
 
 
 def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
@@ -52,16 +39,36 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         _say(f"warning: verifier {name} is lossy; above temperature 0 outputs do not follow the target's distribution")
     prompts = _prompts(config, pair)
     sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
-    settings = pair.settings(sampling.sampling, config.max_new_tokens, config.seed, config.stop, config.ignore_eos)
-    work = DecodeRun(config, pair, decoding, sampling, settings, prompts)
+    requests = [(prompt, sample) for prompt in prompts.prompts for sample in range(config.num_samples)]
+    draw = partial(
+        pair.decode,
+        decoding.decoder,
+        sampling=sampling.sampling,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        stop=config.stop,
+        ignore_eos=config.ignore_eos,
+        batch_size=config.batch_size,
+    )
+
+    def batches(first: int) -> Iterator[list[Output]]:
+        with progress("decode", len(requests), first) as advance:
+            for batch in draw(requests[first:]):
+                yield batch
+                advance(len(batch), "")
+
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
     if config.out is not None:
-        outputs = _to_file(Path(config.out), work)
+        settings = [identity(config) | dataclasses.asdict(sampling.sampling), prompts.digest, decoding.identity()]
+        outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
     elif streamed:
-        outputs = _to_terminal(work)
+        stream = Stream(pair.tokenizer, sys.stdout)
+        (outputs,) = draw(requests, on_tokens=lambda row, ids, from_draft: stream.add(ids, from_draft))
+        stream.close()
     else:
-        outputs = [output for batch in _batches(work) for output in batch]
-    summary = _summary(work, outputs)
+        outputs = [output for batch in batches(0) for output in batch]
+    summary = _summary(config, decoding, prompts, outputs)
+    summary |= {"sampling": dataclasses.asdict(sampling.sampling), "sampling_from_target": sampling.from_target}
     return summary, _in_words(summary, sampling.note, streamed)
 
 
@@ -75,19 +82,17 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     for name in config.draft:
         check_source(name)  # else a path that does not exist would be looked up on the hub
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
-    auto = config.tree == "auto"
-    if auto and (len(config.draft) != 1 or config.proposer is not None):
-        raise InputError("tree: auto plans for one --draft, without --proposer; name one, or write a tree")
-    shape: str | TreeShape | None = None if auto else config.tree
-    method = choose_method(kinds, config.proposer, shape, config.verifier, datastore=config.datastore is not None)
-    if planned_without_a_draft(shape):
-        _say(f"{shape}: no draft is faster here, so the target decodes alone")
-    drafted = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
+    tree = _planned(config) if config.tree == "auto" else config.tree
+    method = choose_method(kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None)
+    if planned_without_a_draft(tree):
+        _say(f"{tree}: no draft is faster here, so the target decodes alone")
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
-    index = None if config.datastore is None else read_index(config.datastore, config.index, tokenizer)
+    index = None
+    if config.datastore is not None:
+        index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
     pair = load_pair(
         config.target,
-        config.draft if drafted else None,
+        config.draft if method is not None and PROPOSERS[method.proposer].needs in ("models", "head") else None,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -96,23 +101,23 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
-    if auto:
-        shape = _plan(config, pair)
-    if method is None or (auto and shape is None):
+    if method is None:
         return pair, pair.decoding(proposer="none")
-    return pair, pair.decoding(proposer=config.proposer, tree=shape, verifier=config.verifier, datastore=index)
+    how: dict[str, Any] = {"proposer": config.proposer, "tree": tree, "verifier": config.verifier}
+    return pair, pair.decoding(**how, datastore=index)
 
 
-def _plan(config: DecodeConfig, pair: Pair) -> TreeShape | None:
-    """Plan on the first prompts and return the tree; None if no draft is faster."""
-    from eval.plan import Planner, plan_now, planned_now, planned_tree
-
-    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config)).sampling
-    (draft,) = pair.drafts.values()
-    prompts, tokens = _prompts(config, pair).prompts, config.max_new_tokens
-    plan = plan_now(Planner(pair.target, draft, prompts, sampling, config.batch_size, tokens, config.seed))
-    _say(f"{planned_now(plan)}; `draftsmith plan` keeps a plan")
-    return None if plan["pays"] is False else planned_tree(plan)
+def _planned(config: DecodeConfig) -> str | None:
+    """The plan that is kept beside the draft; None without one."""
+    if len(config.draft) != 1 or config.proposer is not None:
+        raise InputError("tree: auto is the plan of one --draft, without --proposer; name one, or write a tree")
+    plan = Path(config.draft[0]) / "plan.json"
+    if plan.is_file():
+        return f"auto:{plan}"
+    words = ["draftsmith", "plan", "--target", config.target, "--draft", config.draft[0]]
+    words += ["--prompts", config.prompts or "PROMPTS", "--out", str(plan)]
+    _say(f"--tree auto: {plan} is missing, so the default tree drafts; make it with: {shlex.join(words)}")
+    return None
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
@@ -132,26 +137,14 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
-def _batches(work: DecodeRun, finished: int = 0) -> Iterator[list[Output]]:
-    """Outputs of all requests from `finished` on, in order, batch by batch."""
-    requests, size = work.requests, work.config.batch_size
-    with progress("decode", len(requests), finished) as advance:
-        for start in range(finished, len(requests), size):
-            batch = requests[start : start + size]
-            yield work.pair.decode_batch(work.decoding.decoder, batch, work.settings)
-            advance(len(batch), "")
-
-
-def _to_file(out: Path, work: DecodeRun) -> list[Output]:
-    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run continues."""
+def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
+    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run resumes."""
     partial = f".{out.name}.partial"
-    options = identity(work.config) | dataclasses.asdict(work.settings.sampling)
-    head = {"identity": hash_json([options, work.prompts.digest, work.decoding.identity()])}
     with Run(out, file=True, keeps=(partial,)) as run:
         run.begin()
         with run.journal(partial, head) as journal:
             outputs = [Output.from_json(row) for batch in journal.rows for row in batch]
-            for batch in _batches(work, len(outputs)):
+            for batch in batches(len(outputs)):
                 outputs += batch
                 journal.append([dataclasses.asdict(output) for output in batch])
             with writing(out):
@@ -160,26 +153,13 @@ def _to_file(out: Path, work: DecodeRun) -> list[Output]:
     return outputs
 
 
-def _to_terminal(work: DecodeRun) -> list[Output]:
-    stream = Stream(work.pair.tokenizer, sys.stdout)
-
-    def show(row: int, ids: list[int], from_draft: list[bool]) -> None:
-        stream.add(ids, from_draft)
-
-    outputs = list(work.pair.decode_batch(work.decoding.decoder, work.requests, work.settings, show))
-    stream.close()
-    return outputs
-
-
-def _summary(work: DecodeRun, outputs: list[Output]) -> dict[str, Any]:
+def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]) -> dict[str, Any]:
     """The summary of `--json`. A ratio over zero is None."""
-    config, decoding, prompts = work.config, work.decoding, work.prompts
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
-    seconds = sum(output.prefill_s + output.decode_s for output in outputs)
-    prefill_s = sum(output.prefill_s for output in outputs)
+    prefill_s, decode_s = (sum(getattr(output, key) for output in outputs) for key in ("prefill_s", "decode_s"))
+    seconds = prefill_s + decode_s
     peak, kind = peak_memory(decoding.decoder.target.device)
-    recorded = decoding.decoder.every_steps
     summary: dict[str, Any] = {
         "rows": len(outputs),
         "prompts_read": prompts.rows,
@@ -190,8 +170,6 @@ def _summary(work: DecodeRun, outputs: list[Output]) -> dict[str, Any]:
         "tree": method.tree if method else None,
         "verifier": method.verifier.name if method else None,
         "lossless": decoding.lossless,
-        "sampling": dataclasses.asdict(work.sampling.sampling),
-        "sampling_from_target": work.sampling.from_target,
         "tokens": stats.emitted,
         "target_calls": stats.target_calls,
         "proposed": stats.proposed,
@@ -201,9 +179,9 @@ def _summary(work: DecodeRun, outputs: list[Output]) -> dict[str, Any]:
         "alpha_mcsd": stats.alpha_mcsd,
         "seconds": seconds,
         "prefill_s": prefill_s,
-        "decode_s": seconds - prefill_s,
+        "decode_s": decode_s,
         "tokens_per_s": stats.emitted / seconds if seconds else None,
-        "recorded_steps": sum(steps.count for steps in recorded),
+        "recorded_steps": sum(steps.count for steps in decoding.decoder.every_steps),
         "recording_s": decoding.decoder.compile_s,
         "latency_s_per_token": sum(o.waited_s for o in outputs) / stats.emitted if stats.emitted else None,
         "peak_memory_bytes": peak,
@@ -226,11 +204,8 @@ def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
         lines += [f"--- {row['id']}, sample {row['sample_index']}"] if len(outputs) > 1 else []
         lines.append(row["text"])
     if summary["prompts_skipped"]:
-        first = summary["skipped"][0]
-        lines.append(
-            f"{summary['prompts_skipped']} of {summary['prompts_read']} prompts skipped "
-            f"(row {first['row']}: {first['reason']})"
-        )
+        first, skipped = summary["skipped"][0], f"{summary['prompts_skipped']} of {summary['prompts_read']}"
+        lines.append(f"{skipped} prompts skipped (row {first['row']}: {first['reason']})")
     if note:
         lines.append(f"sampling: {note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
@@ -244,10 +219,8 @@ def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
         method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
     if summary["recorded_steps"]:
-        lines.append(
-            f"{summary['recorded_steps']} kinds of steps recorded as graphs in {summary['recording_s']:.1f} s, "
-            f"which are not in the time above"
-        )
+        seconds = f"{summary['recording_s']:.1f} s, which are not in the time above"
+        lines.append(f"{summary['recorded_steps']} kinds of steps recorded as graphs in {seconds}")
     kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
     lines.append(f"{method}; peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB ({kind})")
     return lines
