@@ -1,11 +1,45 @@
-"""The compact object that `eval --json` prints."""
+"""What `eval` prints: the decision and a table, and the compact object of `--json`."""
 
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from eval.decision import decide
+from eval.report.findings import lead
+from eval.report.formats import with_interval
 from eval.results import Results
 from eval.schema import Row
+
+
+def best_method(results: Results, draft: str) -> tuple[str, str]:
+    """The fastest tree and verifier of a draft, in distribution; untimed, those with the most tokens per call."""
+
+    def merit(method: tuple[str, str]) -> float:
+        names: Any = (draft, results.kinds[0], None, *method)
+        return (results.speedup(*names) or results.tau(*names))["value"] or 0.0
+
+    return max(results.methods, key=merit)
+
+
+def headline_and_table(results: Results) -> list[str]:
+    """The decision, and alpha, tokens per call and speed by draft and set at the highest temperature."""
+    table = Table(title=f"temperature {results.top_temperature:g}, 95 % intervals")
+    for heading in ("draft", "set", "alpha", "tokens per call", "speed", "tree"):
+        table.add_column(heading)
+    for draft in results.drafts:
+        method = best_method(results, draft)
+        for domain in results.domains():
+            names: Any = (draft, domain, None, *method)
+            figures = (results.alpha(draft, domain), 3), (results.tau(*names), 2), (results.speedup(*names), 2)
+            cells = [with_interval(figure, digits) for figure, digits in figures]
+            table.add_row(draft, f"{domain} ({results.kind(domain).upper()})", *cells, method[0])
+    console = Console()
+    console.width = console.width if console.is_terminal else 120
+    with console.capture() as printed:
+        console.print(table)
+    return [lead(results).headline, printed.get().rstrip()]
 
 
 def summary(results: Results) -> dict[str, Any]:

@@ -36,25 +36,6 @@ class Facts:
     id_only: str = ""
 
 
-class Choices:
-    """The options of a run while they are chosen. `lines` has each choice with its reason."""
-
-    def __init__(self, config: AlignConfig) -> None:
-        self.sections = {name: dict(getattr(config, name)) for name in ("distill", "train", "eval")}
-        self.top: dict[str, Any] = {"policy": config.policy, "heldout_prompts": config.heldout_prompts}
-        self.lines: list[str] = []
-
-    def choose(self, key: str, value: Any, why: str) -> Any:
-        """Return the option `key` (dotted) as it was given, or choose `value`."""
-        section, _, name = key.rpartition(".")
-        options = self.sections[section] if section else self.top
-        if options.get(name) in (None, []):
-            options[name] = value
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            self.lines.append(f"{key} {shown}   ({why})")
-        return options[name]
-
-
 def most_prompts(config: AlignConfig, on_gpu: bool) -> int:
     """Number of prompts to read at most."""
     return config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
@@ -62,9 +43,21 @@ def most_prompts(config: AlignConfig, on_gpu: bool) -> int:
 
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
     """Return the options with nothing left open, and one line per choice: key, value and reason."""
-    choices = Choices(config)
-    choose = choices.choose
-    gpu, place = facts.on_gpu, "GPU" if facts.on_gpu else "CPU"
+    sections = {name: dict(getattr(config, name)) for name in ("distill", "train", "eval")}
+    top: dict[str, Any] = {"policy": config.policy, "heldout_prompts": config.heldout_prompts}
+    lines: list[str] = []
+
+    def choose(key: str, value: Any, why: str) -> Any:
+        """Return the option `key` (dotted) as it was given, or choose `value`."""
+        section, _, name = key.rpartition(".")
+        options = sections[section] if section else top
+        if options.get(name) in (None, []):
+            options[name] = value
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            lines.append(f"{key} {shown}   ({why})")
+        return options[name]
+
+    gpu, place, context = facts.on_gpu, "GPU" if facts.on_gpu else "CPU", facts.context
     count = f"{facts.prompts} prompts"
     limit = choose("eval.max_prompts", 64 if gpu else 40, place)
     heldout = 0
@@ -85,8 +78,8 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
     policy = choose("policy", "id" if id_only else "balanced", id_only or "docs/robust.md")
     usual = (512 if gpu else 128) if facts.rows == "chat" else (256 if gpu else 96)
-    room = usual if facts.context is None else max(1, min(usual, facts.context // 2))
-    why = f"{facts.rows} rows, {place}" + (f", context {facts.context}" if room < usual else "")
+    room = usual if context is None else max(1, min(usual, context // 2))
+    why = f"{facts.rows} rows, {place}" + (f", context {context}" if room < usual else "")
     answer = choose("distill.max_new_tokens", room, why)
     size = f"target of {_count(facts.target_parameters)} parameters"
     choose("distill.batch_size", 16 if facts.target_parameters >= _LARGE else 64, size)
@@ -95,50 +88,47 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         named = key in facts.sampling.from_target
         choose(f"distill.{key}", value, f"the target's {'generation_config.json' if named else 'own distribution'}")
     replayed = choose("train.replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}")
-    texts = min(_MOST_TEXTS, prompts * samples) if replayed else 0
+    rows = prompts * samples
+    texts = min(_MOST_TEXTS, rows) if replayed else 0
     choose("distill.general_texts", texts, f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id")
-    _choose_training(config, facts, choices, prompts * samples, answer, place)
-    if facts.context is not None:
-        for key, value, least in (
-            ("distill.max_new_tokens", answer, facts.context - 1),
-            ("train.max_length", choices.sections["train"]["max_length"], facts.context),
-        ):
-            if value > least:
-                raise InputError(f"{key}: {value} leaves no room in a context of {facts.context}")
-    temperature = choices.sections["distill"]["temperature"]
-    choose("eval.temperature", sorted({0.0, temperature}), "greedy, and as distilled")
-    choose("eval.tree", ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"], place)
-    choose("eval.max_new_tokens", min(answer, 128 if gpu else 48), f"answers of {answer} tokens, {place}")
-    choose("eval.speed_prompts", 8 if gpu else 6, place)
-    choose("eval.batch_size", 16 if gpu else 20, place)
-    return replace(config, **(choices.top | choices.sections)), choices.lines
 
-
-def _choose_training(config: AlignConfig, facts: Facts, choices: Choices, rows: int, answer: int, place: str) -> None:
-    choose = choices.choose
-    size = f"draft of {_count(facts.draft_parameters)} parameters"
+    draft = facts.draft_parameters
+    size = f"draft of {_count(draft)} parameters"
     per_step = choose("train.rows_per_step", 32, "as the recipes have it")
     passes = 5 if rows < 10_000 else 3 if rows < 50_000 else 1
-    heldout = choices.sections["train"]["heldout_fraction"]
-    enough = max(50, math.ceil(passes * rows * (1 - heldout) / per_step))
+    enough = max(50, math.ceil(passes * rows * (1 - fraction) / per_step))
     steps = choose("train.steps", enough, f"{rows} answers, {per_step} per step")
     # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.
-    peak = float(f"{min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / facts.draft_parameters))):.0e}")
+    peak = float(f"{min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / draft))):.0e}")
     # Cross-entropy on sampled answers is a noisier gradient than a divergence between distributions.
     rates = [float(f"{peak / 3:.0e}") if spec == "ce" else peak for spec in config.objective]
     choose("train.lr", rates if len(set(rates)) > 1 else rates[:1], size)
     choose("train.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps")
     tokens = math.ceil((facts.longest_prompt + answer) / 32) * 32
-    why = f"longest prompt {facts.longest_prompt}, answers {answer}, context {facts.context or 'unknown'}"
-    length = choose("train.max_length", min(tokens, 2048, facts.context or tokens), why)
-    fits = 2 if facts.draft_parameters >= _LARGE else 8 if facts.draft_parameters * length >= 10**10 else 32
+    why = f"longest prompt {facts.longest_prompt}, answers {answer}, context {context or 'unknown'}"
+    length = choose("train.max_length", min(tokens, 2048, context or tokens), why)
+    fits = 2 if draft >= _LARGE else 8 if draft * length >= 10**10 else 32
     share = max(1, per_step // facts.processes)
     batch = max(size for size in range(1, min(fits, share) + 1) if share % size == 0)
     choose("train.batch_size", batch, f"{size}, {facts.processes} process(es)")
     choose("train.eval_every", max(5, steps // 15), f"{steps} steps")
     choose("train.save_every", 50, "a killed run loses at most this many steps")
-    large = facts.on_gpu and facts.draft_parameters >= _LARGE
+    large = gpu and draft >= _LARGE
     choose("train.gradient_checkpointing", large, f"{place}, {size}")
+    if context is not None:
+        for key, value, least in (
+            ("distill.max_new_tokens", answer, context - 1),
+            ("train.max_length", length, context),
+        ):
+            if value > least:
+                raise InputError(f"{key}: {value} leaves no room in a context of {context}")
+
+    choose("eval.temperature", sorted({0.0, sections["distill"]["temperature"]}), "greedy, and as distilled")
+    choose("eval.tree", ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"], place)
+    choose("eval.max_new_tokens", min(answer, 128 if gpu else 48), f"answers of {answer} tokens, {place}")
+    choose("eval.speed_prompts", 8 if gpu else 6, place)
+    choose("eval.batch_size", 16 if gpu else 20, place)
+    return replace(config, **(top | sections)), lines
 
 
 def _count(parameters: int) -> str:

@@ -24,6 +24,7 @@ from drafts.merge import merge, merge_states
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name
+from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling, loading
@@ -104,13 +105,13 @@ def _no_loss(change: Estimate) -> bool:
     return change["low"] is not None and change["low"] > -TOLERANCE
 
 
-def keep_general(config: AlignConfig, run: Run) -> list[str]:
-    """Write, for every aligned draft, the draft between it and the base that the policy takes; one line per draft.
+def keep_general(config: AlignConfig, run: Run) -> None:
+    """Write, for every aligned draft, the draft between it and the base that the policy takes, and print the choice.
 
     OUT/policy/NAME.json has the measured line and the choice.
     """
     assert config.draft is not None
-    lines, loaded = [], cache(lambda: _load(config))
+    loaded = cache(lambda: _load(config))
     for name, merged in zip(config.drafts(), config.offered(), strict=True):
         aligned = run.out / name
         record = run.step(f"policy/{name}.json", lambda aligned=aligned: _measure(config, aligned, *loaded()))
@@ -123,8 +124,7 @@ def keep_general(config: AlignConfig, run: Run) -> list[str]:
             for key, where in (("id_change", "ID"), ("general_change", "general text"))
             if point[key]["low"] is not None
         )
-        lines.append(f"{merged}: interpolation weight {weight:g} towards {name} ({changes or 'no interval'})")
-    return lines
+        say(f"{merged}: interpolation weight {weight:g} towards {name} ({changes or 'no interval'})")
 
 
 def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, list[Continuation]]]:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ from transformers import PreTrainedModel
 from distill.generate import distill
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import load_pair
-from draftsmith.alignment.choices import Facts, complete, most_prompts
+from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
-from draftsmith.alignment.prompts import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
 from draftsmith.config import InitConfig
 from draftsmith.starting import init
@@ -28,11 +29,11 @@ from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import write_text_atomic
+from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
 from draftsmith_core.options import from_values
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
-from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling
@@ -54,6 +55,11 @@ def align(config: AlignConfig) -> Results:
     checkpoint per objective, eval/. Every stage resumes what a killed run left. Of several processes all generate,
     train and evaluate. Raise InputError for bad input, RunError for a run that failed.
     """
+    return run_stages(config)[1]
+
+
+def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
+    """Do what `align` does; return the options with nothing left open, too."""
     out = Path(config.out)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
@@ -72,26 +78,15 @@ def align(config: AlignConfig) -> Results:
             train(train_config(config, name))
             _free()
         if config.policy != "id":
-            on_main(lambda: _keep_general(config, run))
+            on_main(lambda: keep_general(config, run))
+            _free()
         say("\n3/3 evaluate")
         results = evaluate(eval_config(config))
         for name in config.compared():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
-    return results
-
-
-def settled(config: AlignConfig) -> AlignConfig:
-    """The options of the run that `align(config)` made, with nothing left open."""
-    out = Path(config.out)
-    return replace(_resumed(_from_start(config), out / "align.yaml"), out=config.out)
-
-
-def _keep_general(config: AlignConfig, run: Run) -> None:
-    for line in keep_general(config, run):
-        say(line)
-    _free()
+    return config, results
 
 
 def _free() -> None:
@@ -108,7 +103,8 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         check_unchanged(config.prompts, out / "prompts")
         say(f"{file}: continuing what was begun here")
     else:
-        facts, read = _look(config)
+        facts, prompts = _look(config)
+        _free()
         whole, choices = complete(config, facts)
         # What a later stage would refuse is refused now, before anything is written or hours have passed.
         distill_config(whole, "")
@@ -116,47 +112,30 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
             train_config(whole, name)
         check(eval_config(whole))
         if whole.heldout_prompts is not None:
-            hold_out(config.prompts, read, whole.heldout_prompts, out / "prompts")
-        if read.skipped:
-            skip = read.skipped[0]
-            say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {skip.row}: {skip.reason})")
+            hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
+        if prompts.skipped:
+            skip, count = prompts.skipped[0], f"{len(prompts.skipped)} of {prompts.rows}"
+            say(f"{config.prompts}: {count} rows skipped (row {skip.row}: {skip.reason})")
         for line in choices:
             say(f"chosen: {line}")
         write_text_atomic(file, _to_yaml(whole, choices))
         say(f"{file}: all options, to be edited and run again with --config")
-    return replace(whole, out=config.out, device=config.device, push_to_hub=config.push_to_hub)
+    return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
 
 def _started(config: AlignConfig, run: Run) -> AlignConfig:
     """With --init, make the draft in OUT/start and return options that name it."""
-    method = config.init
-    if method is None:
+    if config.init is None:
         return config
     start = run.out / "start"
     if not start.exists():
-        say(f"init: {method} makes {start}")
-        draft = init(
-            InitConfig(
-                target=config.target,
-                out=str(start),
-                method=method,
-                donor=config.donor,
-                prompts=config.prompts,
-                prompt_tokens=config.prompt_tokens,
-                seed=config.seed,
-                **loading(config),
-            )
-        )
+        say(f"init: {config.init} makes {start}")
+        options: dict[str, Any] = {key: getattr(config, key) for key in ("target", "donor", "prompts", "prompt_tokens")}
+        draft = init(InitConfig(method=config.init, out=str(start), seed=config.seed, **options, **loading(config)))
         for line in draft.lines(1.0):
             say(line)
         _free()
-    return _from_start(config)
-
-
-def _from_start(config: AlignConfig) -> AlignConfig:
-    """The options as align.yaml has them: with --init, `draft` names what it made."""
-    start = str(Path(config.out) / "start")
-    return config if config.init is None else replace(config, draft=start, init=None, donor=None)
+    return replace(config, draft=str(start), init=None, donor=None)
 
 
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
@@ -176,25 +155,25 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         id_only = "the target has no BOS or EOS to begin a text of its own with"
     if id_only and config.policy in ("balanced", "no_loss"):
         raise InputError(f"policy: {config.policy} cannot be followed ({id_only}); use --policy id")
-    heldout, context = 0 if config.id else (config.heldout_prompts or 64), pair.context
 
     def read(source: str, section: str, limit: int) -> PromptSet:
         """Prompts that leave room for the new tokens of a stage."""
         tokens = getattr(config, section).get("max_new_tokens") or 1
-        room = None if context is None else context - tokens
+        room = None if pair.context is None else pair.context - tokens
         if room is not None and room < 1:
-            raise InputError(f"{section}.max_new_tokens: {tokens} leaves no room in a context of {context}")
+            raise InputError(f"{section}.max_new_tokens: {tokens} leaves no room in a context of {pair.context}")
         return read_prompts(source, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=limit)
 
-    prompts = read(config.prompts, "distill", most_prompts(config, on_gpu) + heldout)
+    most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
+    prompts = read(config.prompts, "distill", most + (0 if config.id else config.heldout_prompts or 64))
     for named in (*config.id, *config.ood):
         read(named.partition("=")[2], "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
-    facts = Facts(
+    return Facts(
         rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
         prompts=len(prompts.prompts),
         longest_prompt=max(len(prompt.ids) for prompt in prompts.prompts),
-        context=context,
+        context=pair.context,
         on_gpu=on_gpu,
         processes=launched(),
         target_parameters=parameter_count(pair.target),
@@ -206,10 +185,40 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
             config.target, pair.target, temperature=config.distill.get("temperature"), default_temperature=1.0
         ),
         id_only=id_only,
-    )
-    del pair, draft
-    _free()
-    return facts, prompts
+    ), prompts
+
+
+def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
+    """Write the rows of `source` to train.jsonl and heldout.jsonl in `directory`, without the skipped ones.
+
+    The `count` prompts with the smallest hashes of their tokens are held out, whatever the order of the rows. Rows of
+    equal tokens stay on one side.
+    """
+    hashes = [hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest() for prompt in read.prompts]
+    distinct = sorted(set(hashes))
+    heldout = set(distinct[: min(count, len(distinct) - 1)])
+    skipped = {skip.row for skip in read.skipped}
+    used = iter(zip(read.prompts, hashes, strict=True))
+    sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for record in islice(iterate_records(source), read.rows):
+        if record.number not in skipped:
+            prompt, content = next(used)
+            row = {"id": prompt.id, "domain": prompt.domain, **asked_of(parse_record(record, source))}
+            sides[content in heldout].append(row)
+    write_json_atomic(directory / "source.json", {"sha256": _digest(source)})
+    write_rows(directory / "train.jsonl", sides[False])
+    write_rows(directory / "heldout.jsonl", sides[True])
+
+
+def check_unchanged(source: str, directory: Path) -> None:
+    """Raise InputError if the prompt file changed since `hold_out` divided it."""
+    record = directory / "source.json"
+    if record.is_file() and _digest(source) not in (None, read_json(record, "the record of prompts")["sha256"]):
+        raise InputError(f"{source}: has changed since this run began; name another --out, or restore it")
+
+
+def _digest(source: str) -> str | None:
+    return sha256_file(Path(source)) if Path(source).is_file() else None
 
 
 def _resumed(config: AlignConfig, file: Path) -> AlignConfig:

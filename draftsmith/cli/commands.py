@@ -94,16 +94,15 @@ def _decode(config: Any, command: str) -> Done:
 
 def _align(config: Any, command: str) -> Done:
     from draftsmith.alignment import outcome
-    from draftsmith.alignment.stages import align, settled
+    from draftsmith.alignment.stages import run_stages
 
-    results = align(config)
-    config = settled(config)
+    config, results = run_stages(config)
     return outcome.summary(config, results), outcome.lines(config, results)
 
 
 def _demo(config: Any, command: str) -> Done:
     from draftsmith.alignment import outcome
-    from draftsmith.alignment.stages import align
+    from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
 
     if config.rebuild_pair is not None:
@@ -112,8 +111,7 @@ def _demo(config: Any, command: str) -> Done:
         pair = rebuild(demo_run.RECIPES, Path(config.rebuild_pair), config.device)
         return {"pair": str(pair)}, [f"{pair}: target/ and base/, as in {demo_run.PAIR}"]
     started = time.monotonic()
-    options = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
-    results = align(options)
+    options, results = run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
     large = demo_run.time_large(options, config.short)
     summary = outcome.summary(options, results) | {"large": demo_run.large_summary(large)}
     lines = [*outcome.lines(options, results), *demo_run.large_lines(large)]
@@ -126,7 +124,7 @@ def _eval(config: Any, command: str) -> Done:
     check(config)  # before torch is imported
     from eval.evaluate import evaluate
     from eval.results import Results
-    from eval.summary import summary
+    from eval.summary import headline_and_table, summary
 
     missed: RequirementError | None = None
     try:
@@ -134,7 +132,8 @@ def _eval(config: Any, command: str) -> Done:
     except RequirementError as error:
         results, missed = Results.load(config.out), error
     shown = summary(results)
-    return shown, [f"results: {shown['results']}", f"report:  {shown['report']}"], missed
+    files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
+    return shown, [*headline_and_table(results), *files], missed
 
 
 def _render(config: Any, command: str) -> Done:

@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM
 
 from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.outcome import figure
 from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, make_dir, write_rows
 from draftsmith_core.models import load_model
@@ -19,6 +18,7 @@ from draftsmith_core.processes import join_processes, on_main, say
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
+from eval.report.formats import with_interval
 from eval.results import Results
 
 RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
@@ -115,7 +115,7 @@ def large_lines(results: Results) -> list[str]:
     size = f"{summary['parameters'] / 1e6:.0f} M parameters"
     lines = [f"beside a target of {size} (the same one padded with zeros: it writes the same and costs more), ID:"]
     for temperature, row in summary["fastest"].items():
-        speedup = f"{figure(row['speedup'], 2)} times the target alone"
+        speedup = f"{with_interval(row['speedup'], 2)} times the target alone"
         lines.append(f"  temperature {temperature}: {row['draft']} with {row['tree']}, {speedup}")
     return [*lines, f"its report: {Path(summary['report']).resolve()}"]
 
