@@ -17,7 +17,7 @@ from torch import Tensor
 from drafts.config import MergeConfig
 from drafts.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
 from drafts.heads import head_kind
-from drafts.layouts.files import read_tensors, write_tensors
+from drafts.heads.store import read_tensors, write_tensors
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, read_json, writing

@@ -1,9 +1,15 @@
 """Heads on disk: recognise the directory of one, in our layout or another's; load it onto a target; save it."""
 
+import pickle
+import zipfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,11 +18,10 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.hydra import HydraHeads
 from drafts.heads.medusa import MedusaHeads
-from drafts.layouts.files import read_tensors, write_tensors
-from drafts.layouts.table import HeadFiles, layout_of, may_be_head, renamed
-from draftsmith_core.errors import InputError, first_line
-from draftsmith_core.hub import cached, is_hub_name, snapshot
-from draftsmith_core.io import atomic_dir, read_json
+from drafts.layouts.table import HeadFiles, Layout, layout_of, may_be_head, renamed
+from draftsmith_core.errors import InputError, first_line, one_line
+from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
+from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
 from draftsmith_core.runs import read_record
 
 Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
@@ -30,6 +35,9 @@ HEADS: dict[str, type[Head]] = {
 
 _EMBEDDING = "embed_tokens.weight"
 _COMPARED_ROWS = 1024
+# Frequencies that older versions of transformers saved; they follow from the config.
+_COMPUTED = "rotary_emb.inv_freq"
+_NOT_WEIGHTS = ("training_args", "training_state", "optimizer", "scheduler", "scaler", "rng_state")
 
 
 def head_kind(path: str | Path) -> str | None:
@@ -37,24 +45,31 @@ def head_kind(path: str | Path) -> str | None:
 
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says so.
     """
-    directory = head_directory(path)
+    directory = _directory(path)
     config, kind = directory / "config.json", read_record(directory).get("kind")
     if isinstance(kind, str):
         return None if kind == "draft-lm" else kind
     if not config.is_file():
         return None
     values = read_json(config, "the config of a draft")
-    layout = layout_of(directory, values)
+    layout = _layout(directory, values)
     if layout is None and "speculators_model_type" in values:
         return f"speculators {values['speculators_model_type']}"
     return None if layout is None else layout.kind
 
 
-def head_directory(path: str | Path) -> Path:
+def _directory(path: str | Path) -> Path:
     """Where a head lies: the path itself, or the hub's cache for a name on the hub whose config may be a head's."""
     if not is_hub_name(str(path)) or (config := cached(str(path), "config.json")) is None:
         return Path(path)
     return snapshot(str(path)) if may_be_head(read_json(config, "the config of a draft")) else Path(path)
+
+
+def _layout(directory: Path, values: Mapping[str, Any]) -> Layout | None:
+    def names() -> set[str]:
+        return {name for file in _tensor_files(directory) for name in _load(file, names_only=True)}
+
+    return layout_of(values, cache(names))
 
 
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
@@ -62,7 +77,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
 
     Raises InputError naming file and key if there is no head, or if it does not fit the target.
     """
-    directory = head_directory(path)
+    directory = _directory(path)
     config = directory / "config.json"
     values = read_json(config, "the config of a head")
     kind = head_kind(directory)
@@ -70,7 +85,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         what = "a language model; use it as a draft LM" if kind is None else f"a head of kind '{kind}'"
         raise InputError(f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}")
     file, tensors = read_tensors(directory)
-    layout = layout_of(directory, values)
+    layout = _layout(directory, values)
     head_class: Any = HEADS[kind]
     try:
         if layout is not None and layout.kind == kind:
@@ -84,11 +99,12 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     except (KeyError, TypeError, ValueError) as error:
         # A key that is missing, or a value that transformers does not know, such as a type of rope.
         raise InputError(f"{config}: describes no head ({type(error).__name__}: {first_line(error)})") from None
-    if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors and _EMBEDDING not in head.state_dict():
+    if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors.keys() - head.state_dict().keys():
         _check_embedding(head, file, tensors.pop(_EMBEDDING))
-    if mismatch := _mismatch(head.state_dict(), tensors):
-        raise InputError(f"{file}: {mismatch} by {config}")
-    head.load_state_dict(tensors)
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise InputError(f"{file}: does not fit {config}: {one_line(error)}") from None
     if isinstance(head, Eagle3Head):
         head.read_draft_vocab()
     head.to(device=target.device, dtype=target.dtype)
@@ -102,24 +118,10 @@ def _check_embedding(head: EagleHead | Eagle3Head, file: Path, copy: Tensor) -> 
     step = max(1, len(table) // _COMPARED_ROWS)
     # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding is unrelated.
     # Older files of ours hold the bare table of a target that scales it.
-    tables = [each.detach()[::step].float().cpu() for each in (table, head.borrowed.embedding_weight)]
-    if copy.shape == table.shape:
-        rows = copy[::step].float()
-        if any((rows - known).norm() <= 0.5 * known.norm() for known in tables):
-            return
-    raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
-
-
-def _mismatch(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
-    if missing := sorted(wanted.keys() - tensors.keys()):
-        return f"lacks the tensor '{missing[0]}' ({len(missing)} missing) that it must have"
-    if surplus := sorted(tensors.keys() - wanted.keys()):
-        return f"holds the tensor '{surplus[0]}' ({len(surplus)} too many) that it must not have"
-    for name, tensor in tensors.items():
-        own = wanted[name]
-        if tensor.shape != own.shape or tensor.is_floating_point() != own.is_floating_point():
-            return f"'{name}' is {list(tensor.shape)} {tensor.dtype}; it must be {list(own.shape)} {own.dtype}"
-    return None
+    tables = [known[::step].float().cpu() for known in (table, head.borrowed.embedding_weight)]
+    rows = copy[::step].float()
+    if copy.shape != table.shape or all((rows - known).norm() > 0.5 * known.norm() for known in tables):
+        raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
 
 
 def write_head(head: Head, directory: Path) -> None:
@@ -135,3 +137,46 @@ def save_head(head: Head, directory: str | Path) -> None:
     """Write a head's directory whole or not at all; what was there before is replaced."""
     with atomic_dir(Path(directory)) as temporary:
         write_head(head, temporary)
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    """The files that hold a directory's tensors: safetensors if there are any, else pickles."""
+    if safetensors := sorted(directory.glob("*.safetensors")):
+        return safetensors
+    pickles = [file for ending in ("*.bin", "*.pt", "*.pth") for file in sorted(directory.glob(ending))]
+    return [file for file in pickles if not file.name.startswith(_NOT_WEIGHTS)]
+
+
+def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    """All tensors, and the file to name in errors."""
+    files = _tensor_files(directory)
+    if not files:
+        raise InputError(f"{directory / 'model.safetensors'}: no such file; a head's tensors are expected in it")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= {name: tensor for name, tensor in _load(file).items() if not name.endswith(_COMPUTED)}
+    return files[0], tensors
+
+
+def _load(file: Path, names_only: bool = False) -> dict[str, Any]:
+    """Tensors by name. A pickle is read with `weights_only=True`, which runs no code."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return {name: None if names_only else opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        # Files of torch before 1.6 cannot be mapped.
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+    except pickle.UnpicklingError:
+        reason = lfs_pointer(file) or "it is no file of torch.save, or has more than tensors, which would run code"
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
+        reason = lfs_pointer(file) or f"{first_line(error)}; copy it again"
+    raise InputError(f"{file}: cannot be read ({reason})")
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write `model.safetensors`, then `config.json`, into a directory that exists."""
+    # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
+    owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json_atomic(directory / "config.json", dict(config))

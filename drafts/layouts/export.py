@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafts.config import ExportConfig
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
+from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
-from drafts.layouts.files import write_tensors
 from drafts.layouts.source import Proof, Source, compared, load_source, probe_ids
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
 from drafts.load import draft_fingerprint

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from drafts.draft_vocabulary import from_offsets, offsets
-from drafts.layouts.files import tensor_names
 from draftsmith_core.errors import InputError
 
 log = logging.getLogger(__name__)
 Values = Mapping[str, Any]
-# The names of all tensors, read on the first call: a pickle has to be loaded for that.
+# The names of all tensors; calling it may load a pickle.
 Names = Callable[[], Set[str]]
 _FIELDS = {"i": r"\d+", "j": r"\d+", "part": "weight|bias", "rest": ".+"}
 
@@ -35,10 +34,10 @@ class HeadFiles:
     tensors: dict[str, Tensor]
     lm_head_VH: Tensor
 
-    def count(self, pattern: str) -> tuple[int, ...]:
-        """One more than the largest number in each group of `pattern`, over the tensors; zeros without a match."""
-        numbers = [tuple(map(int, m.groups())) for m in map(re.compile(pattern).fullmatch, self.tensors) if m]
-        return tuple(1 + max(column) for column in zip(*numbers, strict=True)) or (0,) * re.compile(pattern).groups
+    def count(self, pattern: str) -> tuple[int, int]:
+        """One more than the largest number in both groups of `pattern`, over the tensors; zeros without a match."""
+        numbers = [(int(m[1]), int(m[2])) for m in map(re.compile(pattern).fullmatch, self.tensors) if m]
+        return 1 + max((i for i, _ in numbers), default=-1), 1 + max((j for _, j in numbers), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +75,14 @@ class Layout:
         sizes |= {"V": config["vocab_size"], "D": config.get("draft_vocab_size", config["vocab_size"])}
         sizes |= {"Q": config.get("num_attention_heads", 0) * size, "K": config.get("num_key_value_heads", 0) * size}
         conditions = {"": True, "bias": config.get("bias"), "reduced": sizes["D"] < sizes["V"], "embedding": embedding}
-        expected = {}
-        for name, rule in self.shapes.items():
-            shape, _, condition = rule.partition(" if ")
-            for i in range(config.get("num_heads", 1) if conditions[condition] else 0):
-                for j in range(config["num_hidden_layers"]):
-                    expected[name.format(i=i, j=j)] = tuple(sizes[letter] for letter in shape.split())
-        return expected
+        rules = {name: rule.partition(" if ") for name, rule in self.shapes.items()}
+        return {
+            name.format(i=i, j=j): tuple(sizes[letter] for letter in shape.split())
+            for name, (shape, _, condition) in rules.items()
+            if conditions[condition]
+            for i in range(config.get("num_heads", 1))
+            for j in range(config["num_hidden_layers"])
+        }
 
 
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
@@ -90,15 +90,14 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], prefix: str
 
     A `{j}` that only the new name has is the number of blocks: one more than the largest `{j}` of the other names.
     """
-    patterns = [(_compiled(pattern), new) for pattern, new in names.items()]
-    matched: list[tuple[str, str, dict[str, str]]] = []
-    for key in tensors:
+    matched: list[tuple[Tensor, str, dict[str, str]]] = []
+    for key, tensor in tensors.items():
         name = key.removeprefix(prefix)
-        fits = ((new, match) for pattern, new in patterns if (match := pattern.fullmatch(name)))
+        fits = ((new, match) for pattern, new in names.items() if (match := _compiled(pattern).fullmatch(name)))
         new, fields = next(((new, match.groupdict()) for new, match in fits), ("{rest}", {"rest": name}))
-        matched.append((key, new, fields))
+        matched.append((tensor, new, fields))
     blocks = 1 + max((int(fields["j"]) for _, _, fields in matched if "j" in fields), default=0)
-    return {new.format(**{"j": blocks, **fields}): tensors[key] for key, new, fields in matched}
+    return {new.format(**{"j": blocks, **fields}): tensor for tensor, new, fields in matched}
 
 
 def inverted(names: Mapping[str, str]) -> dict[str, str]:
@@ -114,10 +113,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(escaped)
 
 
-def _architectures(values: Values) -> str:
-    return str(values.get("architectures") or "")
-
-
 # --- EAGLE-1/2 ------------------------------------------------------------------------------------------------------
 
 # Heads for Mixtral and Qwen 2 carry those families' model_type; the layer is a LLaMA layer all the same.
@@ -125,7 +120,7 @@ _EAGLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def _is_eagle(values: Values, names: Names) -> bool:
-    if "Eagle" in _architectures(values):
+    if "Eagle" in str(values.get("architectures")):
         return True
     one_layer = values.get("num_hidden_layers") == 1 and values.get("model_type", "llama") in _EAGLE_FAMILIES
     return one_layer and ("bias" in values or "fc.weight" in names())
@@ -166,11 +161,11 @@ def _authors_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
 # --- EAGLE-3 --------------------------------------------------------------------------------------------------------
 
 _EMBEDDING = "embed_tokens.weight"
-_EAGLE3_FLAGS = ("norm_before_fc", "norm_output", "norm_before_residual")
+_EAGLE3_FLAGS = {"norm_before_fc", "norm_output", "norm_before_residual"}
 
 
 def _is_eagle3(values: Values, names: Names) -> bool:
-    if "draft_vocab_size" in values or "Eagle3" in _architectures(values):
+    if "draft_vocab_size" in values or "Eagle3" in str(values.get("architectures")):
         return True
     one_layer = values.get("num_hidden_layers", 1) == 1
     return one_layer and any(name.endswith("midlayer.hidden_norm.weight") for name in names())
@@ -185,45 +180,38 @@ def _read_eagle3(files: HeadFiles) -> None:
     inner = values.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise InputError("'use_aux_hidden_state' is false; only heads on several of the target's layers run")
-    for key in _EAGLE3_FLAGS:
-        if key in inner:
-            values.setdefault(key, inner[key])
+    for key in _EAGLE3_FLAGS & inner.keys():
+        values.setdefault(key, inner[key])
     size = values.get("vocab_size") or len(files.lm_head_VH)
-    lm_head = tensors.get("lm_head.weight")
-    drafted = tensors.get("d2t", lm_head)
+    drafted = tensors.get("d2t", tensors.get("lm_head.weight"))
     if values.get("draft_vocab_size") is None:
         values["draft_vocab_size"] = size if drafted is None else len(drafted)
-    _read_draft_vocabulary(files, size)
-    if lm_head is None:
-        d2t = tensors.get("d2t")
-        ids_D = torch.arange(size) if d2t is None else d2t + torch.arange(len(d2t))
+    ids_D = _read_draft_vocabulary(files, size)
+    if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = files.lm_head_VH.detach().cpu()[ids_D]
     values |= _biases(files, "midlayer.")
     values["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     values["fc_norm"] = "fc_norm.0.weight" in tensors
     values["norm_before_fc"] = "input_norm.weight" in tensors
-    width = files.lm_head_VH.shape[-1]
     trained = values.get("embed_requires_grad") is True
-    values["embed_requires_grad"] = _EMBEDDING in tensors and (trained or tensors[_EMBEDDING].shape[-1] != width)
+    other_width = _EMBEDDING in tensors and tensors[_EMBEDDING].shape[-1] != files.lm_head_VH.shape[-1]
+    values["embed_requires_grad"] = _EMBEDDING in tensors and (trained or other_width)
 
 
-def _read_draft_vocabulary(files: HeadFiles, size: int) -> None:
-    """`d2t` as offsets and `t2d` as a mask; neither if every token can be drafted."""
-    tensors = files.tensors
-    if files.values["draft_vocab_size"] == size:
-        tensors.pop("d2t", None)
-        tensors.pop("t2d", None)
-        return
-    if "d2t" not in tensors and "t2d" in tensors:
-        tensors["d2t"] = offsets(tensors["t2d"].bool().nonzero().flatten())
-    if "d2t" not in tensors:
-        return
-    ids_D, t2d = from_offsets(tensors["d2t"], size), torch.zeros(size, dtype=torch.bool)
+def _read_draft_vocabulary(files: HeadFiles, size: int) -> Tensor:
+    """The drafted tokens. Leaves `d2t` as offsets and `t2d` as a mask; neither if every token can be drafted."""
+    d2t, t2d = files.tensors.pop("d2t", None), files.tensors.pop("t2d", None)
+    if d2t is None and t2d is not None:
+        d2t = offsets(t2d.bool().nonzero().flatten())
+    if files.values["draft_vocab_size"] == size or d2t is None:
+        return torch.arange(size)
+    ids_D, mask = from_offsets(d2t, size), torch.zeros(size, dtype=torch.bool)
     if ids_D is not None:
-        t2d[ids_D.long()] = True
-    tensors["t2d"] = tensors.get("t2d", t2d).bool()
-    if ids_D is None or not torch.equal(tensors["t2d"], t2d):
+        mask[ids_D.long()] = True
+    if ids_D is None or not torch.equal(mask if t2d is None else t2d.bool(), mask):
         raise InputError(f"'d2t' and 't2d' do not describe one set of tokens below {size}; export it again")
+    files.tensors |= {"d2t": d2t, "t2d": mask}
+    return ids_D
 
 
 def _eagle3_shapes(prefix: str) -> dict[str, str]:
@@ -252,12 +240,6 @@ def _read_speculators(files: HeadFiles) -> None:
 def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
     outside = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
     path = Path(source.target_name)
-    verifier = {
-        # vLLM loads the target by this name from wherever it is started.
-        "name_or_path": str(path.resolve()) if path.is_dir() else source.target_name,
-        "architectures": list(source.target.config.architectures or [type(source.target).__name__]),
-    }
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -266,8 +248,14 @@ def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {
+                # vLLM loads the target by this name from wherever it is started.
+                "name_or_path": str(path.resolve()) if path.is_dir() else source.target_name,
+                "architectures": list(source.target.config.architectures or [type(source.target).__name__]),
+            },
         },
         "transformer_layer_config": {key: value for key, value in ours.items() if key not in outside},
         **{key: ours[key] for key in outside[1:]},
@@ -294,20 +282,15 @@ def _read_medusa(files: HeadFiles) -> None:
         log.warning("Medusa: ignoring %d tensors of its base model", others)
     files.tensors = tensors
     heads, layers = files.count(_MEDUSA_BLOCK)
-    for name in [name for name in tensors if name.endswith("linear.weight")]:
-        weight = tensors[name]
-        tensors.setdefault(name.replace("weight", "bias"), torch.zeros(len(weight), dtype=weight.dtype))
+    for name, weight in list(tensors.items()):
+        if name.endswith("linear.weight"):
+            tensors.setdefault(name.replace("weight", "bias"), torch.zeros(len(weight), dtype=weight.dtype))
     if heads and not any(f"{i}.{layers}.weight" in tensors for i in range(heads)):
         log.warning("Medusa: its heads have no output projections; they start from the target's")
         tensors |= {f"{i}.{layers}.weight": files.lm_head_VH.detach().cpu() for i in range(heads)}
-    declared = files.values.get("medusa_num_heads", heads)
-    if declared != heads:
+    if (declared := files.values.get("medusa_num_heads", heads)) != heads:
         log.warning("Medusa: its config says %s heads, its file holds %d; using those", declared, heads)
     files.values |= {"medusa_num_heads": heads, "medusa_num_layers": layers}
-
-
-def _is_vllm_medusa(values: Values, names: Names) -> bool:
-    return _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names())
 
 
 def _read_vllm_medusa(files: HeadFiles) -> None:
@@ -322,8 +305,7 @@ def _read_vllm_medusa(files: HeadFiles) -> None:
     if shared is None and values.get("original_lm_head") is True:
         shared = tensors.get(f"0.{layers}.weight")
     if shared is not None:
-        for i in range(heads):
-            tensors.setdefault(f"{i}.{layers}.weight", shared)
+        tensors |= {f"{i}.{layers}.weight": shared for i in range(heads)} | tensors
     _read_medusa(files)
 
 
@@ -374,7 +356,7 @@ LAYOUTS: dict[str, Layout] = {
         kind="medusa",
         names={"blocks.{i}.layers.{j}.{part}": "{i}.{j}.linear.{part}", "lm_heads.{i}.weight": "{i}.{j}.weight"},
         prefix="medusa_heads.",
-        known=_is_vllm_medusa,
+        known=lambda values, names: _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names()),
         read=_read_vllm_medusa,
         format="medusa",
         readers="vLLM reads",
@@ -457,13 +439,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def layout_of(directory: Path, values: Values) -> Layout | None:
+def layout_of(values: Values, names: Names) -> Layout | None:
     """The layout of a directory with these values in config.json; None for a language model."""
-    names = cache(lambda: tensor_names(directory))
-    layouts = (each for each in LAYOUTS.values() if each.speculators_type == values.get("speculators_model_type"))
+    kind = values.get("speculators_model_type")
+    layouts = (layout for layout in LAYOUTS.values() if layout.speculators_type == kind)
     return next((layout for layout in layouts if layout.known(values, names)), None)
 
 
 def may_be_head(values: Values) -> bool:
     """Whether a config.json can be that of a head, before its tensors are downloaded."""
-    return values.get("num_hidden_layers") == 1 or any(each.known(values, frozenset) for each in LAYOUTS.values())
+    return values.get("num_hidden_layers") == 1 or any(layout.known(values, set) for layout in LAYOUTS.values())
