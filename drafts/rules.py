@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafts.heads.borrowed import OutputProjection
-from drafts.layouts import gguf_vocabulary
-from drafts.layouts.gguf_file import ARCHITECTURES, ROPES
+from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
 from drafts.layouts.source import Source
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
@@ -122,7 +121,7 @@ def _vocabulary_error(model: Model | Source, size: int) -> str | None:
     if model.tokenizer is None:
         return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
     try:
-        gguf_vocabulary.described(model.tokenizer, size)
+        described(model.tokenizer, size)
     except InputError as error:
         return str(error)
     return None
@@ -130,7 +129,7 @@ def _vocabulary_error(model: Model | Source, size: int) -> str | None:
 
 def _other_tokens(pair: Pair) -> str | None:
     """How the vocabularies of target and draft differ by llama.cpp's rules."""
-    target, draft = (gguf_vocabulary.described(m.tokenizer, m.size) for m in pair.models if m.tokenizer is not None)
+    target, draft = (described(m.tokenizer, m.size) for m in pair.models if m.tokenizer is not None)
     if target.model != draft.model:
         return f"its vocabulary types are {target.model} (target) and {draft.model} (draft); they must be equal"
     for flag in ("bos", "eos"):

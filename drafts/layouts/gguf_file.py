@@ -1,5 +1,12 @@
-"""A language model or an EAGLE-3 head as one GGUF file, which llama.cpp reads."""
+"""A language model or an EAGLE-3 head as one GGUF file, which llama.cpp reads, with its tokenizer in it.
 
+The tokenizer avoids two traps of llama.cpp's own converter. For BPE with SentencePiece's spelling it writes one score
+for all tokens, so that text is cut wrongly; here a token's score is minus the rank of its merge. And it knows a
+pre-tokenizer by a hash of its output, so that it refuses tokenizers that it could serve; here the rules are compared.
+"""
+
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.heads.llama_layer import llama_parts
-from drafts.layouts import gguf_vocabulary
 from drafts.layouts.source import Proof, Source, probe_ids
-from drafts.layouts.table import inverted, renamed
 from drafts.neighbours import complete, llama_server, program
 from draftsmith_core.errors import InputError, RunError, require_package
 from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.tokenization import Tokenizer
 
 FILE = "model.gguf"
 # transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring dimensions).
@@ -24,108 +30,42 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", False),
 }
 ROPES = ("default", "linear", "llama3")
-_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_norm_2.weight": "hidden_norm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attn_q.{part}": "self_attn.q_proj.{part}",
-    "attn_k.{part}": "self_attn.k_proj.{part}",
-    "attn_v.{part}": "self_attn.v_proj.{part}",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "attn_q_norm.weight": "self_attn.q_norm.weight",
-    "attn_k_norm.weight": "self_attn.k_norm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_OUTSIDE = {
-    "token_embd.weight": "embed_tokens.weight",
-    "output_norm.weight": "norm.weight",
-    "output.weight": "lm_head.weight",
-    "fc.weight": "fc.weight",
-}
-# llama.cpp's name -> ours, of a language model and of a head.
-NAMES = {f"blk.{{i}}.{theirs}": f"model.layers.{{i}}.{ours}" for theirs, ours in _LAYER.items()} | {
-    theirs: ours if theirs == "output.weight" else f"model.{ours}" for theirs, ours in _OUTSIDE.items()
-}
-HEAD_NAMES = {f"blk.0.{theirs}": f"midlayer.{ours}" for theirs, ours in _LAYER.items()} | _OUTSIDE | {"d2t": "d2t"}
+# What heads have and no language model: our name -> llama.cpp's.
+_OF_HEADS = {"midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight", "fc.weight": "fc.weight", "d2t": "d2t"}
 _PROVEN_TOKENS = 24
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# llama.cpp's name for the rules that cut text into words. "refact" cuts digits singly and then as GPT-2 does.
+_RULES = {"gpt-2": ["bytes"], "refact": ["digits", "bytes"], "llama-bpe": [_LLAMA3], "qwen2": [_QWEN2]}
 
 
 def write(source: Source, out: Path) -> Proof:
     """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed."""
     require_package("gguf", "--format gguf")
-    file = out / FILE
+    import gguf
+
+    assert source.tokenizer is not None
+    file, tensors = out / FILE, dict(source.draft.state_dict())
     if isinstance(source.draft, PreTrainedModel):
-        model, config = source.draft, text_config(source.draft)
-        tensors = dict(model.state_dict())
+        config = text_config(source.draft)
+        arch, paired = ARCHITECTURES[config.model_type]
         if config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
-        _write(file, *ARCHITECTURES[config.model_type], config, tensors, NAMES, source, {})
-        server = program("llama-server")
-        if server is not None:
-            return _proof(model, file, server)
     else:
         head: Any = source.draft
-        tensors = dict(head.state_dict())
+        config, _ = llama_parts(head.config.layer, head.config.vocab_size)
+        arch, paired = "eagle3", True
         tensors.pop("t2d", None)
         if "d2t" in tensors:
             # Ours are offsets (token id less row number); llama.cpp wants the token ids themselves.
             tensors["d2t"] = head.target_ids_D
         if head.borrowed.scales_embedding:
             tensors["embed_tokens.weight"] = head.borrowed.embedding_table
-        keys = {
-            "target_layers": list(head.hidden_layers),
-            "target_hidden_size": head.config.target_hidden_size,
-            "norm_before_residual": head.config.norm_before_residual,
-            "norm_before_fc": False,
-        }
-        config, _ = llama_parts(head.config.layer, head.config.vocab_size)
-        _write(file, "eagle3", True, config, tensors, HEAD_NAMES, source, keys)
-    return Proof(None, f"published layout: {len(tensors)} tensors under llama.cpp's names")
-
-
-def _paired(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys in the order that pairs dimension 2i with 2i + 1; transformers pairs i with i + n / 2."""
-    rows = weight.shape[0] // heads // 2
-    return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _rope(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """llama.cpp's keys of the rotary embedding, and the factors `[head_dim / 2]` that its llama3 form needs."""
-    rope = dict(config.rope_parameters)
-    keys: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
-    kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    if kind != "llama3":
-        return keys, {}
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
-    return keys, {"rope_freqs.weight": plain / scaled}
-
-
-def _write(
-    file: Path,
-    arch: str,
-    paired: bool,
-    config: Any,
-    tensors: dict[str, Tensor],
-    names: dict[str, str],
-    source: Source,
-    keys: dict[str, Any],
-) -> None:
-    import gguf
-
-    assert source.tokenizer is not None
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope, factors = _rope(config)
-    written = renamed(tensors, inverted(names))
-    if unknown := sorted(written.keys() & tensors.keys() - names.keys()):
-        raise InputError(f"--format gguf: {source.name}: its tensor '{unknown[0]}' has no place in llama.cpp's layout")
     writer = gguf.GGUFWriter(file, arch)
     writer.add_name(Path(source.name).name)
     writer.add_context_length(config.max_position_embeddings)
@@ -139,46 +79,72 @@ def _write(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(size)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type({torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}[source.dtype])
-    adders: dict[type, Any] = {
-        bool: writer.add_bool,
-        str: writer.add_string,
-        float: writer.add_float32,
-        int: writer.add_uint32,
-    }
-    for key, value in (rope | keys).items():
-        adders.get(type(value), writer.add_array)(f"{arch}.{key}", value)
-    gguf_vocabulary.add(writer, source.tokenizer, config.vocab_size)
-    for name, tensor in (written | factors).items():
-        if paired and ".attn_q." in name:
-            tensor = _paired(tensor, heads)
-        if paired and ".attn_k." in name:
-            tensor = _paired(tensor, kv_heads)
-        _add_tensor(writer, name, tensor, source.dtype)
+    files, weights = gguf.LlamaFileType, gguf.GGMLQuantizationType
+    file_type, stored = {
+        torch.float32: (files.ALL_F32, weights.F32),
+        torch.float16: (files.MOSTLY_F16, weights.F16),
+        torch.bfloat16: (files.MOSTLY_BF16, weights.BF16),
+    }[source.dtype]
+    writer.add_file_type(file_type)
+    if not isinstance(source.draft, PreTrainedModel):
+        writer.add_array("eagle3.target_layers", list(head.hidden_layers))
+        writer.add_uint32("eagle3.target_hidden_size", head.config.target_hidden_size)
+        writer.add_bool("eagle3.norm_before_residual", head.config.norm_before_residual)
+        writer.add_bool("eagle3.norm_before_fc", False)
+    _add_tokenizer(writer, source.tokenizer, config.vocab_size)
+    # Qwen 3's names include those of the other families.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    for name, tensor in tensors.items():
+        common = name.replace("midlayer.", "layers.0.")
+        theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise InputError(f"--format gguf: {source.name}: its tensor '{name}' has no place in llama.cpp's layout")
+        tensor = tensor.detach().cpu()
+        if not tensor.is_floating_point():
+            writer.add_tensor(theirs, tensor.long().numpy())
+            continue
+        if paired and ("attn_q." in theirs or "attn_k." in theirs):
+            tensor = _paired(tensor, heads if "attn_q." in theirs else kv_heads)
+        # llama.cpp wants its norms and biases in fp32.
+        kind = weights.F32 if tensor.dim() == 1 else stored
+        writer.add_tensor(theirs, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+    _add_rope(writer, config, size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    server = program("llama-server") if isinstance(source.draft, PreTrainedModel) else None
+    if server is not None:
+        return _proof(source.draft, file, server)
+    return Proof(None, f"published layout: {len(tensors)} tensors under llama.cpp's names")
 
 
-def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys in the order that pairs dimension 2i with 2i + 1; transformers pairs i with i + n / 2."""
+    rows = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _add_rope(writer: Any, config: Any, size: int) -> None:
+    """Keys of the rotary embedding, and the factors `[head_dim / 2]` that llama.cpp's llama3 form needs."""
     import gguf
 
-    tensor = tensor.detach().cpu().contiguous()
-    if not tensor.is_floating_point():
-        writer.add_tensor(name, tensor.to(torch.int64).numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
-    elif tensor.dim() == 1 or dtype == torch.float32:
-        # llama.cpp wants its norms and biases in fp32.
-        writer.add_tensor(name, tensor.float().numpy())
-    elif dtype == torch.float16:
-        writer.add_tensor(name, tensor.half().numpy())
-    else:
-        raw = tensor.bfloat16().view(torch.uint8).numpy()
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    rope = config.rope_parameters
+    kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    writer.add_rope_freq_base(base)
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if kind == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
 
 
 @torch.no_grad()
-def _proof(model: PreTrainedModel, file: Path, server: Path) -> Proof:
+def _proof(model: Any, file: Path, server: Path) -> Proof:
     """llama-server's greedy answer to one prompt, which must be the model's own."""
     limit = getattr(text_config(model), "max_position_embeddings", 2048)
     ids = probe_ids(model, min(8, vocabulary_size(model)))
@@ -193,3 +159,116 @@ def _proof(model: PreTrainedModel, file: Path, server: Path) -> Proof:
     if theirs != ours[0, ids.shape[1] :].tolist():
         raise RunError(f"{file}: llama-server continues a prompt otherwise than the model does; nothing was written")
     return Proof("llama.cpp (llama-server)", f"loaded it; {count} greedy tokens equal the model's own")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in llama.cpp's terms. `rules` names the rules that cut text into words."""
+
+    model: str
+    rules: str
+    tokens: list[str]
+    kinds: list[int]
+    merges: list[str]
+    added: dict[str, int | None]
+    """The token that is added before (`bos`) and behind (`eos`) a text, if any."""
+    adds_space: bool
+
+
+def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """A tokenizer in llama.cpp's terms; ids up to `size` that it lacks become unused ones.
+
+    Raises InputError for a tokenizer whose text llama.cpp would cut differently.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise _unknown(tokenizer, "has no tokenizer.json")
+    backend: dict[str, Any] = json.loads(fast.to_str())
+    model = backend["model"]
+    if model["type"] != "BPE":
+        raise _unknown(tokenizer, f"its tokens come from a {model['type']} model")
+    kind, name = "llama", "default"
+    spelled = any(map(_is_byte, model["vocab"]))
+    if not (spelled and model.get("byte_fallback")):
+        rules = _rules(backend["pre_tokenizer"])
+        kind, name = "gpt2", next((name for name, known in _RULES.items() if known == rules), "")
+        if not name:
+            raise _unknown(tokenizer, f"its pre-tokenizer cuts text by {rules}")
+        if (name == "llama-bpe") != bool(model.get("ignore_merges")):
+            raise _unknown(tokenizer, f"its 'ignore_merges' is {bool(model.get('ignore_merges'))} beside these rules")
+    empty, bos, eos = tokenizer("")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    added = {
+        "bos": bos if empty and empty[0] == bos else None,
+        "eos": eos if empty and empty[-1] == eos != bos else None,
+    }
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    spaces = json.dumps([backend["normalizer"], backend["pre_tokenizer"]])
+    adds_space = any(sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"'))
+    by_id = {i: token for token, i in tokenizer.get_vocab().items()}
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(size)]
+    kinds = [_kind(tokenizer, i, by_id.get(i), spelled) for i in range(size)]
+    return Vocabulary(kind, name, tokens, kinds, merges, added, adds_space)
+
+
+def _unknown(tokenizer: Tokenizer, what: str) -> InputError:
+    return InputError(
+        f"{tokenizer.name_or_path}: {what}, and no rules of llama.cpp that are known here do the same; "
+        f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
+    )
+
+
+def _is_byte(token: str) -> bool:
+    """Whether a token stands for a single byte: <0x41>."""
+    return token.startswith("<0x") and len(token) == 6
+
+
+def _rules(pre: dict[str, Any] | None) -> list[str]:
+    """A pre-tokenizer's rules in the words of `_RULES`."""
+    steps = [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    rules = []
+    for step in steps:
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            rules.append(step["pattern"].get("Regex", ""))
+        elif step == {"type": "Digits", "individual_digits": True}:
+            rules.append("digits")
+        elif step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            rules += ["bytes"] if step["use_regex"] else []
+        else:
+            rules.append(step["type"])
+    return rules
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType, without the package
+
+
+def _kind(tokenizer: Tokenizer, i: int, token: str | None, spelled: bool) -> int:
+    if token is None:
+        return _UNUSED
+    if token == tokenizer.unk_token:
+        return _UNKNOWN
+    if i in tokenizer.added_tokens_decoder:
+        return _CONTROL if tokenizer.added_tokens_decoder[i].special else _USER
+    return _BYTE if spelled and _is_byte(token) else _NORMAL
+
+
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
+    vocabulary = described(tokenizer, size)
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.rules)
+    if vocabulary.model == "llama":
+        # llama.cpp joins the pair whose whole has the highest score; BPE joins the one whose merge stands first.
+        rank = {merge.replace(" ", ""): -float(i) for i, merge in reversed(list(enumerate(vocabulary.merges)))}
+        worst = -float(len(vocabulary.merges) + 1)
+        pairs = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        writer.add_token_scores([rank.get(token, worst) if kind == _NORMAL else 0.0 for token, kind in pairs])
+        writer.add_add_space_prefix(vocabulary.adds_space)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.kinds)
+    for key, value in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        if value is not None:
+            getattr(writer, f"add_{key}_token_id")(value)
+        getattr(writer, f"add_add_{key}_token")(vocabulary.added[key] is not None)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
