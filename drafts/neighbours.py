@@ -10,7 +10,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +36,9 @@ def program(engine: str) -> Path | None:
     variable, place = _PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
-    engines = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines"))
-    if (engines / place).is_file():
-        return engines / place
+    installed = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines")) / place
+    if installed.is_file():
+        return installed
     path = shutil.which(engine) if engine == "llama-server" else None
     return None if path is None else Path(path)
 
@@ -86,8 +85,7 @@ def free_port() -> int:
     """A port of this machine on which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+        return int(free.getsockname()[1])
 
 
 def is_up(port: int) -> bool:
@@ -95,7 +93,7 @@ def is_up(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
             return True
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 

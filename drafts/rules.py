@@ -5,7 +5,7 @@ sources, November 2026). A rule of a head names what a layout cannot express: it
 without an error.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,26 +49,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Pair:
-    """The language models of a pair, target first, and its head if the draft is one."""
+    """The language models of a pair, target first, and its head with the target if the draft is one."""
 
     models: tuple[Model, ...]
     source: Source | None = None
 
     @property
-    def head_source(self) -> Source:
-        """The head with its target, for rules that only apply to heads."""
-        assert self.source is not None
-        return self.source
+    def sizes(self) -> str | None:
+        """Both vocabulary sizes, in words, if they differ."""
+        target, draft = self.models[0].size, self.models[1].size
+        return None if target == draft else f"the draft's vocabulary has {draft} tokens and the target's {target}"
 
     @property
     def head(self) -> Any:
         """The head, for rules that only apply to heads."""
-        return self.head_source.draft
-
-    @property
-    def sizes(self) -> str:
-        """Both vocabulary sizes, in words."""
-        return f"the draft's vocabulary has {self.models[1].size} tokens and the target's {self.models[0].size}"
+        assert self.source is not None
+        return self.source.draft
 
     @property
     def projection(self) -> OutputProjection:
@@ -84,8 +80,8 @@ class Pair:
     @property
     def target_layers(self) -> int:
         """Layers of the head's target."""
-        assert self.head_source.target is not None
-        return int(text_config(self.head_source.target).num_hidden_layers)
+        assert self.source is not None and self.source.target is not None
+        return int(text_config(self.source.target).num_hidden_layers)
 
     def first(self, breaks: Callable[[Model], Any]) -> tuple[Model, Any] | None:
         """The first language model for which `breaks` gives something, with that."""
@@ -104,17 +100,14 @@ class Rule:
     message: str
     fix: str = ""
 
-    def verdict(self, pair: Pair) -> str | None:
-        """What is wrong with the pair and what to do, or None."""
-        kind = "draft" if pair.source is None else pair.source.kind
-        if kind not in self.kinds or not (x := self.broken(pair)):
-            return None
-        return self.message.format(x=x, p=pair) + (f"; {self.fix}" if self.fix else "")
-
 
 def first_broken(pair: Pair, where: Set[str]) -> str | None:
-    """The verdict of the first rule that a pair breaks in these engines and formats, or None."""
-    return next((text for rule in RULES if rule.where & where and (text := rule.verdict(pair))), None)
+    """What the first rule that a pair breaks in these engines and formats says, or None."""
+    kind = "draft" if pair.source is None else pair.source.kind
+    for rule in RULES:
+        if rule.where & where and kind in rule.kinds and (x := rule.broken(pair)):
+            return rule.message.format(x=x, p=pair) + (f"; {rule.fix}" if rule.fix else "")
+    return None
 
 
 def _vocabulary_error(model: Model | Source, size: int) -> str | None:
@@ -157,29 +150,20 @@ def _variant(*keys: str) -> Callable[[Pair], str | None]:
     return lambda pair: next((key for key in keys if getattr(pair.head.config, key)), None)
 
 
-def _rope(config: Any, known: Set[str] | tuple[str, ...]) -> str | None:
+def _rope(config: Any, known: Collection[str]) -> str | None:
     kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
     return None if kind in known else kind
 
 
 def _fixed_states(pair: Pair) -> list[int] | None:
     """The states that the authors' code always gives, if the head reads others."""
-    layers = pair.target_layers
-    fixed = [2, layers // 2, layers - 3]
+    fixed = [2, pair.target_layers // 2, pair.target_layers - 3]
     return None if pair.states == fixed else fixed
 
 
 def _path_trap(pair: Pair) -> str | None:
     path = str(Path(pair.models[1].name).resolve()).lower()
     return next((word for word in PATH_TRAPS if word in path), None)
-
-
-def _sizes_differ(pair: Pair) -> bool:
-    return pair.models[0].size != pair.models[1].size
-
-
-def _not_three_states(pair: Pair) -> bool:
-    return len(set(pair.states)) < 3 or max(pair.states) >= pair.target_layers
 
 
 def _head_size(pair: Pair) -> tuple[int, int, int] | None:
@@ -198,11 +182,11 @@ _OTHER = "use --format sglang or speculators"
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # Language models, by engine.
-    Rule({"transformers"}, _LM, _sizes_differ,
-         "{p.sizes}", "it then wants both tokenizers (universal assisted decoding, another method)"),
+    Rule({"transformers"}, _LM, lambda p: p.sizes,
+         "{x}", "it then wants both tokenizers (universal assisted decoding, another method)"),
     Rule({"vllm"}, _LM, _path_trap,
          "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
-    Rule({"vllm"}, _LM, _sizes_differ, "{p.sizes}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
+    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
          "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
@@ -215,7 +199,7 @@ RULES: tuple[Rule, ...] = (
          "{x[0].name} has no attention heads, and its builder makes such models only"),
     Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: (m.head_size or 0) % 16),
          "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16"),
-    Rule({"sglang", "onnxruntime-genai"}, _LM, _sizes_differ, "{p.sizes}", "it wants equal sizes"),
+    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "it wants equal sizes"),
     # Heads, by format: what the target does to logits and embeddings.
     Rule(_FORMATS, _HEADS, lambda p: p.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
     Rule(_FORMATS, _HEADS, lambda p: p.projection.scale != 1 and p.projection.scale,
@@ -230,7 +214,7 @@ RULES: tuple[Rule, ...] = (
          "the head has '{x}', a norm in another place", _NO_WORD),
     Rule(_FORMATS, _EAGLE3, _variant("norm_output", "norm_before_fc", "fc_norm"),
          "the head has '{x}', a norm in another place", _NO_WORD),
-    Rule(_FORMATS, _EAGLE3, _not_three_states,
+    Rule(_FORMATS, _EAGLE3, lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
          "the head reads states {p.states} of a target of {p.target_layers} layers",
          "engines give three different ones, each entering a layer, which needs a target of at least five layers"),
     Rule({"sglang"}, _EAGLE3, lambda p: min(p.states) < 1,
@@ -243,6 +227,6 @@ RULES: tuple[Rule, ...] = (
          "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers", _OTHER),
     Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config.layer, ROPES),
          "rope of type '{x}' is not written here", _OTHER),
-    Rule({"gguf"}, _EAGLE3, lambda p: _vocabulary_error(p.head_source, p.head.vocab_size), "{x}"),
+    Rule({"gguf"}, _EAGLE3, lambda p: p.source and _vocabulary_error(p.source, p.head.vocab_size), "{x}"),
 )
 # fmt: on

@@ -48,37 +48,30 @@ def export(config: ExportConfig) -> dict[str, Any]:
         form = "gguf-lm" if form == "gguf" else form
     if broken := first_broken(pair, {form}):
         raise InputError(f"--format {config.format}: {broken}")
-    out = Path(config.out)
-    with hold(out), writing(out), atomic_dir(out) as directory:
-        proof = write(source, directory)
-        (directory / RECORD).write_text(json.dumps(_record(config, source, proof), indent=2) + "\n")
-        files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-    summary = {"out": config.out, "format": config.format, "kind": source.kind, "proof": asdict(proof), "files": files}
-    return summary | {"remarks": _remarks(config, source)}
-
-
-def _record(config: ExportConfig, source: Source, proof: Proof) -> dict[str, Any]:
+    out, proven = Path(config.out), dict[str, Any](format=config.format, kind=source.kind)
     record: dict[str, Any] = {} if source.kind != "draft" else {"kind": "draft-lm"}
-    record["export"] = {"format": config.format, "kind": source.kind, "proof": asdict(proof)}
-    record["source"] = {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}
-    if source.target_name is not None:
-        record["target"] = source.target_name
-    if source.target is not None:
-        record["target_fingerprint"] = fingerprint(source.target)
-    return record | provenance(command_line("export", config), asdict(config))
+    with hold(out), writing(out), atomic_dir(out) as directory:
+        proven["proof"] = asdict(write(source, directory))
+        record |= {"export": proven, "source": {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}}
+        if source.target_name is not None:
+            record["target"] = source.target_name
+        if source.target is not None:
+            record["target_fingerprint"] = fingerprint(source.target)
+        record |= provenance(command_line("export", config), asdict(config))
+        (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+    return {"out": config.out, **proven, "files": files, "remarks": _remarks(config, source)}
 
 
 def _remarks(config: ExportConfig, source: Source) -> list[str]:
-    ids_D = draft_vocabulary(source.draft) if source.kind == "draft" else None
     remarks = []
-    if ids_D is not None:
-        remarks = [
+    if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
+        remarks.append(
             f"this draft has a draft vocabulary of {len(ids_D)} tokens, and no engine's layout can say so: the whole "
             f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
-        ]
+        )
     path = str(Path(config.out).resolve()).lower()
-    trap = next((word for word in PATH_TRAPS if word in path), None)
-    if config.format == "hf" and trap is not None:
+    if config.format == "hf" and (trap := next((word for word in PATH_TRAPS if word in path), None)):
         remarks.append(
             f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename the directory for vLLM"
         )
@@ -106,8 +99,7 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     head: Any = source.draft
     config = layout.config(head.config.to_json(), source)
     tensors: dict[str, Tensor] = renamed(head.state_dict(), inverted(layout.names))
-    scaled = layout.embedding == "scaled" and head.borrowed.scales_embedding
-    if layout.embedding == "always" or scaled:
+    if layout.embedding == "always" or (layout.embedding == "scaled" and head.borrowed.scales_embedding):
         tensors.setdefault("embed_tokens.weight", head.borrowed.embedding_table)
     expected = layout.expected(config, "embed_tokens.weight" in tensors and layout.embedding != "never")
     for name, shape in expected.items():
@@ -116,15 +108,15 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     rounded = {name: t.to(source.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     write_tensors(out, rounded, config)
     count = check_layout(out / "model.safetensors", expected)
-    proof = Proof(None, f"published layout: names and shapes of {count} tensors are those that {layout.readers}")
-    python = program("speculators") if layout.format == "speculators" else None
-    return proof if python is None else _proven_by_speculators(source, out, python)
+    if layout.format == "speculators" and (python := program("speculators")) is not None:
+        return _proven_by_speculators(source, out, python)
+    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {layout.readers}")
 
 
 def check_layout(file: Path, expected: dict[str, tuple[int, ...]]) -> int:
     """The number of tensors in a file whose names and shapes are exactly those that an engine reads.
 
-    Raises RunError otherwise: engines skip a name that they do not know without a word, so it must not be written.
+    Raises RunError otherwise: engines silently skip a name that they do not know, so it must not be written.
     """
     with safe_open(file, framework="pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

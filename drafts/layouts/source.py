@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from drafts.draft_vocabulary import attach_draft_vocabulary, read_draft_vocabulary
@@ -18,7 +18,6 @@ from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 # The largest difference of an engine's logits from ours.
 TOLERANCE = 1e-4
-M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> 
     return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)
 
 
+@torch.no_grad()
 def load_source(
     name: str, target_name: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Source:
@@ -66,37 +66,29 @@ def load_source(
     target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
     if target_name is not None:
         target, tokenizer = load_model(target_name, **options), find_tokenizer(target_name, trust_remote_code)
+    draft: Draft
     if kind is not None:
         if target is None:
             raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
-        weights_dtype = _dtype(dtype, str(target_name), trust_remote_code)
-        return Source(
-            name, _rounded(load_head(name, target), weights_dtype), weights_dtype, tokenizer, target, target_name
-        )
-    model = load_model(name, **options, quantize="none")
-    if (ids_D := read_draft_vocabulary(name, vocabulary_size(model))) is not None:
-        attach_draft_vocabulary(model, ids_D)
-    if target is not None and tokenizer is not None:
-        check_draft_vocabulary(name, model, target, tokenizer, trust_remote_code)
-    weights_dtype = _dtype(dtype, name, trust_remote_code)
-    tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
-    return Source(name, _rounded(model, weights_dtype), weights_dtype, tokenizer, None, target_name)
-
-
-def _dtype(dtype: str, name: str, trust_remote_code: bool) -> torch.dtype:
-    if dtype != "auto":
-        return DTYPES[dtype]
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.float32
-
-
-def _rounded(module: M, dtype: torch.dtype) -> M:
+        draft = load_head(name, target)
+    else:
+        draft = load_model(name, **options, quantize="none")
+        if (ids_D := read_draft_vocabulary(name, vocabulary_size(draft))) is not None:
+            attach_draft_vocabulary(draft, ids_D)
+        if target is not None and tokenizer is not None:
+            check_draft_vocabulary(name, draft, target, tokenizer, trust_remote_code)
+        tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
+        target = None
+    if dtype == "auto":
+        model = name if kind is None else str(target_name)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        weights_dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+    else:
+        weights_dtype = DTYPES[dtype]
     # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written.
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.to(dtype))
-    return module
+    for parameter in draft.parameters():
+        parameter.copy_(parameter.to(weights_dtype))
+    return Source(name, draft, weights_dtype, tokenizer, target, target_name)
 
 
 def probe_ids(model: PreTrainedModel, count: int = 24) -> Tensor:
