@@ -20,15 +20,12 @@ from drafts.heads.llama_layer import (
     FeatureHead,
     LayerConfig,
     attention,
-    init_layer,
-    init_linear,
     layer_from_json,
     layer_like,
     layer_to_json,
     llama_parts,
 )
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +78,11 @@ class EagleHead(ReadsLastState, FeatureHead):
     def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "EagleHead":
         """An untrained head on the target's device, in its dtype and in training mode."""
         head = cls(EagleConfig(layer=layer_like(target), vocab_size=vocabulary_size(target)), target)
-        random = generator(seed)
-        init_linear(head.fc, None, random)
-        init_layer(head.layers, random)
+        head.draw(head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
-        """The predicted features `[B, T, H]` of `forward`, without the logits that they give."""
+        """The predicted features `[B, T, H]` of `forward`."""
         dtype = self.fc.weight.dtype
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))

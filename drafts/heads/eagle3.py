@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import offsets, to_target
@@ -23,8 +23,6 @@ from drafts.heads.llama_layer import (
     FeatureHead,
     LayerConfig,
     attention,
-    init_layer,
-    init_linear,
     layer_from_json,
     layer_like,
     layer_to_json,
@@ -32,7 +30,6 @@ from drafts.heads.llama_layer import (
 )
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
-from draftsmith_core.sampling import generator
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 # Places of norms, under the keys that speculators, SpecForge and vLLM give them.
@@ -42,8 +39,7 @@ _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 def aux_layers(layers: int) -> tuple[int, int, int]:
     """Indices into `hidden_states` of a target's low, middle and high states: those entering layers 2, n // 2, n - 3.
 
-    In a target of fewer than seven layers these coincide or do not exist, and the nearest that differ are taken. A
-    target of one layer has only two states, and its last one is used twice.
+    In a target of fewer than seven layers these coincide or do not exist; the nearest that differ are taken.
     """
     low = min(2, max(layers - 3, 0))
     high = max(layers - 3, low + 2)
@@ -72,7 +68,7 @@ class Eagle3Config:
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        return {
+        values = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             **layer_to_json(self.layer),
@@ -82,9 +78,12 @@ class Eagle3Config:
             "norm_before_residual": self.norm_before_residual,
             "tie_word_embeddings": False,
             **{key: True for key in _VARIANTS[1:] if getattr(self, key)},
-            **({"embed_requires_grad": True} if self.own_embedding else {}),
-            **({"target_hidden_size": width} if (width := self.target_hidden_size) != self.layer.hidden_size else {}),
         }
+        if self.own_embedding:
+            values["embed_requires_grad"] = True
+        if self.target_hidden_size != self.layer.hidden_size:
+            values["target_hidden_size"] = self.target_hidden_size
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "Eagle3Config":
@@ -125,7 +124,7 @@ def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 class _MidLayer(nn.Module):
     """A LLaMA layer whose attention reads the embedding beside the feature, each with its own norm."""
 
-    def __init__(self, config: Eagle3Config, llama: LlamaConfig) -> None:
+    def __init__(self, config: Eagle3Config, llama: Any) -> None:
         super().__init__()
         layer, hidden = config.layer, config.layer.hidden_size
         self.norm_before_residual = config.norm_before_residual
@@ -148,7 +147,8 @@ class _MidLayer(nn.Module):
 class Eagle3Head(FeatureHead):
     """Fused target states or own features in; logits over the draft vocabulary and the next own features out.
 
-    The features that it reads are `fuse` of the target's states, or its own.
+    The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are the indices of these
+    states in the target's `hidden_states`, low to high; `reduced` says whether it drafts a part of the vocabulary.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -160,8 +160,9 @@ class Eagle3Head(FeatureHead):
 
     def __init__(self, config: Eagle3Config, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config = config
-        self.borrowed = borrow(target)
+        self.config, self.borrowed = config, borrow(target)
+        self.vocab_size, self.hidden_layers = config.vocab_size, config.eagle_aux_hidden_state_layer_ids
+        self.reduced = config.draft_vocab_size < config.vocab_size
         llama, rotary = llama_parts(config.layer, config.vocab_size)
         hidden = config.layer.hidden_size
         fused, width, eps = len(self.hidden_layers), config.target_hidden_size, config.layer.rms_norm_eps
@@ -180,8 +181,7 @@ class Eagle3Head(FeatureHead):
         self.register_buffer("target_ids_D", ids, persistent=False)
         if self.reduced:
             self.register_buffer("d2t", torch.zeros_like(ids))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.set_draft_vocab(range(config.draft_vocab_size))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < len(ids))
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0) -> "Eagle3Head":
@@ -200,30 +200,13 @@ class Eagle3Head(FeatureHead):
             target_hidden_size=borrow(target).hidden_size,
         )
         head = cls(config, target)
-        random = generator(seed)
-        init_linear(head.fc, None, random)
-        init_layer(head.midlayer, random)
+        head.draw(head.midlayer, seed)
         with torch.no_grad():
             weight = head.borrowed.projection.weight_VH
             head.lm_head.weight.copy_(weight[torch.tensor(ids, device=weight.device)])
         if head.reduced:
             head.set_draft_vocab(ids)
         return head.to(device=target.device, dtype=target.dtype)
-
-    @property
-    def reduced(self) -> bool:
-        """Whether the draft vocabulary is smaller than the target's."""
-        return self.config.draft_vocab_size < self.config.vocab_size
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's `hidden_states` it fuses, low to high."""
-        return self.config.eagle_aux_hidden_state_layer_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary (V)."""
-        return self.config.vocab_size
 
     def set_draft_vocab(self, ids: Sequence[int]) -> None:
         """Make these the tokens it drafts: sorted target ids, as many as its projection has rows."""
@@ -252,12 +235,10 @@ class Eagle3Head(FeatureHead):
         return normed
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
-        """The head's own features `[B, T, H]` of `forward`, without the logits that they give: before its norm, unless
-        the config has `norm_output`.
-        """
+        """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has `norm_output`."""
         dtype = self.fc.weight.dtype
-        own = self.config.own_embedding
-        embedded_BTH = self.embed_tokens(input_ids_BT) if own else self.borrowed.embed(input_ids_BT, dtype)
+        own = self.embed_tokens if self.config.own_embedding else None
+        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype) if own is None else own(input_ids_BT)
         features_BTH = features_BTH.to(dtype)
         g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **self.attending(features_BTH, *attending))
         return self.norm(g_BTH) if self.config.norm_output else g_BTH

@@ -6,19 +6,21 @@ Legend: B rows, T tokens, P cached tokens.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import Cache, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
+from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
+_VARIANTS = ("qkv_bias", "o_bias", "qk_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ class LayerConfig:
     o_bias: bool = False
     qk_norm: bool = False
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """All of these values but the variants."""
+        return {key: value for key, value in asdict(self).items() if key not in _VARIANTS}
+
 
 def layer_like(target: PreTrainedModel) -> LayerConfig:
     """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
@@ -49,18 +56,12 @@ def layer_like(target: PreTrainedModel) -> LayerConfig:
 
 def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     """The layer's part of config.json; rope also under the names that other engines and transformers 4 read."""
-    values = _sizes(layer)
-    rope = dict(layer.rope_parameters)
-    values["rope_parameters"] = rope
-    values["rope_theta"] = rope["rope_theta"]
+    values, rope = layer.sizes, dict(layer.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    values |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
     values["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    variants = {key: True for key in ("qkv_bias", "qk_norm") if getattr(layer, key)}
-    return values | {"num_hidden_layers": 1, "attention_bias": layer.o_bias, "mlp_bias": False} | variants
-
-
-def _sizes(layer: LayerConfig) -> dict[str, Any]:
-    return {key: value for key, value in asdict(layer).items() if key not in ("qkv_bias", "o_bias", "qk_norm")}
+    values |= {"num_hidden_layers": 1, "attention_bias": layer.o_bias, "mlp_bias": False}
+    return values | {key: True for key in ("qkv_bias", "qk_norm") if getattr(layer, key)}
 
 
 def layer_from_json(values: Mapping[str, Any]) -> LayerConfig:
@@ -108,29 +109,19 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
-    def tables(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[B, T, head_dim]` in the dtype of `states`."""
-        return cast(tuple[Tensor, Tensor], self(states, position_ids))
 
-
-def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[LlamaConfig, Rotary]:
-    """The config that transformers' modules take, and the rotary embedding."""
-    values = _sizes(layer) | {"rope_parameters": dict(layer.rope_parameters)}
-    config = LlamaConfig(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+def llama_parts(layer: LayerConfig, vocab_size: int) -> tuple[Any, Rotary]:
+    """The config that transformers' modules of LLaMA and Qwen 3 take, and the rotary embedding."""
+    values = layer.sizes | {"rope_parameters": dict(layer.rope_parameters)}
+    config: Any = Qwen3Config(**values, vocab_size=vocab_size, num_hidden_layers=1, attention_bias=False)
+    config.mlp_bias = False
     config._attn_implementation = "sdpa"
     return config, Rotary(config)
 
 
-def attention(layer: LayerConfig, llama: LlamaConfig, inputs: int) -> nn.Module:
-    """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) asked for."""
-    module: nn.Module
-    if layer.qk_norm:
-        values = _sizes(layer) | {"rope_parameters": dict(layer.rope_parameters)}
-        qwen = Qwen3Config(**values, num_hidden_layers=1)
-        qwen._attn_implementation = llama._attn_implementation
-        module = Qwen3Attention(qwen, 0)
-    else:
-        module = LlamaAttention(llama, 0)
+def attention(layer: LayerConfig, config: Any, inputs: int) -> nn.Module:
+    """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) of the layer."""
+    module: nn.Module = (Qwen3Attention if layer.qk_norm else LlamaAttention)(config, 0)
     queries, keys = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
     module.q_proj = nn.Linear(inputs, queries, bias=layer.qkv_bias)
     module.k_proj = nn.Linear(inputs, keys, bias=layer.qkv_bias)
@@ -142,6 +133,7 @@ def attention(layer: LayerConfig, llama: LlamaConfig, inputs: int) -> nn.Module:
 class FeatureHead(nn.Module):
     """A head that makes its next features, through one LLaMA layer, from features and the tokens after them."""
 
+    fc: nn.Linear
     rotary: Rotary
     states: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
@@ -149,7 +141,7 @@ class FeatureHead(nn.Module):
     def forward(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> tuple[Tensor, Tensor]:
         """Logits of the token after each input token, and the features `[B, T, H]` under them, for a next step.
 
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. `attending` is what the
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. `attending`: what the
         method of this name takes after the states.
         """
         states_BTH = self.states(input_ids_BT, features_BTH, *attending)
@@ -162,16 +154,14 @@ class FeatureHead(nn.Module):
         positions: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
-        """What the layer's attention takes: what is given, else causal attention after the P cached tokens, and
-        positions `[1, T]` that follow them.
+        """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the P cached tokens.
 
-        The mask is additive (one that is given may be boolean), `[B or 1, 1, T, P + T]`, or None where sdpa's own
-        causal rule is right: without a mask sdpa aligns the queries with the first keys, and with a cache they belong
-        to the last.
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`.
         """
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         queries = states_BTH.shape[1]
         if mask is None and past > 0 and queries > 1:
+            # sdpa's own causal rule aligns the queries with the first keys; with a cache they belong to the last.
             least = torch.finfo(states_BTH.dtype).min
             mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
             mask = mask.triu(past + 1)[None, None]
@@ -181,22 +171,15 @@ class FeatureHead(nn.Module):
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": past_key_values,
-            "position_embeddings": self.rotary.tables(states_BTH, positions),
+            "position_embeddings": self.rotary(states_BTH, positions),
         }
 
-
-@torch.no_grad()
-def init_linear(linear: nn.Linear, std: float | None, generator: torch.Generator) -> None:
-    """Normal weights, zero bias. `std` None is 1 / sqrt(inputs), so that outputs have the scale of the inputs."""
-    weight = torch.empty(linear.weight.shape, dtype=torch.float32)
-    weight.normal_(0.0, 1 / math.sqrt(linear.in_features) if std is None else std, generator=generator)
-    linear.weight.copy_(weight)
-    if linear.bias is not None:
-        linear.bias.zero_()
-
-
-def init_layer(layer: nn.Module, generator: torch.Generator) -> None:
-    """Initialise every linear map of a fresh layer; norms are created as ones."""
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            init_linear(module, _INITIALIZER_RANGE, generator)
+    def draw(self, layer: nn.Module, seed: int) -> None:
+        """Draw the weights of `fc`, whose outputs have the scale of its inputs, and of all linear maps in `layer`."""
+        random = generator(seed)
+        maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        for linear in (self.fc, *maps):
+            std = 1 / math.sqrt(linear.in_features) if linear is self.fc else _INITIALIZER_RANGE
+            nn.init.normal_(linear.weight, 0.0, std, generator=random)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)

@@ -33,17 +33,17 @@ class HeadsConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        """Read config.json. Raises InputError if its sizes are not the target's."""
+        """Read config.json; sizes that it lacks are the target's. Raises InputError if its sizes are others."""
         parts = borrow(target)
-        # The authors' own Medusa files leave the sizes to the target.
-        defaults = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size} if cls.kind == "medusa" else {}
-        sizes = defaults | {key: value for key, value in values.items() if value is not None}
-        parts.check_sizes(sizes["hidden_size"], sizes["vocab_size"])
+        present = {key: value for key, value in values.items() if value is not None}
+        hidden_size = present.get("hidden_size", parts.hidden_size)
+        vocab_size = present.get("vocab_size", parts.vocab_size)
+        parts.check_sizes(hidden_size, vocab_size)
         return cls(
-            hidden_size=sizes["hidden_size"],
-            vocab_size=sizes["vocab_size"],
-            num_heads=sizes[f"{cls.kind}_num_heads"],
-            num_layers=sizes.get(f"{cls.kind}_num_layers", 1),
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_heads=present[f"{cls.kind}_num_heads"],
+            num_layers=present.get(f"{cls.kind}_num_layers", 1),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -60,8 +60,7 @@ class HeadsConfig:
     @classmethod
     def fresh(cls, target: PreTrainedModel, num_heads: int, num_layers: int) -> Self:
         """For untrained heads on this target."""
-        sizes = {"hidden_size": borrow(target).hidden_size, "vocab_size": borrow(target).vocab_size}
-        return cls(**sizes, num_heads=num_heads, num_layers=num_layers)
+        return cls.from_json({f"{cls.kind}_num_heads": num_heads, f"{cls.kind}_num_layers": num_layers}, target)
 
 
 class MedusaConfig(HeadsConfig):
@@ -85,7 +84,7 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """`[..., inputs]` to `[..., outputs]`, which are as many here."""
+        """Map states `[..., H]` to `[..., H]`."""
         return states + nn.functional.silu(self.linear(states))
 
 
