@@ -1,21 +1,18 @@
 """Draft vocabularies: drafts with output rows for the commonest tokens only, which never draft the others.
 
 At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per token, and most of its
-rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, has the same in its heads). EAGLE-3 heads
-keep the ids beside their weights. A language model stays a whole one on disk, which other engines load as it is; a
-small file beside it, with the offsets of an EAGLE-3 head (`d2t`), names the tokens that draftsmith drafts. When it is
-loaded for decoding or measuring, only their rows of the output projection are kept.
+rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, has the same in its heads). A language
+model stays whole on disk, and other engines load it as it is; a small file beside it names the tokens that draftsmith
+drafts, as offsets like those of an EAGLE-3 head (`d2t`). Loading keeps only their rows of the output projection.
 
-Legend: V the whole vocabulary, D tokens of the draft vocabulary, H hidden size, N tokens of a text.
+Legend: V the whole vocabulary, D tokens of the draft vocabulary, N tokens of a text.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -37,31 +34,25 @@ def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | No
         raise InputError(f"{option}: {size} is more than the vocabulary of {whole}; lower it")
 
 
+def _counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for tokens in rows:
+        counts.update(tokens)
+    return counts
+
+
 def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
     """The `size` commonest tokens of the responses `rows`, as sorted ids; ties, and tokens that do not occur, by id."""
-    counts = np.zeros(size, dtype=np.int64)
-    for tokens in _joined(rows):
-        more = np.bincount(tokens, minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
-    commonest = np.argsort(-counts, kind="stable")[:size]
-    return sorted(map(int, commonest))
+    counts = _counts(rows)
+    known = range(max(size, max(counts, default=0) + 1))
+    return sorted(sorted(known, key=lambda token: -counts[token])[:size])
 
 
 def coverage(ids_D: Tensor, rows: Iterable[Sequence[int]]) -> str:
     """In words: how many of the tokens of these sequences are among `ids_D`."""
-    every, drafted, known = 0, 0, ids_D.cpu().numpy()
-    for tokens in _joined(rows):
-        every += len(tokens)
-        drafted += int(np.isin(tokens, known).sum())
+    counts = _counts(rows)
+    every, drafted = counts.total(), sum(counts[token] for token in ids_D.tolist())
     return f"{drafted:,} of {every:,} tokens are among them ({drafted / max(every, 1):.2%})"
-
-
-def _joined(rows: Iterable[Sequence[int]]) -> Iterator[npt.NDArray[np.int64]]:
-    """The tokens of many rows at a time."""
-    remaining = iter(rows)
-    while batch := list(islice(remaining, 1024)):
-        yield np.concatenate([np.asarray(row, dtype=np.int64) for row in batch])
 
 
 def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:

@@ -45,7 +45,7 @@ class LoadedPair:
 
     @property
     def context(self) -> int | None:
-        """The tokens that fit into every model; None without a limit."""
+        """Number of tokens that fit into every model; None without a limit."""
         return min((limit for model in self.models if (limit := context_length(model)) is not None), default=None)
 
 
@@ -73,8 +73,12 @@ def load_pair(
         tokenizer = load_tokenizer(target, trust_remote_code)
     model = load_model(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
     check_tokenizer(target, model, tokenizer)
+    if not isinstance(drafts, Mapping):
+        sources = [drafts] if isinstance(drafts, str) else drafts
+        counts = [sources[:i].count(source) for i, source in enumerate(sources)]
+        drafts = {f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)}
     loaded: dict[str, Draft] = {}
-    for name, source in _named(drafts).items():
+    for name, source in drafts.items():
         draft = load_draft(
             source,
             model,
@@ -93,21 +97,6 @@ def load_pair(
     return LoadedPair(target, model, tokenizer, loaded)
 
 
-def _named(drafts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    if isinstance(drafts, Mapping):
-        return dict(drafts)
-    named: dict[str, str] = {}
-    for source in [drafts] if isinstance(drafts, str) else drafts:
-        count = sum(each == source for each in named.values())
-        named[f"{source}#{count + 1}" if count else source] = source
-    return named
-
-
-def draft_kind(name: str) -> str:
-    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer that uses it."""
-    return head_kind(name) or "draft"
-
-
 def load_draft(
     name: str,
     target: PreTrainedModel,
@@ -119,8 +108,8 @@ def load_draft(
 ) -> Draft:
     """The draft `name` for this target.
 
-    A head takes the target's device and dtype and is never quantised: it is small. A language model with a draft
-    vocabulary keeps only those rows of its output projection, with a warning.
+    A head takes the target's device and dtype and is never quantised. A language model with a draft vocabulary keeps
+    only those rows of its output projection, with a warning.
     """
     if head_kind(name) is not None:
         head = load_head(name, target)
@@ -134,14 +123,19 @@ def load_draft(
     return model
 
 
-def depth_limit(draft: Draft) -> int | None:
-    """Number of tokens that a set of heads drafts ahead; None for drafts without a limit."""
-    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
+def draft_kind(name: str) -> str:
+    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer that uses it."""
+    return head_kind(name) or "draft"
 
 
 def kind_of(draft: Draft) -> str:
-    """The kind of a loaded draft, as `draft_kind` names it: "draft" for a language model, else the head's."""
+    """`draft_kind` of a loaded draft."""
     return "draft" if isinstance(draft, PreTrainedModel) else draft.kind
+
+
+def depth_limit(draft: Draft) -> int | None:
+    """Number of tokens that a set of heads drafts ahead; None for drafts without a limit."""
+    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
 
 
 def draft_fingerprint(draft: Draft) -> str:
@@ -162,9 +156,9 @@ def check_draft_vocabulary(
 ) -> VocabularyMap | None:
     """Raise InputError unless token ids mean the same to a draft language model as to the target.
 
-    If `heterogeneous`, return the map between the two instead; None if none is needed. Vocabularies may be padded to
-    different sizes if both tokenizers agree on every id that both models have; a draft without a tokenizer must have
-    the target's size. A head has been checked by `load_draft`.
+    If `heterogeneous`, return the map between the two instead. Vocabularies may be padded to different sizes if both
+    tokenizers agree on every id that both models have; a draft without a tokenizer must have the target's size. A head
+    has been checked by `load_draft`.
     """
     if not isinstance(draft, PreTrainedModel):
         return None
@@ -183,8 +177,10 @@ def check_draft_vocabulary(
         return None
     if heterogeneous:
         return map_vocabulary(tokenizer, own, *sizes, source=source)
+    texts = own.convert_ids_to_tokens(token), tokenizer.convert_ids_to_tokens(token)
+    theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
     raise InputError(
-        f"{source}: token {token} is {_token(own, token)} to it and {_token(tokenizer, token)} to the target; use a "
+        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a "
         f"draft that was trained with the target's tokenizer, move this one to it with draftsmith init "
         f"--method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
     )
@@ -201,8 +197,3 @@ def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
         if tokens_a.get(token_id) != tokens_b.get(token_id) and token_id not in added:
             return token_id
     return None
-
-
-def _token(tokenizer: Tokenizer, token_id: int) -> str:
-    token = {i: token for token, i in tokenizer.get_vocab().items()}.get(token_id)
-    return "nothing" if token is None else ascii(token)

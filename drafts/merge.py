@@ -37,24 +37,22 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
     """
     first = states[0][0]
     everything = [state for state, _ in states] + ([] if base is None else [base])
+    rest = 1 - sum(weight for _, weight in states)
     merged: dict[str, Tensor] = {}
     for name in sorted(set().union(*everything)):
-        tensors = [state.get(name) for state in everything]
-        shapes = {None if tensor is None else tensor.shape for tensor in tensors}
-        if len(shapes) > 1:
+        if len({state[name].shape if name in state else None for state in everything}) > 1:
             raise InputError(
                 f"--draft: the drafts differ in the shape of the tensor '{name}'; merge drafts of one shape"
             )
-        if not first[name].is_floating_point():
-            if any(not torch.equal(state[name], first[name]) for state in everything):
-                raise InputError(f"--draft: the drafts differ in '{name}', which cannot be averaged")
+        if first[name].is_floating_point():
+            total = torch.zeros(first[name].shape) if base is None else base[name].float() * rest
+            for state, weight in states:
+                total = total.add(state[name].float(), alpha=weight)
+            merged[name] = total
+        elif all(torch.equal(state[name], first[name]) for state in everything):
             merged[name] = first[name].clone()
-            continue
-        rest = 1 - sum(weight for _, weight in states)
-        total = torch.zeros(first[name].shape) if base is None else base[name].float() * rest
-        for state, weight in states:
-            total = total.add(state[name].float(), alpha=weight)
-        merged[name] = total
+        else:
+            raise InputError(f"--draft: the drafts differ in '{name}', which cannot be averaged")
     return merged
 
 
@@ -95,34 +93,24 @@ def _merge_models(config: MergeConfig, directory: Path) -> str:
     sources = config.sources()
     options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": config.trust_remote_code}
     models = [load_model(source, **options) for source in sources]
-    ids_D = _shared_draft_vocabulary(config, vocabulary_size(models[0]))
+    vocabularies = {source: read_draft_vocabulary(source, vocabulary_size(models[0])) for source in sources}
+    ids_D = vocabularies[sources[0]]
+    for source, other in vocabularies.items():
+        # A base may draft all tokens: the merged draft keeps the rows that its drafts were trained in.
+        if source == config.base and other is None:
+            continue
+        if not (ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)):
+            raise InputError(
+                f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge drafts of one draft vocabulary"
+            )
     states = dict(zip(sources, (model.state_dict() for model in models), strict=True))
-    merged = _merged(config, states)
-    models[0].load_state_dict(merged)
+    models[0].load_state_dict(_merged(config, states))
     models[0].save_pretrained(directory)
     if ids_D is not None:
         write_draft_vocabulary(directory, ids_D)
     if (tokenizer := find_tokenizer(sources[0], config.trust_remote_code)) is not None:
         tokenizer.save_pretrained(directory)
     return fingerprint(models[0])
-
-
-def _shared_draft_vocabulary(config: MergeConfig, size: int) -> Tensor | None:
-    """The tokens that all of these drafts draft. None: the whole vocabulary.
-
-    A base may draft all tokens: the merged draft then keeps the rows that its drafts were trained in.
-    """
-    first, *others = config.sources()
-    ids_D = read_draft_vocabulary(first, size)
-    for source in others:
-        other = read_draft_vocabulary(source, size)
-        if source == config.base and other is None:
-            continue
-        if not (ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)):
-            raise InputError(
-                f"{source}: drafts other tokens than {first} ({FILE}); merge drafts of one draft vocabulary"
-            )
-    return ids_D
 
 
 def _merge_heads(config: MergeConfig, directory: Path) -> str:

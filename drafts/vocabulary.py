@@ -18,6 +18,7 @@ from drafts.draft_vocabulary import to_target
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import Tokenizer
 
+_ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -27,7 +28,9 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     In the order in which tokens of the same text are preferred: by id, but the bytes of byte fallback (`<0x41>`) last,
     since a model only writes those where no other token has the character.
     """
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if _is_byte_level(tokenizer) else None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    byte_level = backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if byte_level else None
     added = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}
     fallback: dict[int, bytes] = {}
@@ -43,11 +46,6 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
         else:
             texts[token_id] = token.replace("\u2581", " ").encode()
     return {token_id: text for token_id, text in (texts | fallback).items() if text}
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
 
 def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] | None:
@@ -116,18 +114,23 @@ def map_vocabulary(
     Sizes are those of the models, which may be padded. Raises InputError if nothing is shared.
     """
     theirs = {t: text for t, text in token_texts(target).items() if t < target_size}
-    draft_texts = {d: text for d, text in token_texts(draft).items() if d < draft_size}
     ours: dict[bytes, int] = {}
-    for d, text in draft_texts.items():
-        ours.setdefault(text, d)
+    for d, text in token_texts(draft).items():
+        if d < draft_size:
+            ours.setdefault(text, d)
     pairs = {t: ours[text] for t, text in theirs.items() if text in ours}
-    roles = special_pairs(target, draft)
     if not pairs:
         raise InputError(
             f"{source}: its tokenizer shares no token with the target's, so nothing that it drafts can be the "
             f"target's; docs/choosing-a-draft.md says which drafts can be had"
         )
-    pairs |= {t: d for t, d in roles.items() if t < target_size and d < draft_size}
+    added = draft.get_added_vocab()
+    special = {t: added[token] for token, t in target.get_added_vocab().items() if token in added}
+    for role in _ROLES:
+        in_target, in_draft = getattr(target, role, None), getattr(draft, role, None)
+        if in_target is not None and in_draft is not None:
+            special.setdefault(in_target, in_draft)
+    pairs |= {t: d for t, d in special.items() if t < target_size and d < draft_size}
     longest = max(map(len, ours))
     eos = draft.eos_token_id
     end = [eos] if eos is not None and eos < draft_size else [0]
@@ -145,20 +148,6 @@ def map_vocabulary(
         frozenset(t for t, ids in spelled.items() if not ids),
         theirs,
     )
-
-
-_ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
-
-
-def special_pairs(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """Target id -> draft id of special tokens: those of the same name, then those of the same role."""
-    named = draft.get_added_vocab()
-    pairs = {t: named[token] for token, t in target.get_added_vocab().items() if token in named}
-    for role in _ROLES:
-        theirs, ours = getattr(target, role, None), getattr(draft, role, None)
-        if theirs is not None and ours is not None:
-            pairs.setdefault(theirs, ours)
-    return pairs
 
 
 _KEY = "draftsmith_vocabulary_map"
