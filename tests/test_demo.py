@@ -50,8 +50,7 @@ def test_demo_from_prompts_to_report(
     large = Results.load(demo / "eval-large")
     assert large.drafts == results.drafts and large.domains() == ["prose"]
     assert large.document["models"]["target"]["parameters"] > 4 * results.document["models"]["target"]["parameters"]
-    assert list(summary["large"]["fastest"]) == ["0", "1"]
-    assert all(row["speedup"]["value"] > 0 for row in summary["large"]["fastest"].values())
+    assert all(way["speedup"] > 0 for cell in summary["large"]["cells"] for way in cell["decoding"])
     assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
     assert "padded with zeros" in out
     assert all(row["value"] == row["n"] for row in large.rows("identical"))

@@ -104,6 +104,7 @@ def _demo(config: Any, command: str) -> Done:
     from draftsmith.alignment import outcome
     from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
+    from eval.summary import summary as eval_summary
 
     if config.rebuild_pair is not None:
         from draftsmith.demo.rebuild_pair import rebuild
@@ -113,7 +114,7 @@ def _demo(config: Any, command: str) -> Done:
     started = time.monotonic()
     options, results = run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
     large = demo_run.time_large(options, config.short)
-    summary = outcome.summary(options, results) | {"large": demo_run.large_summary(large)}
+    summary = outcome.summary(options, results) | {"large": eval_summary(large)}
     lines = [*outcome.lines(options, results), *demo_run.large_lines(large)]
     return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
 

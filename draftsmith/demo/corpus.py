@@ -12,15 +12,14 @@ training text are dropped. Documents are cut at blank lines into passages, one r
 import ast
 import hashlib
 import importlib
-import io
 import re
 import sysconfig
 import tokenize
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 HELDOUT_PERCENT = 10
 PASSAGE_CHARACTERS = 1200
@@ -35,16 +34,14 @@ _SKIPPED_PARTS = frozenset(
 _SYSTEMATIC_NAMES = re.compile(r"CJK |HANGUL SYLLABLE|TANGUT|NUSHU|KHITAN|VARIATION SELECTOR")
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text with the name that decides whether it is trained on or held out."""
 
     name: str
     text: str
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """The two sides of a domain; `dropped` names held-out documents that repeat training text."""
 
     train: tuple[Document, ...]
@@ -55,6 +52,9 @@ class Split:
 def _tidy(text: str) -> str:
     lines = [line.rstrip() for line in text.expandtabs(8).splitlines()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
@@ -72,30 +72,15 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 and friends ship files that are wrong on purpose
-        # Syntax trees are not kept: those of the whole library are millions of objects to collect garbage from.
-        name = ".".join(parts)
-        modules.append((name, *_prose_and_code(name, tree, source)))
+        name, entries, lines = ".".join(parts), [], source.splitlines()
+        defined = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
+        for node in sorted(defined, key=lambda node: getattr(node, "lineno", 0)):
+            if (docstring := ast.get_docstring(node)) is not None:
+                entries.append(f"{name if isinstance(node, ast.Module) else node.name}\n\n{_tidy(docstring)}")
+                first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+                lines[first - 1 : last] = [""] * (last - first + 1)
+        modules.append((name, "\n\n".join(entries), _tidy("\n".join(lines))))
     return tuple(modules)
-
-
-_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _prose_and_code(name: str, tree: ast.Module, source: str) -> tuple[str, str]:
-    entries, lines = [], source.splitlines()
-    documented = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None
-    ]
-    for node in sorted(documented, key=lambda node: getattr(node, "lineno", 0)):
-        title = name if isinstance(node, ast.Module) else node.name
-        entries.append(f"{title}\n\n{_tidy(ast.get_docstring(node) or '')}")
-        docstring = node.body[0]
-        assert docstring.end_lineno is not None
-        for number in range(docstring.lineno - 1, docstring.end_lineno):
-            lines[number] = ""
-    return "\n\n".join(entries), _tidy("\n".join(lines))
 
 
 def prose_documents() -> list[Document]:
@@ -111,18 +96,16 @@ def code_documents() -> list[Document]:
 
 
 def unicode_documents() -> list[Document]:
-    """Runs of 128 code points; a line has a character's number and name."""
+    """Runs of 128 code points, a paragraph of lines "U+NUMBER NAME" per 16."""
     documents = []
     for start in range(0, 0x20000, 128):
-        lines = io.StringIO()
+        lines = ""
         for point in range(start, start + 128):
             name = unicodedata.name(chr(point), "")
             if name and not _SYSTEMATIC_NAMES.match(name):
-                lines.write(f"U+{point:04X} {name}\n")
-                if point % 16 == 15:
-                    lines.write("\n")
-        if lines.tell():
-            documents.append(Document(f"block {start:05X}", lines.getvalue().strip()))
+                lines += f"U+{point:04X} {name}\n" + "\n" * (point % 16 == 15)
+        if lines:
+            documents.append(Document(f"block {start:05X}", lines.strip()))
     return documents
 
 
@@ -148,7 +131,7 @@ def shingles(text: str) -> set[int]:
 @cache
 def _train_shingles() -> frozenset[int]:
     documents = [document for domain in DOMAINS.values() for document in domain()]
-    return frozenset().union(*(shingles(document.text) for document in documents if not is_heldout(document.name)))
+    return frozenset().union(*(shingles(text) for name, text in documents if not is_heldout(name)))
 
 
 @cache

@@ -18,8 +18,8 @@ from draftsmith_core.processes import join_processes, on_main, say
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.report.formats import with_interval
 from eval.results import Results
+from eval.summary import headline_and_table
 
 RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
@@ -92,32 +92,13 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     )
 
 
-def large_summary(results: Results) -> dict[str, Any]:
-    """For `--json`: where the second report is, and by temperature the fastest draft and its speedup."""
-    fastest: dict[str, dict[str, Any]] = {}
-    for row in results.rows("speedup"):
-        known = fastest.get(name := f"{row['temperature']:g}")
-        if row["domain"] in results.domains() and (known is None or (row["value"] or 0.0) > known["speedup"]["value"]):
-            speedup = {key: row[key] for key in ("value", "low", "high")}
-            fastest[name] = {"draft": row["draft"], "tree": row["tree"], "speedup": speedup}
-    target = results.document["models"]["target"]
-    return {
-        "report": str(results.directory / "report.html"),
-        "target": target["name"],
-        "parameters": target["parameters"],
-        "fastest": fastest,
-    }
-
-
 def large_lines(results: Results) -> list[str]:
-    """`large_summary` as lines of text."""
-    summary = large_summary(results)
-    size = f"{summary['parameters'] / 1e6:.0f} M parameters"
-    lines = [f"beside a target of {size} (the same one padded with zeros: it writes the same and costs more), ID:"]
-    for temperature, row in summary["fastest"].items():
-        speedup = f"{with_interval(row['speedup'], 2)} times the target alone"
-        lines.append(f"  temperature {temperature}: {row['draft']} with {row['tree']}, {speedup}")
-    return [*lines, f"its report: {Path(summary['report']).resolve()}"]
+    """The evaluation on which drafting can pay, as lines of text."""
+    size = results.document["models"]["target"]["parameters"] / 1e6
+    padded = (
+        f"the same target padded with zeros to {size:.0f} M parameters: it writes the same and costs as a large one"
+    )
+    return [f"\n{padded}", *headline_and_table(results), f"report: {(results.directory / 'report.html').resolve()}"]
 
 
 def _write(out: Path) -> None:

@@ -30,18 +30,15 @@ BOS, EOS = "<s>", "</s>"
 def rebuild(recipes: Path, out: Path, device: str) -> Path:
     """Make everything in `out` from nothing (about an hour on two cores); return the directory of the pair.
 
-    Finished steps are skipped, and training continues where it was killed.
+    Finished steps are skipped, and training resumes where it was killed.
     """
     texts, tokenizer = out / "corpus", out / "tokenizer"
     if not texts.is_dir():
         with atomic_dir(texts) as directory:
             write_corpus(directory)
     if not tokenizer.is_dir():
-        rows = [
-            json.loads(line)["text"]
-            for domain in corpus.DOMAINS
-            for line in (texts / f"{domain}.train.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        files = [texts / f"{domain}.train.jsonl" for domain in corpus.DOMAINS]
+        rows = [json.loads(line)["text"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
         with atomic_dir(tokenizer) as directory:
             train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
     for member in MEMBERS:
@@ -59,9 +56,9 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
 def write_corpus(directory: Path) -> None:
     """Write `DOMAIN.train.jsonl` and `DOMAIN.heldout.jsonl` for every domain of the corpus."""
     for domain in corpus.DOMAINS:
-        sides = corpus.split(domain)
-        write_rows(directory / f"{domain}.train.jsonl", corpus.passages(domain, sides.train))
-        write_rows(directory / f"{domain}.heldout.jsonl", corpus.passages(domain, sides.heldout))
+        train, heldout, _ = corpus.split(domain)
+        write_rows(directory / f"{domain}.train.jsonl", corpus.passages(domain, train))
+        write_rows(directory / f"{domain}.heldout.jsonl", corpus.passages(domain, heldout))
 
 
 def train_tokenizer(texts: Iterable[str], length: int, model_max_length: int) -> PreTrainedTokenizerFast:
@@ -72,23 +69,14 @@ def train_tokenizer(texts: Iterable[str], length: int, model_max_length: int) ->
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer, length=length)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": [BOS, EOS], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, **options), length=length)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        model_max_length=model_max_length,
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"bos_token": BOS, "eos_token": EOS, "model_max_length": model_max_length}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options)
 
 
 def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> None:
@@ -111,7 +99,7 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
             "recipe_hash": hash_json(recipe.read_text(encoding="utf-8")),
             "versions": record["versions"],
             "fingerprint": fingerprint(load_model(str(directory), device="cpu")),
-            "heldout_perplexity": perplexities(directory, texts),
+            "heldout_perplexity": {domain: perplexity(directory, texts, domain) for domain in corpus.DOMAINS},
             "perplexity_definition": f"exp of the mean of -log p per token, fp16 weights run in fp32, "
             f"held-out passages packed into blocks of {BLOCK} tokens",
         }
@@ -119,19 +107,15 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
 
 
 @torch.inference_mode()
-def perplexities(checkpoint: Path, texts: Path) -> dict[str, float]:
-    """Held-out perplexity of every domain of the corpus."""
+def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
+    """Perplexity on the held-out side of a domain."""
     model, tokenizer = load_model(str(checkpoint), dtype="float32"), load_tokenizer(str(checkpoint))
-    by_domain = {}
-    for domain in corpus.DOMAINS:
-        examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
-        total, count = 0.0, 0
-        starts = range(0, len(examples.rows), 8)
-        for start in track(starts, f"perplexity on {domain}", len(starts)):
-            batch = collate(examples, range(start, min(start + 8, len(examples.rows)))).to(model.device)
-            valid = batch.labels_BT != IGNORE
-            logits_NV = model(input_ids=batch.ids_BT, use_cache=False).logits[valid]
-            total += float(cross_entropy(logits_NV, None, batch.labels_BT[valid]).double().sum())
-            count += int(valid.sum())
-        by_domain[domain] = round(math.exp(total / count), 3)
-    return by_domain
+    examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
+    total, count, starts = 0.0, 0, range(0, len(examples.rows), 8)
+    for start in track(starts, f"perplexity on {domain}", len(starts)):
+        batch = collate(examples, range(start, min(start + 8, len(examples.rows)))).to(model.device)
+        valid = batch.labels_BT != IGNORE
+        logits_NV = model(input_ids=batch.ids_BT, use_cache=False).logits[valid]
+        total += float(cross_entropy(logits_NV, None, batch.labels_BT[valid]).double().sum())
+        count += int(valid.sum())
+    return round(math.exp(total / count), 3)
