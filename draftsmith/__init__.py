@@ -11,7 +11,9 @@ Everything raised on purpose is a `DraftsmithError`: `InputError` for what the c
 miss what was required of them (exit 3).
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith_core import __version__
@@ -51,34 +53,17 @@ if TYPE_CHECKING:
     from train.losses import LOSSES as losses  # noqa: N811
     from train.training_run import train as train
 
-# The public names of each module; the block above tells type checkers the same.
-_MODULES = {
-    "decode": "SpeculativeDecoder",
-    "distill.config": "DistillConfig ScoreConfig",
-    "distill.generate": "distill",
-    "distill.score": "score_set",
-    "drafts.config": "DoctorConfig ExportConfig MergeConfig",
-    "drafts.layouts.export": "export",
-    "drafts.merge": "merge",
-    "draftsmith.alignment.config": "AlignConfig",
-    "draftsmith.alignment.stages": "align",
-    "draftsmith.config": "InitConfig",
-    "draftsmith.pair": "Output Pair load_pair",
-    "draftsmith.set_page": "write_set_page",
-    "draftsmith.starting": "init",
-    "draftsmith_core.errors": "DraftsmithError InputError RequirementError RunError",
-    "eval.compare": "compare",
-    "eval.config": "EvalConfig PlanConfig",
-    "eval.decision": "decide",
-    "eval.evaluate": "evaluate",
-    "eval.plan": "plan",
-    "eval.results": "Results",
-    "train.config": "TrainConfig",
-    "train.training_run": "train",
-}
-_PUBLIC = {name: (module, name) for module, names in _MODULES.items() for name in names.split()}
-_PUBLIC |= {"doctor": ("drafts.doctor", "examine"), "losses": ("train.losses", "LOSSES")}
 
+def _public() -> dict[str, tuple[str, str]]:
+    """Module and attribute of every name that is imported above for type checkers."""
+    block = next(
+        node for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
+
+
+_PUBLIC = _public()
 # Type checkers export the names that an import keeps; renamed ones stand here.
 __all__ = ["__version__", "doctor", "losses"]
 __all__ += [name for name in _PUBLIC if name not in __all__]
@@ -90,8 +75,7 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take any na
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _PUBLIC[name]
-        value = getattr(importlib.import_module(module), attribute)
-        globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(module), attribute)
         return value
 
 

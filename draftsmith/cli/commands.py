@@ -127,11 +127,8 @@ def _eval(config: Any, command: str) -> Done:
     from eval.results import Results
     from eval.summary import headline_and_table, summary
 
-    missed: RequirementError | None = None
-    try:
-        results = evaluate(config)
-    except RequirementError as error:
-        results, missed = Results.load(config.out), error
+    missed = _unmet(lambda: evaluate(config))
+    results = Results.load(config.out)
     shown = summary(results)
     files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
     return shown, [*headline_and_table(results), *files], missed
@@ -141,13 +138,17 @@ def _render(config: Any, command: str) -> Done:
     from eval.evaluate import render
     from eval.results import Results
 
-    missed: RequirementError | None = None
-    try:
-        Results.load(config.render).require(*config.require)
-    except RequirementError as error:
-        missed = error
+    missed = _unmet(lambda: Results.load(config.render).require(*config.require))
     report = str(render(config.render))
     return {"report": report}, [f"report:  {report}"], missed
+
+
+def _unmet(check: Callable[[], object]) -> RequirementError | None:
+    try:
+        check()
+    except RequirementError as error:
+        return error
+    return None
 
 
 def _compare(config: Any, command: str) -> Done:
@@ -221,10 +222,7 @@ class Command:
 COMMANDS = {
     "demo": Command("align the shipped nano pair, offline, in minutes", "draftsmith.config:DemoConfig", _demo, True),
     "align": Command(
-        "distil, train, evaluate and report for a pair of your own",
-        "draftsmith.alignment.config:AlignConfig",
-        _align,
-        True,
+        "distil, train, evaluate and report for your pair", "draftsmith.alignment.config:AlignConfig", _align, True
     ),
     "init": Command("a draft to start from: pruned, transplanted or fresh", "draftsmith.config:InitConfig", _init),
     "distill": Command(
@@ -250,9 +248,7 @@ COMMANDS = {
             "compare": Command("set two evaluations side by side", "eval.config:CompareConfig", _compare),
         },
     ),
-    "doctor": Command(
-        "which engines will load a pair, and the commands that serve it", "drafts.config:DoctorConfig", _doctor
-    ),
+    "doctor": Command("which engines load a pair, and how to serve it", "drafts.config:DoctorConfig", _doctor),
     "export": Command("a draft in the layout that another engine reads", "drafts.config:ExportConfig", _export),
     "plan": Command("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan),
 }
@@ -293,11 +289,9 @@ def print_completion(argv: list[str]) -> None:
         raise InputError(f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"')
     import argparse
 
-    from draftsmith_core.command_line import parser
-    from draftsmith_core.errors import require_package
-
-    require_package("shtab", "--print_shtab")
     import shtab
+
+    from draftsmith_core.command_line import parser
 
     whole = argparse.ArgumentParser(prog="draftsmith")
     parsers = whole.add_subparsers()

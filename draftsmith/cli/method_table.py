@@ -29,10 +29,9 @@ def method_rows() -> dict[str, list[MethodRow]]:
 
 
 def _trees(rule: Verifier) -> str:
-    if rule.chains_only:
-        return "chain"
     # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
-    return "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
+    trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
+    return "chain" if rule.chains_only else trees
 
 
 def _notes() -> list[str]:
@@ -48,17 +47,12 @@ def _notes() -> list[str]:
 
 def terminal(columns: int = 100) -> str:
     """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100 are used)."""
-    width = min(max(columns, 80), 100)
-    indent = " " * 20
-    lines = []
+    width, indent, lines = min(max(columns, 80), 100), " " * 20, []
     for option, rows in method_rows().items():
-        lines += [option]
-        for row in rows:
-            trees = row.trees if option == "--tree" else f"trees: {row.trees}"
-            text = f"{row.what}; {trees}; {row.paper}"
-            lines += textwrap.wrap(
-                text, width, initial_indent=f"  {row.name:18}", subsequent_indent=indent, break_on_hyphens=False
-            )
+        lines.append(option)
+        for name, what, _, trees, paper in rows:
+            text = f"  {name:18}{what}; {trees if option == '--tree' else f'trees: {trees}'}; {paper}"
+            lines += textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
     for note in _notes():
         lines += ["", *textwrap.wrap(note, width)]
     return "\n".join(lines)
@@ -69,8 +63,7 @@ def markdown() -> str:
     lines = ["| name | what it does | lossless | trees | paper |", "| --- | --- | --- | --- | --- |"]
     for option, rows in method_rows().items():
         lines.append(f"| **`{option}`** |  |  |  |  |")
-        for row in rows:
-            trees = f"`{row.trees}`" if option == "--tree" else row.trees
-            lines.append(f"| `{row.name}` | {row.what} | {row.lossless} | {trees} | {row.paper} |")
-    notes = _notes()
-    return "\n".join([*lines, "", *(f"{note}\\" for note in notes[:-1]), notes[-1]])
+        for name, what, lossless, trees, paper in rows:
+            shape = f"`{trees}`" if option == "--tree" else trees
+            lines.append(f"| `{name}` | {what} | {lossless} | {shape} | {paper} |")
+    return "\n".join([*lines, "", "\\\n".join(_notes())])
