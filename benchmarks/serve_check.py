@@ -85,7 +85,7 @@ def served_by(options: argparse.Namespace, place: Path) -> list[str]:
         raise InputError(f"--engine {options.engine}: {verdict['reason']}")
     kind = found["kind"]
     exports, command = SERVING[options.engine][kind].commands(
-        kind, shlex.quote(options.target), shlex.quote(options.draft), options.draft_tokens
+        kind, options.target, options.draft, options.draft_tokens
     )
     for line in exports:
         words = dict(zip(shlex.split(line)[2::2], shlex.split(line)[3::2], strict=True))

@@ -54,8 +54,7 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    keeps = ("part-*.parquet", ".part-*.answers.jsonl", ".prompts/*.jsonl", "prompts.jsonl")
-    with Run(config.out, keeps=keeps) as run:
+    with Run(config.out) as run:
         processes = join_processes(config.device)
         tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
         if config.thinking == "drop":
@@ -89,7 +88,7 @@ def _answered(
         _find_a_prompt(config, reader, suites)
     identity = _identity(config, engine, tokenizer, suites)
     on_main(lambda: check_empty(out))
-    run.begin(identity, what="distilled set", records=RECORDS)
+    run.begin(identity, RECORDS)
     if config.thinking == "drop":
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
     if opening is not None:
@@ -184,7 +183,6 @@ class _Parts:
         """Make every part that is not there yet."""
         with progress("distill", self._prompts_here()) as self.advance:
             ask(self.engine, self.run, self._groups(), self._record)
-        self.reader.warn_unread()
 
     @property
     def _group_rows(self) -> int:

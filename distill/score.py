@@ -88,7 +88,7 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
 
     command: the command line to record, by default the one that corresponds to `config`.
     """
-    with Run(config.out, keeps=("part-*.parquet",)) as run:
+    with Run(config.out) as run:
         return _score_set(config, command or command_line("distill", config), run)
 
 
@@ -125,7 +125,7 @@ def _score_set(config: ScoreConfig, command: str, run: Run) -> dict[str, Any]:
         write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
 
     on_main(lambda: check_empty(out))
-    run.begin(identity, what="distilled set", records=RECORDS)
+    run.begin(identity, RECORDS)
     parts = 0
     with progress("score", source.rows if processes.num_processes == 1 else None) as advance:
         for index, (digest, read) in enumerate(source.parts()):

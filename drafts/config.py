@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import check_writable, read_json
+from draftsmith_core.io import check_out, read_json
 from draftsmith_core.options import CodeOptions, Out, options
 
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf"]
@@ -29,7 +29,7 @@ class ExportConfig(CodeOptions):
 
     def __post_init__(self) -> None:
         path = Path(self.out)
-        check_writable(path, "--out")
+        check_out(path)
         record = path / "draftsmith.json"
         exported = record.is_file() and "export" in read_json(record, "the record of an export")
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not exported):

@@ -4,7 +4,6 @@
 models only configs and tokenizers are read; a head is loaded with its target.
 """
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,8 +68,7 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
         if broken := first_broken(pair, {engine} if kind == "draft" else layout):
             verdicts.append(Verdict(engine, False, False, broken))
             continue
-        names = shlex.quote(config.target), shlex.quote(config.draft)
-        exports, command = serving.commands(kind, *names, tokens.get(engine, DRAFT_TOKENS))
+        exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, DRAFT_TOKENS))
         holds = "its rules hold" if kind == "draft" else "its layout holds this head"
         reason = differs or "; ".join([holds, *notes])
         verdicts.append(Verdict(engine, True, differs is None, reason, command, exports))

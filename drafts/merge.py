@@ -20,7 +20,7 @@ from drafts.heads import head_kind
 from drafts.heads.store import read_tensors, write_tensors
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json, writing
+from draftsmith_core.io import atomic_dir, check_out, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.runs import RECORD, command_line, provenance, read_record
@@ -63,6 +63,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     weights, and the hashes of all prompts that any part was trained on.
     """
     out, sources = Path(config.out), config.sources()
+    check_out(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another, or delete it")
     kind = head_kind(sources[0]) or "draft-lm"
@@ -77,7 +78,7 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
         "merge_base": config.base,
         **provenance(command or command_line("merge", config), asdict(config)),
     }
-    with writing(out, "nothing was kept"), atomic_dir(out) as directory:
+    with writing(out), atomic_dir(out) as directory:
         record["fingerprint"] = (_merge_models if kind == "draft-lm" else _merge_heads)(config, directory)
         hashes = [each for source in sources if (each := read_prompt_hashes(Path(source))) is not None]
         if hashes:

@@ -16,11 +16,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.processes import (  # noqa: E402
-    Terminated,
-    is_main,
-    settle_threads,  # noqa: E402
-)
+from draftsmith_core.processes import Terminated, is_main, settle_threads  # noqa: E402
 
 
 def usage() -> str:
@@ -45,14 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     called = " ".join(["draftsmith", *words[:1]])
     try:
         try:
-            code = _prepare(words)
-            if code is None:
-                run(words[0], words[1:])
-                code = 0
+            return _run(words)
         finally:
             # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
             sys.stdout.flush()
-        return code
     except Terminated as stop:
         _say(f"\n{called}: stopped by SIGTERM{_note(stop)}", stop)
         raise
@@ -60,18 +52,19 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(called, error)
 
 
-def _prepare(words: list[str]) -> int | None:
-    """Prepare the process for a command; answer words that are none, and return their exit code."""
-    if not words or words[0] in ("-h", "--help", "help"):
+def _run(words: list[str]) -> int:
+    name = words[0] if words else ""
+    if name in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
-    name = words[0]
     if name in ("-V", "--version"):
         print(__version__)
         return 0
-    if name not in COMMANDS and name != "--print_shtab":
-        hint = nearest(name, COMMANDS, "the commands are")
-        print(f"draftsmith: {name!r} is not a command; {hint}", file=sys.stderr)
+    if name == "--print_shtab":
+        print_completion(words[1:])
+        return 0
+    if name not in COMMANDS:
+        print(f"draftsmith: {name!r} is not a command; {nearest(name, COMMANDS, 'the commands are')}", file=sys.stderr)
         return 2
     # A terminal or pipe that cannot show a character shows its escape instead of ending the run.
     for stream in (sys.stdout, sys.stderr):
@@ -79,18 +72,19 @@ def _prepare(words: list[str]) -> int | None:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if name == "--print_shtab":
-        print_completion(words[1:])
-        return 0
     if "torch" not in sys.modules:
         settle_threads(name)
-    return None
+    run(name, words[1:])
+    return 0
 
 
-def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
+def _failed(called: str, error: BaseException) -> int:
     """Print in one line why a command ended, and return its exit code; raise again what is a bug."""
-    if (interrupt := _interrupt(error)) is not None:
-        _say(f"\n{called}: interrupted{_note(interrupt)}", interrupt)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__  # cleaning up after Ctrl-C can raise an error of its own
+    if cause is not None:
+        _say(f"\n{called}: interrupted{_note(cause)}", cause)
         return 130
     if isinstance(error, RequirementError):
         for line in error.unmet:
@@ -99,29 +93,22 @@ def _failed(called: str, error: Exception | KeyboardInterrupt) -> int:
     if isinstance(error, InputError | RunError):
         _say(f"{called}: {one_line(error)}", error)
         return 2 if isinstance(error, InputError) else 1
-    if isinstance(error, OSError):
-        # What Python still buffers has nowhere to go, and would fail again when it shuts down.
-        if error.filename is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 0  # the reader (`| head`) has seen enough
-        place = f"{error.filename}: " if error.filename else ""
-        _say(f"{called}: {place}{error.strerror or error}", error)
-        return 1
-    raise error
+    if not isinstance(error, OSError):
+        raise error
+    # What Python still buffers has nowhere to go, and would fail again when it shuts down.
+    if error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0  # the reader (`| head`) has seen enough
+    place = f"{error.filename}: " if error.filename else ""
+    _say(f"{called}: {place}{error.strerror or error}", error)
+    return 1
 
 
 def _note(stop: BaseException) -> str:
-    """What the outermost command that was stopped said about what it kept."""
+    """How to go on, as the outermost command that was stopped says it."""
     notes = getattr(stop, "__notes__", [])
     return f"; {notes[-1]}" if notes else ""
-
-
-def _interrupt(error: BaseException | None) -> BaseException | None:
-    """The Ctrl-C that an error goes back to, if any: cleaning up after one can raise an error of its own."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _say(line: str, error: BaseException) -> None:

@@ -1,12 +1,11 @@
 """The options of `draftsmith init`, `decode`, `demo` and `distill --stats`, without torch."""
 
 from dataclasses import field
-from pathlib import Path
 from typing import Literal
 
 from decode import PROPOSERS, VERIFIERS
 from draftsmith_core.errors import InputError, nearest
-from draftsmith_core.io import check_apart, check_replaceable
+from draftsmith_core.io import check_out
 from draftsmith_core.options import (
     AtLeast1,
     ChatModelOptions,
@@ -89,8 +88,7 @@ class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
             if name is not None and name not in known:
                 raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
         if self.out is not None:
-            check_replaceable(Path(self.out), "out:")
-            check_apart(self.out, [self.prompts, self.datastore])
+            check_out(self.out, [self.prompts, self.datastore], file=True)
 
 
 # Options that only some methods of `init` read.

@@ -23,7 +23,7 @@ from drafts.make.prune import prune
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_writable, write_json_atomic, writing
+from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
@@ -81,7 +81,7 @@ def init(config: InitConfig) -> Started:
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
-    check_writable(out, "--out")
+    check_out(out)
     pair = load_pair(config.target, **loading(config))
     target, tokenizer = pair.target, pair.tokenizer
     texts = answer_texts(config, target, tokenizer)

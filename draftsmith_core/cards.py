@@ -4,7 +4,6 @@ A card depends only on the record beside it (`draftsmith.json`, `manifest.json`)
 record names, not on a clock or path. So a resumed run writes the same bytes.
 """
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from huggingface_hub import hf_hub_download, metadata_load
 
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
-from draftsmith_core.hub import PLACEHOLDER, is_hub_name
+from draftsmith_core.hub import PLACEHOLDER, hub_has_address, is_hub_name
 from draftsmith_core.io import read_json, write_text_atomic
 
 Values = Mapping[str, Any]
@@ -88,22 +87,14 @@ def add_results(checkpoint: Path, results: Path, draft: str) -> None:
 
 
 def licence_of(name: str) -> str | None:
-    """Return the licence that a model's card or config states; None if there is none or it cannot be read."""
-    directory = Path(name)
-    card = directory / "README.md"
-    if not directory.is_dir():
-        from draftsmith_core.hub import hub_has_address
-
-        try:
+    """Return the licence that a model's card states; None if there is none or it cannot be read."""
+    try:
+        card = Path(name) / "README.md"
+        if not Path(name).is_dir():
             card = Path(hf_hub_download(name, "README.md", local_files_only=not hub_has_address()))
-        except Exception:  # the hub client's errors share no base class; each means that the licence is not known
-            return None
-    with contextlib.suppress(ValueError, yaml.YAMLError):  # a card that cannot be read states none
-        header = (metadata_load(card) if card.is_file() else None) or {}
-        if isinstance(header.get("license"), str):
-            return str(header["license"])
-    config = read_json(directory / "config.json", "a model's config") if (directory / "config.json").is_file() else {}
-    return str(config["license"]) if "license" in config else None
+        return str((metadata_load(card) or {})["license"])
+    except Exception:  # the hub client's errors share no base class; each means that the licence is not known
+        return None
 
 
 def _licence(names: Sequence[str]) -> tuple[str | None, str]:

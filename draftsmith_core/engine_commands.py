@@ -1,85 +1,51 @@
-"""How other engines serve a target with a draft, by kind of draft (their sources and documentation, November 2026)."""
+"""The commands that serve a target with a draft on other engines."""
 
+import json
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
-_VLLM = (
-    'vllm serve {target} --speculative-config \'{{"method": "%s", "model": "{draft}", "num_speculative_tokens": {n}}}\''
-)
-_SGLANG = (
-    "python -m sglang.launch_server --model-path {target} --speculative-algorithm %s "
-    "--speculative-draft-model-path {draft} --speculative-num-steps {n} --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens {n_and_root}"
-)
-_LLAMA = "llama-server -m {target}/model.gguf -md {draft}/model.gguf --spec-type %s --spec-draft-n-max {n}"
-# Formats that an engine's own tool writes, and not `draftsmith export`.
-_TOOLS = {
-    "openvino": "optimum-cli export openvino --model {name} --task text-generation-with-past --weight-format fp32 {out}"
-}
-_AUTHORS = "EaModel.from_pretrained(base_model_path={target}, ea_model_path={draft}%s)"
+import yaml
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The command, and the formats of `draftsmith export` that it reads; None where it reads the models' own."""
+    """How one engine serves one kind of draft; `templates/serving.yaml` has the table."""
 
-    command: str
+    shell: str = ""
+    python: str = ""
+    note: str = ""
+    method: str = ""
     draft_format: str | None = None
     target_format: str | None = None
 
     def commands(self, kind: str, target: str, draft: str, tokens: int) -> tuple[tuple[str, ...], str]:
-        """What writes what it reads, in order, and what serves the pair with `tokens` drafted at a time."""
+        """The commands that write what the engine reads, in order, and the one that serves the pair.
+
+        tokens: number drafted at a time. Every word is quoted for the shell.
+        """
         exports = []
         named = {"draft": draft, "target": target}
         for role, form in (("draft", self.draft_format), ("target", self.target_format)):
             if form is None:
                 continue
             name = named[role]
-            named[role] = f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
-            own = f" --target {target}" if role == "draft" and kind != "draft" else ""
-            line = _TOOLS.get(form, f"draftsmith export --draft {{name}}{own} --format {form} --out {{out}}")
-            exports.append(line.format(name=name, out=named[role]))
-        return tuple(exports), self.command.format(**named, n=tokens, n_and_root=tokens + 1)
+            named[role] = out = f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
+            words = ["draftsmith", "export", "--draft", name, "--format", form, "--out", out]
+            if form == "openvino":  # which its own tool writes
+                words = ["optimum-cli", "export", form, "--model", name, "--task", "text-generation-with-past"]
+                words += ["--weight-format", "fp32", out]
+            elif role == "draft" and kind != "draft":
+                words[4:4] = ["--target", target]
+            exports.append(shlex.join(words))
+        config = {"method": self.method, "model": named["draft"], "num_speculative_tokens": tokens}
+        numbers = {"n": tokens, "n_and_root": tokens + 1}
+        values = named | numbers | {"method": self.method, "config": json.dumps(config)}
+        command = shlex.join(word.format(**values) for word in self.shell.split())
+        command += self.python.format(**{key: json.dumps(name) for key, name in named.items()}, **numbers)
+        note = self.note.format(**{key: shlex.quote(name) for key, name in named.items()}, **numbers)
+        return tuple(exports), f"{command}  # {note}" if note else command
 
 
-# Engine -> kind of draft ("draft" for a language model) -> how it is served.
-SERVING: dict[str, dict[str, Serving]] = {
-    "SafeAILab/EAGLE": {
-        "eagle": Serving(_AUTHORS % "", "eagle"),
-        "eagle3": Serving(_AUTHORS % ", use_eagle3=True", "eagle"),
-    },
-    "transformers": {
-        "draft": Serving(
-            'draft.generation_config.update(num_assistant_tokens={n}, num_assistant_tokens_schedule="constant", '
-            "assistant_confidence_threshold=0); target.generate(..., assistant_model=draft)"
-        )
-    },
-    "vllm": {
-        "draft": Serving(_VLLM % "draft_model"),
-        "eagle": Serving(_VLLM % "eagle", "eagle"),
-        "eagle3": Serving(_VLLM % "eagle3", "speculators"),
-        "medusa": Serving(_VLLM % "medusa", "medusa"),
-    },
-    "sglang": {
-        "draft": Serving(_SGLANG % "STANDALONE"),
-        "eagle": Serving(_SGLANG % "EAGLE", "sglang"),
-        "eagle3": Serving(_SGLANG % "EAGLE3", "sglang"),
-    },
-    "llama.cpp": {
-        "draft": Serving(_LLAMA % "draft-simple", "gguf", "gguf"),
-        "eagle3": Serving(_LLAMA % "draft-eagle3", "gguf", "gguf"),
-    },
-    "openvino": {
-        "draft": Serving(
-            'LLMPipeline("{target}", "CPU", draft_model=draft_model("{draft}", "CPU"))'
-            "  # config.num_assistant_tokens = {n}",
-            "openvino",
-            "openvino",
-        )
-    },
-    "onnxruntime-genai": {
-        "draft": Serving(
-            "python -m onnxruntime_genai.models.builder -m {target} -o onnx -p fp32 -e cpu  # and {draft}; then its "
-            'genai_config: "type": "speculative", "draft": ..., "max_draft_tokens": {n}'
-        )
-    },
-}
+_TABLE = yaml.safe_load((Path(__file__).parent / "templates" / "serving.yaml").read_text(encoding="utf-8"))
+SERVING = {engine: {kind: Serving(**values) for kind, values in kinds.items()} for engine, kinds in _TABLE.items()}

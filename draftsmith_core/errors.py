@@ -1,7 +1,4 @@
-"""The errors that draftsmith raises on purpose, and the one message for an optional package that is missing.
-
-`InputError` and `RunError` are also a `ValueError` and a `RuntimeError`, so code that catches those catches them.
-"""
+"""The errors that draftsmith raises on purpose, and the one message for an optional package that is missing."""
 
 import difflib
 import importlib.util
@@ -17,10 +14,7 @@ class InputError(DraftsmithError, ValueError):
 
 
 class RequirementError(DraftsmithError):
-    """The run finished, and what it measured does not meet what was required of it. Exit code 3.
-
-    `unmet` has one line per requirement and figure that missed it.
-    """
+    """The run finished and misses a requirement. `unmet` has one line per missed requirement. Exit code 3."""
 
     def __init__(self, unmet: Sequence[str]) -> None:
         super().__init__("\n".join(unmet))
@@ -48,17 +42,8 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
 
 
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
-EXTRAS = {
-    "bitsandbytes": "bnb",
-    "deepspeed": "deepspeed",
-    "gguf": "gguf",
-    "httpx": "serve",
-    "peft": "peft",
-    "ray": "ray",
-    "tensorboard": "tensorboard",
-    "vllm": "vllm",
-    "wandb": "wandb",
-}
+EXTRAS = {name: name for name in ("deepspeed", "gguf", "peft", "ray", "tensorboard", "vllm", "wandb")}
+EXTRAS |= {"bitsandbytes": "bnb", "httpx": "serve"}
 
 
 def is_installed(package: str) -> bool:

@@ -6,9 +6,8 @@ The token is read from the environment variable HF_TOKEN and from nowhere else; 
 import os
 import re
 import socket
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -19,10 +18,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from draftsmith_core.errors import InputError, RunError, first_line, one_line
-from draftsmith_core.io import read_json, sha256_file
-from draftsmith_core.processes import on_main, say
+from draftsmith_core.io import read_json
+from draftsmith_core.processes import from_main
 
-_CONFIGS = ("config.json", "tokenizer_config.json")
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -37,18 +35,12 @@ def check_source(name: str) -> None:
     """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the hub."""
     path = Path(name)
     on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    unfinished = (path / "run" / "run.json").exists() and not (path / "config.json").exists()
     for wrong, reason in (
         (path.is_file(), "is a file; name the directory that it lies in"),
         (not path.is_dir() and not on_hub, "no such directory (a hub name is written owner/name)"),
-        (
-            (path / "adapter_config.json").exists(),
-            "holds a LoRA adapter, not a whole model; merge it into its base model with peft (merge_and_unload, "
-            "save_pretrained) and name the result",
-        ),
-        (
-            (path / "run" / "run.json").exists() and not (path / "config.json").exists(),
-            "holds a training run that has not ended; the same train command continues it",
-        ),
+        ((path / "adapter_config.json").exists(), "holds a LoRA adapter; merge it into its base model with peft first"),
+        (unfinished, "holds an unfinished training run; run its train command again to resume it"),
     ):
         if wrong:
             raise InputError(f"{name}: {reason}")
@@ -73,8 +65,7 @@ def why_not(name: str, error: Exception) -> str:
     """One line for what transformers or the hub's client raised."""
     text = str(error)
     if "trust_remote_code" in text or "custom code" in text:
-        files = ", ".join(remote_files(name)) or "Python files in it"
-        return f"it needs code that comes with it ({files}); read that, and add --trust_remote_code to run it"
+        return "it needs the Python code that comes with it; read that, and add --trust_remote_code to run it"
     if "Weights only load failed" in text:
         return "its weights are a pickle with more in it than tensors, and reading that would run code"
     return lfs_pointer(*sorted(Path(name).glob("*"))) or first_line(error)
@@ -83,35 +74,9 @@ def why_not(name: str, error: Exception) -> str:
 def lfs_pointer(*files: Path) -> str | None:
     """Which of these files is a pointer of git-lfs, as a clone without it has; None if none is."""
     for file in files:
-        if file.is_file():
-            with file.open("rb") as opened:
-                if opened.read(len(_LFS)) == _LFS:
-                    return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS):
+            return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
     return None
-
-
-def remote_files(name: str) -> dict[str, str]:
-    """Python files that `auto_map` in the configs of a model names, and where each is from: a commit, or a hash here.
-
-    Asks the hub for files that are not in its cache; files that it does not have are left out.
-    """
-    files: dict[str, str] = {}
-    for config in _CONFIGS:
-        path = cached(name, config)
-        for reference in _strings(read_json(path, "a model's config").get("auto_map") if path else None):
-            source, _, module = reference.rpartition("--")
-            file = f"{module.rpartition('.')[0]}.py"
-            place = cached(source or name, file)
-            if place is not None:
-                from_hub = place.parent.parent.name == "snapshots"  # snapshots/COMMIT/FILE of the hub's cache
-                version = f"commit {place.parent.name}" if from_hub else f"sha256 {sha256_file(place)[:16]}"
-                files[f"{source}: {file}" if source else file] = version
-    return files
-
-
-def _strings(value: Any) -> list[str]:
-    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [value] if isinstance(value, str) else [text for item in items for text in _strings(item)]
 
 
 def snapshot(name: str) -> Path:
@@ -131,13 +96,6 @@ def cached(name: str, file: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-@cache
-def announce_remote_code(name: str) -> None:
-    """Say on standard error, once, which code `--trust_remote_code` will run, and of which commit."""
-    for file, version in remote_files(name).items():
-        say(f"{name}: running {file} ({version}), as --trust_remote_code allows")
-
-
 # What a card on disk writes where a published one has the repository's name.
 PLACEHOLDER = "DIRECTORY-OR-HUB-NAME"
 
@@ -149,21 +107,17 @@ def is_hub_name(name: str) -> bool:
 
 def check_push(name: str) -> None:
     """Raise InputError, before any work is done, for an upload that could not succeed."""
-    for wrong, reason in (
-        (not is_hub_name(name), f"{name!r} is not a repository on the hub; write owner/name"),
-        (not os.environ.get("HF_TOKEN"), "the environment variable HF_TOKEN must hold a token that may write"),
-        (constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set, so nothing can be uploaded"),
-    ):
-        if wrong:
-            raise InputError(f"push_to_hub: {reason}")
+    if not is_hub_name(name):
+        raise InputError(f"push_to_hub: {name!r} is not a repository on the hub; write owner/name")
+    if not os.environ.get("HF_TOKEN"):
+        raise InputError("push_to_hub: the environment variable HF_TOKEN must hold a token that may write")
 
 
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:
     """Upload the files directly in `directory` as one commit and return the repository's URL.
 
-    A repository that does not exist yet is created private. Subdirectories (a run's checkpoints) and hidden files stay
-    here. README.md is uploaded with the repository's name in its examples. Raises RunError in one line; what is on
-    disk is not touched, and the same command uploads it again.
+    A new repository is private. Subdirectories (a run's checkpoints) and hidden files are not uploaded. README.md gets
+    the repository's name in its examples.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's: what HfHubHTTPError is not
@@ -181,9 +135,8 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
         message = f"Upload by draftsmith: {directory.name}"
         api.create_commit(repository.repo_id, operations, repo_type=repo_type, commit_message=message)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        raise RunError(
-            f"push_to_hub {name}: {one_line(error)}; {directory} is complete, and the same command uploads it again"
-        ) from None
+        reason = f"{one_line(error)}; {directory} is complete, run the same command again to upload it"
+        raise RunError(f"push_to_hub {name}: {reason}") from None
     return str(repository)
 
 
@@ -191,6 +144,4 @@ def pushed(directory: Path, name: str | None, repo_type: Literal["model", "datas
     """`{"pushed": url}` for a run's summary; empty without a name. Every process calls it, the main one uploads."""
     if name is None:
         return {}
-    urls: list[str] = []
-    on_main(lambda: urls.append(push(directory, name, repo_type)))
-    return {"pushed": urls[0]} if urls else {}
+    return {"pushed": from_main(lambda: push(directory, name, repo_type))}

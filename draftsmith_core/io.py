@@ -32,10 +32,8 @@ def sha256_file(path: Path) -> str:
 
 def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def _temporary(path: Path) -> Path:
@@ -51,22 +49,30 @@ def remove_leftovers(directory: Path) -> None:
             stale.unlink()
 
 
-def check_replaceable(path: Path, option: str) -> None:
-    """Raise InputError for a directory, and for a device such as /dev/null, which a rename by root would remove."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"{option} {path}: is no ordinary file; name a file")
-
-
-def check_apart(out: str, inputs: Iterable[str | None]) -> None:
-    """Raise InputError if a file to be written is one of the inputs."""
-    if any(name is not None and Path(name).resolve() == Path(out).resolve() for name in inputs):
-        raise InputError(f"out: {out} is read as well, and would be overwritten; name another file")
+def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool = False) -> None:
+    """Raise InputError, before the work, if `out` (a directory, or a file) cannot be written or is an input."""
+    path = Path(out)
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    for wrong, reason in (
+        # A rename by root would replace a device such as /dev/null.
+        (file and path.exists() and not path.is_file(), "is no ordinary file; name a file"),
+        (
+            any(name is not None and Path(name).resolve() == path.resolve() for name in inputs),
+            "is read as well, and would be overwritten; name another file",
+        ),
+        (Path.cwd().is_relative_to(path.resolve()), "is where this command runs; name a directory in it"),
+        (
+            not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)),
+            f"{above} is no directory that can be written; name another place",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"--out {out}: {reason}")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it fails."""
-    check_replaceable(path, "write to")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -81,8 +87,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the block succeeds."""
-    if (path.exists() and not path.is_dir()) or Path.cwd().is_relative_to(path.resolve()):
-        raise InputError(f"{path}: is a file, or where this command runs; name another directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -96,7 +100,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
                 file.chmod(mode)
             _fsync(file)
         _fsync(temporary)
-        if path.exists():
+        if path.is_dir():
             # A rename cannot replace a directory that is not empty, so the old one is renamed away first.
             retired = path.with_name(f".{path.name}.old.tmp{os.getpid()}")
             path.rename(retired)
@@ -110,7 +114,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(path: Path, advice: str = "make room, and the same command continues") -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turn errors of writing in the block (a full disk, no permission) into one line that names `path`."""
     try:
         yield
@@ -118,24 +122,15 @@ def writing(path: Path, advice: str = "make room, and the same command continues
         number = getattr(error, "errno", None)
         # pyarrow sets the number and a sentence of its own; safetensors has the sentence alone.
         reason = os.strerror(number) if number else one_line(error)
-        raise RunError(f"{path}: cannot be written ({reason}); {advice}") from None
+        raise RunError(f"{path}: cannot be written ({reason}); mend that and run the same command again") from None
 
 
-def make_dir(path: Path, option: str) -> None:
+def make_dir(path: Path, option: str = "--out") -> None:
     """Make a directory for results; InputError, beginning with `option`, if it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be made a directory ({error.strerror})") from None
-
-
-def check_writable(path: Path, option: str) -> None:
-    """Raise InputError, before the work, if `path` cannot be made, or would replace the working directory."""
-    if Path.cwd().is_relative_to(path.resolve()):
-        raise InputError(f"{option} {path}: is where this command runs; name a directory in it")
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        raise InputError(f"{option} {path}: {above} is no directory that can be written; name another place")
 
 
 def write_text_atomic(path: Path, text: str) -> None:

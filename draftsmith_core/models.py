@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from draftsmith_core.errors import InputError, first_line, require_package
-from draftsmith_core.hub import announce_remote_code, check_source, quiet, why_not
+from draftsmith_core.hub import check_source, quiet, why_not
 from draftsmith_core.io import canonical_json
 from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
-_NOT_ARCHITECTURE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}) | {
-    "quantization_config"
-}
+_NOT_ARCHITECTURE = "transformers_version dtype torch_dtype use_cache architectures quantization_config".split()
 
 
 def resolve_device(device: str) -> torch.device:
@@ -54,13 +52,12 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Weights are safetensors if
-    there are any, else pickles read with `weights_only=True`, which builds tensors and runs no code.
+    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled weights are read with
+    `weights_only=True`, which runs no code.
 
-    dtype `auto` is fp32 on a CPU (half precision is slow there and its ties differ) and the checkpoint's own on an
-    accelerator. `quantize="nf4"` keeps the linear layers but the output projection in 4 bits with doubly quantised
-    scales (QLoRA, arXiv 2305.14314, section 3) through bitsandbytes; everything else, and all arithmetic, is in
-    `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on the device that it was loaded on.
+    dtype `auto` is fp32 on a CPU and the checkpoint's own on an accelerator. `quantize="nf4"` keeps the linear layers
+    but the output projection in 4 bits with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3), all else and
+    all arithmetic in `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on its device.
     Raise InputError for a name that is not a loadable model, missing weights, and values that are not finite.
     """
     place = resolve_device(device)
@@ -75,27 +72,22 @@ def load_model(
     # For a checkpoint on the hub without safetensors transformers would ask a service to convert it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
-    if trust_remote_code:
-        announce_remote_code(name)
     try:
+        # Weights of another shape are then listed in `info`, and refused below by name.
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "weights_only": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=torch_dtype,
-            trust_remote_code=trust_remote_code,
-            weights_only=True,
-            # Weights of another shape are then listed in `info`, and refused below by name.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
+            name, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:
         raise InputError(f"{name}: no causal language model could be loaded: {why_not(name, error)}") from None
     model, info = loaded
     _check_weights(name, type(model).__name__, info)
-    if getattr(model, "is_quantized", False):
-        _exact_on_cpu(model)
-    else:
+    if not getattr(model, "is_quantized", False):
         model.to(place)
+    for module in model.modules():
+        # This fast path of bitsandbytes rounds to bf16 and fails on widths that are no multiple of 32.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     model.eval()
     check_finite(name, model)
     _check_logits(name, model)
@@ -105,16 +97,12 @@ def load_model(
 def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
     """Raise InputError for missing or mismatched weights, which transformers draws at random; warn of unused ones."""
     if missing := sorted(info["missing_keys"]):
-        raise InputError(
-            f"{name}: lacks {len(missing)} weights of a {kind} (such as {missing[0]}); "
-            f"it is another kind of model (a head?) or an incomplete copy"
-        )
+        reason = f"lacks {len(missing)} weights of a {kind} (such as {missing[0]})"
+        raise InputError(f"{name}: {reason}; it is another kind of model (a head?) or an incomplete copy")
     if mismatched := sorted(info["mismatched_keys"], key=str):
         key, in_file, by_config = mismatched[0]
-        raise InputError(
-            f"{name}: {len(mismatched)} weights do not fit its config.json (such as {key}: {list(in_file)} in the "
-            f"file, {list(by_config)} by the config); take both from one checkpoint"
-        )
+        shapes = f"such as {key}: {list(in_file)} in the file, {list(by_config)} by the config"
+        raise InputError(f"{name}: {len(mismatched)} weights do not fit its config.json ({shapes})")
     if unused := sorted(info["unexpected_keys"]):
         log.warning("%s: %d of its weights have no place in a %s (such as %s)", name, len(unused), kind, unused[0])
 
@@ -148,22 +136,10 @@ def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
     require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
     devices = importlib.import_module("bitsandbytes").supported_torch_devices
     if place.type not in devices:
-        raise InputError(
-            f"--quantize nf4: bitsandbytes does not run on {place.type}, only on {', '.join(sorted(devices))}"
-        )
+        raise InputError(f"--quantize nf4: bitsandbytes runs on {', '.join(sorted(devices))}, not on {place.type}")
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
-
-
-def _exact_on_cpu(model: PreTrainedModel) -> None:
-    """Turn off the fast path of bitsandbytes for 4-bit layers on AVX-512 CPUs.
-
-    It rounds to bf16, rewrites the weights at the first call and fails on widths that are no multiple of 32.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def quantization(model: nn.Module) -> Quantize:
@@ -175,8 +151,9 @@ def _quant_state(parameter: Tensor) -> Any:
     return getattr(parameter, "quant_state", None)
 
 
-def _scales(state: Any) -> dict[str, Tensor]:
-    values: dict[str, Any] = state.as_dict()
+def _scales(parameter: Tensor) -> dict[str, Tensor]:
+    state = _quant_state(parameter)
+    values: dict[str, Any] = {} if state is None else state.as_dict()
     names = ("absmax", "nested_absmax", "nested_offset")
     return {name: torch.as_tensor(values[name]) for name in names if name in values}
 
@@ -190,19 +167,16 @@ def parameter_count(model: nn.Module) -> int:
 def memory_bytes(model: nn.Module) -> int:
     """Bytes that the tensors of a loaded model take: parameters, buffers and the scales of 4-bit parameters."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for parameter in model.parameters():
-        if (state := _quant_state(parameter)) is not None:
-            tensors += _scales(state).values()
+    tensors += [scale for parameter in model.parameters() for scale in _scales(parameter).values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
-    Hashes the configuration (less where it was loaded from, by which version, and as what) and every parameter, read
-    as fp32; of a 4-bit parameter its codes and scales, so that a quantised model has another fingerprint than the
-    checkpoint that it came from. Of a parameter with more than 4 M values it takes every n-th, about 4 M of them: a
-    change to a few values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
+    Hash the architecture and every parameter, read as fp32; of a 4-bit parameter its codes and scales, so that a
+    quantised model has a fingerprint of its own. Of a parameter with more than 4 M values take every n-th, about 4 M of
+    them: a change to a few values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
     names = sorted(name for name, _ in model.named_parameters())
@@ -215,9 +189,8 @@ def hash_tensors(config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) 
     """16 hex digits of a configuration and named tensors, sampled as `fingerprint` says."""
     digest = hashlib.sha256(canonical_json(config).encode())
     for name, tensor in tensors:
-        state = _quant_state(tensor)
-        scales = {} if state is None else _scales(state)
-        for part, values in ((name, tensor.data), *((f"{name}.{key}", value) for key, value in scales.items())):
+        scales = ((f"{name}.{key}", value) for key, value in _scales(tensor).items())
+        for part, values in ((name, tensor.data), *scales):
             flat = values.reshape(-1)
             # Odd, so that it does not step through a matrix column by column.
             stride = flat.numel() // _FINGERPRINT_VALUES | 1
@@ -233,10 +206,9 @@ def dtype_name(model: PreTrainedModel) -> str:
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a generation: the generation config's, else the model config's. May be empty."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    return end_tokens(str(model.name_or_path), eos)
+    configs = (model.generation_config, model.config)
+    eos = [getattr(config, "eos_token_id", None) for config in configs]
+    return end_tokens(str(model.name_or_path), eos[1] if eos[0] is None else eos[0])
 
 
 def end_tokens(name: str, eos: Any) -> tuple[int, ...]:
@@ -253,19 +225,15 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the model's positions reach, or None when its config does not say.
+    """How many tokens the model's positions reach, or None if its config does not say.
 
-    Where rotary frequencies change once a text is longer than the pretrained context (longrope), it is that context:
-    beyond it every cached key would have to be computed again.
+    For longrope, whose frequencies change beyond the pretrained context, it is that context: cached keys would have to
+    be computed again.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and isinstance(rope.get("original_max_position_embeddings"), int):
-        return int(rope["original_max_position_embeddings"])
-    for key in ("max_position_embeddings", "n_positions"):
-        value = getattr(model.config, key, None)
-        if isinstance(value, int):
-            return value
-    return None
+    values = [rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None]
+    values += [getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions")]
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -278,10 +246,8 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Raise InputError if the tokenizer knows tokens that the model `name` does not."""
     if len(tokenizer) > vocabulary_size(model):
-        raise InputError(
-            f"{name}: its vocabulary has {vocabulary_size(model)} tokens, fewer than the tokenizer's "
-            f"{len(tokenizer)}; use the tokenizer that the model was trained with"
-        )
+        sizes = f"{vocabulary_size(model)} tokens, fewer than the tokenizer's {len(tokenizer)}"
+        raise InputError(f"{name}: its vocabulary has {sizes}; use the tokenizer that the model was trained with")
 
 
 MemoryKind = Literal["cuda", "process_rss"]

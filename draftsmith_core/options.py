@@ -18,11 +18,11 @@
 
     config, as_json = command_line.parse(TrainConfig, "train", argv)
 
-`@options` makes a pydantic dataclass: frozen, keyword-only, no unknown keys. Types carry bounds and choices, and are
-checked once, in the constructor; from Python and from the command line a wrong value is an InputError of one line.
-Python callers may pass paths for texts and tuples for lists. The docstring under a field is its help. `Rare[...]` hides
-an option from `--help` (`--help=all` shows it); `NotIdentity[...]` keeps it out of `identity(config)`, because it does
-not change what comes out. The first docstring line of an inherited or nested class is the heading of its section.
+`@options` makes a pydantic dataclass: frozen, keyword-only, no unknown keys. The constructor checks bounds and choices;
+a wrong value is an InputError of one line. Python callers may pass paths for texts and tuples for lists.
+The docstring under a field is its help. `Rare[...]` hides an option from `--help` (`--help=all` shows it);
+`NotIdentity[...]` marks an option that does not change the result, and keeps it out of `identity(config)`. The first
+docstring line of an inherited or nested class is the heading of its section.
 `Annotated[dict[str, Any], Given(DistillConfig, without=("out",))]` nests the options of a config, all of them open.
 """
 
@@ -31,13 +31,13 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
 from draftsmith_core.errors import InputError
@@ -58,7 +58,7 @@ class Given:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         """Check the values by the types of the configs; a null leaves the option open."""
-        partial: Any = Annotated[_partial(self.configs, self.without), BeforeValidator(_without_nulls)]
+        partial: Any = Annotated[partial_of(self.configs, self.without), BeforeValidator(_without_nulls)]
         return handler.generate_schema(partial)
 
 
@@ -68,14 +68,14 @@ def _without_nulls(values: Any) -> Any:
     return {key: _without_nulls(value) for key, value in values.items() if value is not None}
 
 
-def _partial(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
-    """A TypedDict of the fields of configs, none of which is required."""
+def partial_of(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
+    """A TypedDict of the fields of configs, none of them required."""
     types: dict[str, Any] = {}
     for config in configs:
         hints = typing.get_type_hints(config, include_extras=True)
         for name in [field.name for field in dataclasses.fields(config) if field.name not in without]:
             group, _ = _split(hints[name])
-            types[name] = _partial([group]) if dataclasses.is_dataclass(group) else hints[name]
+            types[name] = partial_of([group]) if dataclasses.is_dataclass(group) else hints[name]
     partial: Any = TypedDict("partial", types, total=False)  # type: ignore[misc]
     partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
     return partial
@@ -91,14 +91,6 @@ def _temperature(value: float) -> float:
     return value
 
 
-def _out(value: str) -> str:
-    if not value.strip():
-        raise ValueError("is empty; name where to write")
-    if value.startswith("~"):
-        raise ValueError("the shell has not expanded ~; write the whole path")
-    return value
-
-
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -109,8 +101,8 @@ OpenShare = Annotated[float, Field(gt=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-Out = Annotated[str, AfterValidator(_out)]
 Text = Annotated[str, Field(min_length=1)]
+Out = Annotated[Text, AfterValidator(os.path.expanduser)]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -198,7 +190,7 @@ class RunOptions:
     """Base seed. Each output derives its own seed from it."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Option:
     """One option of a command, with dotted key, for parsing, help, completion and the documentation."""
 
@@ -210,31 +202,13 @@ class Option:
     rare: bool
     identity: bool
 
-    @property
-    def many(self) -> bool:
-        """Whether it takes several values."""
-        return any(typing.get_origin(part) is list for part in parts(self.hint))
-
-    @property
-    def switch(self) -> bool:
-        """Whether it may stand without a value."""
-        return bool in parts(self.hint)
-
-    @property
-    def _item(self) -> Any:
-        part = next(part for part in parts(self.hint) if part is not NoneType)
-        return parts(typing.get_args(part)[0])[0] if self.many else part
-
-    @property
-    def choices(self) -> list[str]:
-        """The words that a value is one of; empty if it is no choice."""
-        return list(typing.get_args(self._item)) if typing.get_origin(self._item) is Literal else []
-
-    @property
-    def kind(self) -> str:
-        """What to write behind the key."""
-        names = {int: "N", float: "F", bool: "true|false"}
-        return "|".join(self.choices) or names.get(self._item, "TEXT")
+    def __post_init__(self) -> None:
+        item = next(part for part in parts(self.hint) if part is not NoneType)
+        self.many = typing.get_origin(item) is list  # whether it takes several values
+        item = parts(typing.get_args(item)[0])[0] if self.many else item
+        self.switch = item is bool  # whether it may stand without a value
+        self.choices = list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
+        self.kind = "|".join(self.choices) or {int: "N", float: "F", bool: "true|false"}.get(item, "TEXT")
 
     @property
     def default_text(self) -> str:
@@ -299,24 +273,13 @@ def _summary(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0].rstrip(".:")
 
 
-def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
-    """A configuration from plain values, groups of options as dictionaries: what `dataclasses.asdict` gives."""
-    try:
-        return TypeAdapter(cls).validate_python(dict(values))
-    except ValidationError as error:
-        raise InputError(reason_of(error)[1]) from None
-
-
 def identity(config: Any) -> dict[str, Any]:
     """The options that decide what a run makes, as plain values: all but those marked `NotIdentity`."""
     values: dict[str, Any] = {}
     plain = dataclasses.asdict(config)
     for option in options_of(type(config)):
         if option.identity:
-            value: Any = plain
-            for name in option.key.split("."):
-                value = value.get(name)
-            put(values, option.key, value)
+            put(values, option.key, value_at(plain, option.key))
     return values
 
 
@@ -328,46 +291,23 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-# What to say for the error types of pydantic; others keep pydantic's message.
-_REASONS = {
-    "missing": "is missing",
-    "missing_keyword_only_argument": "is missing",
-    "unexpected_keyword_argument": "no such option",
-    "extra_forbidden": "no such option",
-    "greater_than_equal": "must be at least {ge:g}",
-    "greater_than": "must be above {gt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "less_than": "must be below {lt:g}",
-    "finite_number": "must be finite",
-    "int_type": "expected a whole number",
-    "int_parsing": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "float_type": "expected a number",
-    "float_parsing": "expected a number",
-    "bool_type": "expected true or false",
-    "bool_parsing": "expected true or false",
-    "string_type": "expected a text",
-    "string_too_short": "is empty",
-    "list_type": "expected a list",
-    "too_short": "name at least {min_length}",
-    "too_long": "name at most {max_length}",
-    "literal_error": "expected one of {expected}",
-    "value_error": "{error}",
-}
+def value_at(values: Any, key: str, default: Any = None) -> Any:
+    """The value of a dotted key in nested dictionaries."""
+    try:
+        return functools.reduce(lambda group, name: group[name], key.split("."), values)
+    except (KeyError, TypeError):
+        return default
 
 
 def reason_of(error: ValidationError) -> tuple[str, str]:
     """The dotted key of the first error of a validation, and one line that begins with it."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
-    text = _REASONS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _REASONS else first["msg"]
-    got = first["input"]
-    if first["type"] == "value_error" and not isinstance(got, str | int | float | list | None):
+    if isinstance(raised := first.get("ctx", {}).get("error"), InputError):
         # Raised by a __post_init__, with the key in its message.
-        line = f"{key}.{text}" if key else text
+        line = f"{key}.{raised}" if key else str(raised)
         return line.partition(":")[0].removeprefix("--"), line
-    if first["type"] == "literal_error":
-        text = text.replace("'", "").replace(" or ", ", ")
-    if "missing" not in first["type"]:
-        text += ", got " + ("null" if got is None else repr(got) if got == "" else str(got)[:200])
-    return key, f"{key}: {text}"
+    got = "null" if first["input"] is None else repr(first["input"])[:200]
+    return key, f"{key}: {first['msg'].removeprefix('Value error, ')}" + (
+        "" if "missing" in first["type"] else f", got {got}"
+    )

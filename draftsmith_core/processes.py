@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import InputError, RunError, one_line
+from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -27,27 +27,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the stage.
 Sharing = Literal["single", "ddp", "zero", "fsdp"]
-TIMEOUT = timedelta(hours=12)
-# The exit code that a shell reports for a program that SIGTERM ended: 128 + 15.
-TERMINATED = 143
-# Whether the launcher asked for FSDP and `without_fsdp_variable` hides it; whether `on_main` is at work.
-_fsdp_asked = False
+_FSDP, _HIDDEN_FSDP = "ACCELERATE_USE_FSDP", "DRAFTSMITH_USE_FSDP"
+# Whether the main process is in `from_main`.
 _others_wait = False
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived; the command has kept what it could and exits with code 143."""
+    """SIGTERM arrived; the command has kept what it could. Exit code 128 + 15, as a shell reports it."""
 
     def __init__(self) -> None:
-        super().__init__(TERMINATED)
+        super().__init__(143)
 
 
 @dataclass
 class StopSignal:
     """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the program ends at once.
 
-    asked: number of the signal that this process received, 0 for none. agreed: whether all processes have learned that
-    one of them received a signal. A second Ctrl-C ends the program at once even while `held`.
+    asked: number of the signal that this process received, 0 for none. agreed: whether all processes know that one of
+    them received a signal. A second Ctrl-C ends the program at once even while `held`.
     """
 
     held: bool = False
@@ -55,7 +52,7 @@ class StopSignal:
     agreed: bool = False
 
     def leaving(self) -> BaseException:
-        """The exception to raise once the work that was held for has been saved."""
+        """The exception to raise once the held work has been saved."""
         return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated()
 
 
@@ -74,7 +71,7 @@ def is_main() -> bool:
 
 
 def say(line: str) -> None:
-    """Write to standard error, once however many processes there are."""
+    """Print to standard error, in the main process only."""
     if is_main():
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
@@ -83,22 +80,14 @@ def say(line: str) -> None:
 def require_single_process(command: str) -> None:
     """Raise InputError if a command that runs in one process was launched in several."""
     if launched() > 1:
-        raise InputError(f"runs in one process, and {launched()} were launched; call `draftsmith {command}` as it is")
+        raise InputError(f"runs in one process, but {launched()} were launched; call `draftsmith {command}` directly")
 
 
 def launcher_request() -> Sharing:
-    """How processes share weights, by the environment variables of accelerate; RunError for what is not supported."""
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    for wrong, what, instead in (
-        (_true("ACCELERATE_USE_MEGATRON_LM"), "Megatron-LM", "use FSDP or DeepSpeed"),
-        (_true("ACCELERATE_USE_PARALLELISM_CONFIG"), "a parallelism_config", "use FSDP or DeepSpeed without it"),
-        (dynamo != "no", f"dynamo_backend {dynamo}", "leave it out and set `compile` instead"),
-    ):
-        if wrong:
-            raise RunError(f"the launcher asks for {what}, which draftsmith does not support; {instead}")
+    """How processes share weights, by the environment variables of accelerate."""
     if _true("ACCELERATE_USE_DEEPSPEED"):
         return "zero"
-    if _fsdp_asked or _true("ACCELERATE_USE_FSDP"):
+    if _true(_FSDP) or _true(_HIDDEN_FSDP):
         return "fsdp"
     return "ddp" if launched() > 1 else "single"
 
@@ -109,50 +98,50 @@ def _true(variable: str) -> bool:
 
 @contextmanager
 def without_fsdp_variable() -> Iterator[None]:
-    """Hide the launcher's wish for FSDP from transformers and accelerate in the block; `launcher_request` remembers it.
+    """Hide the launcher's request for FSDP from transformers and accelerate, but not from `launcher_request`.
 
     With the variable set, transformers loads weights on the first process of a machine only, and accelerate applies
     parts of FSDP by itself. `train.parallel` applies all of it instead.
     """
-    global _fsdp_asked
-    before, variable = _fsdp_asked, os.environ.pop("ACCELERATE_USE_FSDP", None)
-    _fsdp_asked = before or str(variable).lower() in ("1", "true")
+    value = os.environ.pop(_FSDP, None)
+    if value is not None:
+        os.environ[_HIDDEN_FSDP] = value
     try:
         yield
     finally:
-        _fsdp_asked = before
-        if variable is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = variable
+        if value is not None:
+            os.environ[_FSDP] = os.environ.pop(_HIDDEN_FSDP)
 
 
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
     """Arguments for accelerate's process group; empty for one process.
 
-    backend: without it, CPU processes that were launched together can each start as a group of one. timeout: long,
-    because one process may generate or tokenise for hours while the others wait at a barrier.
+    The timeout is long, because one process may generate or tokenise for hours while the others wait at a barrier.
+    Without a backend, CPU processes that were launched together can each start as a group of one.
     """
     if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
         return {}
-    return {"timeout": TIMEOUT} | ({"backend": "gloo"} if on_cpu else {})
+    return {"timeout": timedelta(hours=12)} | ({"backend": "gloo"} if on_cpu else {})
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its timeout of 12 hours."""
-    before = {}
-    if launched() > 1 and threading.current_thread() is threading.main_thread():
-        numbers = [number for number in _signals() if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    with _handled_by(signal.SIG_DFL) if launched() > 1 else contextlib.nullcontext():
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Any) -> Iterator[None]:
+    numbers = [signal.SIGTERM, signal.SIGINT] if threading.current_thread() is threading.main_thread() else []
+    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _signals() -> list[signal.Signals]:
-    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
-    return [signal.SIGTERM] + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def join_processes(device: str) -> "PartialState":
@@ -176,99 +165,86 @@ def leave_processes() -> None:
         distributed.destroy_process_group()
 
 
-def on_main(work: Callable[[], object]) -> None:
-    """Run `work` on the main process while the others wait. If it fails, every process raises the same one-line error.
+def check_process_count(count: int) -> None:
+    """Raise RunError unless as many processes found each other as were launched."""
+    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
+    only_one = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
+    if only_one or count != launched():
+        raise RunError(
+            f"only {count} of the launched processes found each other; launch with --multi_gpu (on CPUs too) or with a "
+            "file of configs/accelerate"
+        )
 
-    InputError stays InputError; RunError, OSError and SafetensorError (a file that cannot be read) become RunError.
-    Within `work` it just runs what it is given: the other processes wait already.
+
+def on_main(work: Callable[[], object]) -> None:
+    """As `from_main`, without a result."""
+
+    def run() -> None:
+        work()
+
+    from_main(run)
+
+
+def from_main(work: Callable[[], T]) -> T:
+    """Run `work` on the main process while the others wait; return its result, or raise its error, in all of them.
+
+    Raises what the project raises on purpose, OSError, and RunError for safetensors that cannot be read. Within `work`
+    it just runs what it is given: the other processes wait already.
     """
     global _others_wait
     if _others_wait:
-        work()
-        return
-    failure: list[tuple[bool, str] | None] = [None]
+        return work()
+    outcome: list[Any] = [None, None]
     if is_main():
         _others_wait = True
         try:
-            work()
-        except InputError as error:
-            failure = [(True, one_line(error))]
-        except OSError as error:
-            place = f"{error.filename}: " if error.filename else ""
-            failure = [(False, f"{place}{error.strerror or error}")]
-        except (RunError, SafetensorError) as error:
-            failure = [(False, one_line(error))]
+            outcome[0] = work()
+        except (DraftsmithError, OSError) as error:
+            outcome[1] = error
+        except SafetensorError as error:
+            outcome[1] = RunError(one_line(error))
         finally:
             _others_wait = False
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 
-        broadcast_object_list(failure)
-    _raise(failure[0])
-
-
-def _raise(failure: tuple[bool, str] | None) -> None:
+        broadcast_object_list(outcome)
+    result, failure = outcome
     if failure is not None:
-        raise (InputError if failure[0] else RunError)(failure[1])
-
-
-def from_main(work: Callable[[], T]) -> T:
-    """As `on_main`, and return in every process what `work` returned in the main one."""
-    result: list[Any] = []
-    on_main(lambda: result.append(work()))
-    if launched() > 1 and not _others_wait:
-        from accelerate.utils import broadcast_object_list
-
-        result = broadcast_object_list(result or [None])
-    value: T = result[0]
+        raise failure
+    value: T = result
     return value
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:
     """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them, in turn.
 
-    All processes must call it with the same `count`; it waits for the slowest. What `work` raises as InputError or
-    RunError in one process is raised in all. Within `on_main`, where the others wait, the main process does it all.
+    All processes must call it with the same `count`; it waits for the slowest. An InputError or RunError of one process
+    is raised in all. Within `from_main`, where the others wait, the main process does it all.
     """
     if launched() == 1 or _others_wait:
         return [work(index) for index in range(count)]
     from accelerate.utils import gather_object
 
     values: dict[int, T] = {}
-    failure: tuple[bool, str] | None = None
+    failure: DraftsmithError | None = None
     try:
         for index in range(_rank(), count, launched()):
             values[index] = work(index)
-    except (InputError, RunError) as error:
-        failure = (isinstance(error, InputError), str(error))
+    except DraftsmithError as error:
+        failure = error
     merged: dict[int, T] = {}
     for part, failed in gather_object([(values, failure)]):
-        _raise(failed)
+        if failed is not None:
+            raise failed
         merged |= part
     return [merged[index] for index in range(count)]
-
-
-def check_process_count(count: int) -> None:
-    """Raise RunError unless as many processes found each other as were launched."""
-    if count != launched():
-        raise RunError(
-            f"{launched()} processes were launched but only {count} found each other; check the accelerate config"
-        )
-    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
-    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        raise RunError(
-            "accelerate was asked for several processes and started only one; launch with --multi_gpu (it works on "
-            "CPUs too), or with a file of configs/accelerate"
-        )
 
 
 @contextmanager
 def terminable() -> Iterator[StopSignal]:
     """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them to the block."""
     stop = StopSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python lets only the main thread handle signals
-        return
 
     def arrived(number: int, frame: FrameType | None) -> None:
         again = number == stop.asked == signal.SIGINT
@@ -279,22 +255,13 @@ def terminable() -> Iterator[StopSignal]:
             # os.write, because the signal may have interrupted a print, which is not reentrant.
             os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
 
-    before = {number: signal.signal(number, arrived) for number in _signals()}
-    try:
+    with _handled_by(arrived):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-# By command, the variable that is set, unless the user has set one of `_WAITING`.
-_WAITS = {
-    "train": ("OMP_WAIT_POLICY", "PASSIVE"),
-    "distill": ("OMP_WAIT_POLICY", "PASSIVE"),
-    "align": ("GOMP_SPINCOUNT", "2000"),
-    "demo": ("GOMP_SPINCOUNT", "2000"),
-    "eval": ("GOMP_SPINCOUNT", "2000"),
-}
+# By command, the variable of OpenMP to set, unless the user has set one of `_WAITING`.
+_PASSIVE, _SPIN = ("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "2000")
+_WAITS = {"train": _PASSIVE, "distill": _PASSIVE, "align": _SPIN, "demo": _SPIN, "eval": _SPIN}
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -302,8 +269,8 @@ def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) 
     """Set the variables of OpenMP that suit a command, unless the user has set them. Torch reads them once.
 
     Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training and distillation
-    wait seldom and sleep at once; timed decoding spins for microseconds. The number of threads is that of the cores,
-    and in a container that of its share; it does not follow the load, because another number rounds otherwise.
+    wait seldom and sleep at once; timed decoding spins for microseconds. The number of threads is that of the cores or
+    of the container's share; it does not follow the load, because another number rounds otherwise.
     """
     if command in _WAITS and not any(name in os.environ for name in _WAITING):
         name, value = _WAITS[command]

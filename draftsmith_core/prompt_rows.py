@@ -31,20 +31,15 @@ class Record:
     number: int
     stored: bytes | dict[str, Any]
 
-    @property
-    def content(self) -> bytes:
-        """What tells one row from another."""
-        if isinstance(self.stored, bytes):
-            return self.stored
-        # Dates and the like have no JSON; `str` is enough to see that they changed.
-        return json.dumps(self.stored, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "replace")
-
 
 def digest_of(records: list[Record]) -> str:
     """sha256 of the records in their order, as 64 hex digits."""
     whole = hashlib.sha256()
     for record in records:
-        whole.update(b"%d\0" % record.number + record.content + b"\n")
+        content = record.stored
+        if not isinstance(content, bytes):
+            content = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "replace")
+        whole.update(b"%d\0" % record.number + content + b"\n")
     return whole.hexdigest()
 
 
@@ -71,11 +66,6 @@ def _stored_row(record: Record, source: str) -> dict[str, Any]:
     return row
 
 
-def is_url(name: str) -> bool:
-    """Whether `name` is an address in a store or on the web, not a path."""
-    return "://" in name
-
-
 def free_rows(source: str) -> int | None:
     """N of the sources `self:N` and `token:N`, which are made and not read; None for any other source."""
     if not source.startswith((SELF, TOKEN)):
@@ -97,20 +87,12 @@ def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def count_rows(source: str) -> int | None:
-    """Number of rows of a file, for progress; None if it is not known before they are read."""
+    """Number of rows of a JSON-lines file or free texts, for progress; None for other sources."""
     path = Path(source)
-    if source.startswith(("@", SELF, TOKEN)):
-        return free_rows(source)
-    if is_url(source):
-        return None
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)
-    if path.suffix not in _JSON_LINES:
-        return None
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
+    if path.suffix in _JSON_LINES and path.is_file():
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    return free_rows(source)
 
 
 def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -122,21 +104,23 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
     if row.get("messages") is not None or row.get("prompt") is not None:
         return row
     if row.get("conversations") is not None:
-        # ShareGPT's ids name the chat that a row was cut out of, and repeat.
-        rest = {key: value for key, value in row.items() if key not in ("conversations", "id")}
         try:
             turns = _sharegpt(row["conversations"])
         except (TypeError, KeyError):
             raise InputError(f"{where}: key 'conversations': expected a list of {{from, value}} objects") from None
-        return rest | ({"messages": turns} if turns else {"prompt": ""})
-    if row.get("instruction") is not None:
-        # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
-        rest = {key: value for key, value in row.items() if key not in ("instruction", "input", "output", "text")}
+        # ShareGPT's ids name the chat that a row was cut out of, and repeat.
+        read: tuple[str, ...] = ("conversations", "id")
+    elif row.get("instruction") is not None:
         question = "\n\n".join(part for key in ("instruction", "input") if (part := text_of(row, key).strip()))
-        output = text_of(row, "output")
-        answer = [{"role": "assistant", "content": output}] if output else []
-        return rest | ({"messages": [{"role": "user", "content": question}, *answer]} if question else {"prompt": ""})
-    return row
+        turns = [{"role": "user", "content": question}] if question else []
+        if turns and (output := text_of(row, "output")):
+            turns.append({"role": "assistant", "content": output})
+        # `text` in Alpaca files holds the other three again, under a heading that is the same in every row.
+        read = ("instruction", "input", "output", "text")
+    else:
+        return row
+    rest = {key: value for key, value in row.items() if key not in read}
+    return rest | ({"messages": turns} if turns else {"prompt": ""})
 
 
 def _as_text(turn: Any) -> Any:
@@ -165,29 +149,15 @@ def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
     return turns if any(turn["role"] == "user" and turn["content"].strip() for turn in turns) else []
 
 
-def _suite_records(source: str) -> Iterator[Record]:
-    """The prompts of a suite, made of rows from the hub or, for `@NAME:FILE`, from a file with the same columns."""
-    suite = load_suite(suite_name(source))
-    file = source.partition(":")[2]
-    records = (
-        iterate_records(file)
-        if file
-        else _hub_records(source, suite.dataset, suite.split, name=suite.subset, data_files=suite.files)
-    )
-    rows = ((record.number, _stored_row(record, file or source)) for record in records)
-    for number, row in suite_rows(suite, rows, file or source):
-        yield Record(number, row)
-
-
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
     path = Path(source)
     kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if source.startswith("@"):
-        yield from _suite_records(source)
+        yield from (Record(number, row) for number, row in _suite_rows(source))
     elif (free := free_rows(source)) is not None:
         yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
-    elif path.is_file() or is_url(source):
+    elif path.is_file() or "://" in source:
         if path.suffix != ".parquet" and kind not in _JSON_LINES:
             raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
         yield from _file_records(source, path.suffix)
@@ -206,7 +176,7 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        with fsspec.open(source, "rb") if is_url(source) else open(source, "rb") as file:
+        with fsspec.open(source, "rb") if "://" in source else open(source, "rb") as file:
             if suffix == ".parquet":
                 batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096)
                 rows: Iterator[Any] = (row for batch in batches for row in batch.to_pylist())
@@ -245,10 +215,9 @@ def text_of(row: dict[str, Any], key: str) -> str:
 class PromptSuite:
     """One file of configs/prompts/.
 
-    One of `user` (the user's message), `prompt` (text to be continued as it is) and `turns` (the column with a chat, of
-    which the first `keep_turns` are kept) makes a prompt of a row; `{column}`, `{column[key]}` and `{column[0]}` are
-    filled in. Rows must match `where` (column: allowed values) and not repeat an earlier prompt; every `every`-th of
-    them is taken, up to `prompts`.
+    `user` (a message), `prompt` (text to continue) or `turns` (a column with a chat, of which the first `keep_turns`
+    are kept) makes a prompt of a row; `{column}`, `{column[key]}` and `{column[0]}` are filled in. Rows must match
+    `where` and not repeat an earlier prompt; every `every`-th of them is taken, up to `prompts`.
     """
 
     name: str
@@ -281,33 +250,34 @@ def suite_name(source: str) -> str:
 def load_suite(name: str) -> PromptSuite:
     """Read a suite; InputError for an unknown name."""
     if name not in suite_names():
-        known = [f"@{suite}" for suite in suite_names()]
-        raise InputError(f"@{name}: no such suite; {nearest(f'@{name}', known, 'there are')}")
+        raise InputError(f"@{name}: no such suite; {nearest(f'@{name}', [f'@{suite}' for suite in suite_names()])}")
     return PromptSuite(name=name, **yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
-def suite_rows(
-    suite: PromptSuite, rows: Iterator[tuple[int, dict[str, Any]]], source: str
-) -> Iterator[tuple[int, Any]]:
-    """Yield (row number, row with `messages`, `conversations` or `prompt`) of the suite's prompts."""
+def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The prompts of a suite, made of rows from the hub or, for `@NAME:FILE`, from a file with the same columns."""
+    suite, file = load_suite(suite_name(source)), source.partition(":")[2]
+    which = {"name": suite.subset, "data_files": suite.files}
+    records = iterate_records(file) if file else _hub_records(source, suite.dataset, suite.split, **which)
     fitting = 0
     seen: set[str] = set()
-    for number, row in rows:
+    for record in records:
+        row = _stored_row(record, file or source)
         try:
             if any(str(row[key]) not in allowed for key, allowed in suite.where.items()):
                 continue
             prompt = _prompt(suite, row)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{source}:{number}: suite {suite.name} reads rows of {suite.dataset}, and this one lacks {error} (it "
-                f"has {', '.join(map(repr, row))}); name a file of prompts without @{suite.name}"
+                f"{file or source}:{record.number}: lacks {error}, which suite {suite.name} reads; name a file of "
+                f"prompts without @{suite.name}"
             ) from None
         if repr(prompt) in seen:
             continue
         seen.add(repr(prompt))
         fitting += 1
         if (fitting - 1) % suite.every == 0:
-            yield number, prompt
+            yield record.number, prompt
             if fitting > (suite.prompts - 1) * suite.every:
                 return
 
@@ -315,7 +285,6 @@ def suite_rows(
 def _prompt(suite: PromptSuite, row: dict[str, Any]) -> dict[str, Any]:
     if suite.turns is not None:
         turns = row[suite.turns][: suite.keep_turns]
-        # ShareGPT's own names of keys are read wherever rows are.
         return {"conversations" if turns and "from" in turns[0] else "messages": turns}
     if suite.user is None:
         return {"prompt": str(suite.prompt).format_map(row)}

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,10 @@ class Reasons:
 
     def lines(self, outcome: str) -> list[str]:
         """One line per reason: the number of rows with this `outcome`, and the first of them."""
-        return [
-            f"{count} {outcome}: {self._first[kind][1]} "
-            f"(row {self._first[kind][0]}{', the first' if count > 1 else ''})"
-            for kind, count in self._counts.items()
-        ]
+        lines = []
+        for (row, reason), count in zip(self._first.values(), self._counts.values(), strict=True):
+            lines.append(f"{count} {outcome}: {reason} (row {row}{', the first' if count > 1 else ''})")
+        return lines
 
 
 @dataclass
@@ -108,8 +108,7 @@ class PromptReader:
 
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its first `prompt_tokens`
     tokens are the prompt); optional `id` and `domain`. ShareGPT and Alpaca rows are read as `messages`.
-    unread: other keys that could be meant for the prompt, with the first row that has them. whole_chats: whether a chat
-    must fit `max_tokens`; if not, the caller generates turn by turn.
+    whole_chats: whether a chat must fit `max_tokens`; if not, the caller generates turn by turn.
     """
 
     source: str
@@ -118,7 +117,6 @@ class PromptReader:
     prompt_tokens: int = 32
     max_tokens: int | None = None
     whole_chats: bool = True
-    unread: dict[str, int] = field(default_factory=dict)
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot be read."""
@@ -126,7 +124,7 @@ class PromptReader:
         if free_rows(self.source) is not None:
             return Prompt(f"free-{record.number}", "general", self._begun(record.number), record.number, True)
         for name in _unread(row):
-            self.unread.setdefault(name, record.number)
+            _warn_unread(self.source, name)
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
         row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
@@ -154,12 +152,6 @@ class PromptReader:
         while (token := prompt_hash((number, draw)) % len(self.tokenizer)) in special:
             draw += 1
         return int(first), token
-
-    def warn_unread(self) -> None:
-        """Warn once of keys that the prompts were made without."""
-        if self.unread:
-            names = ", ".join(f"{name} (first in row {number})" for name, number in self.unread.items())
-            log.warning("%s: its rows hold %s; the prompts are made without them", self.source, names)
 
 
 def read_prompts(
@@ -193,11 +185,10 @@ def read_prompts(
         elif prompt.own_id:
             # An id names its row in what is written and seeds its answers.
             if (first := first_rows.setdefault(prompt.id, prompt.row)) != prompt.row:
-                raise InputError(f"{source}:{prompt.row}: key 'id': {prompt.id!r} is row {first}'s already")
+                raise InputError(f"{source}:{prompt.row}: key 'id': {prompt.id!r} is also the id of row {first}")
             prompts.append(prompt)
         else:
             prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
-    reader.warn_unread()
     if not rows:
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
@@ -236,20 +227,22 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
     path = checkpoint / PROMPT_HASHES
     if not path.is_file():
         return None
-    try:
-        hashes: npt.NDArray[np.uint64] = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
-        raise InputError(f"{path}: is broken; delete it, or copy it from the checkpoint again") from None
+    hashes: npt.NDArray[np.uint64] = np.load(path, allow_pickle=False)
     return hashes
 
 
 def _unread(row: dict[str, Any]) -> list[str]:
-    """What a row holds that could be meant for the prompt and is not read: a second text, images."""
+    """The keys of a row that could be meant for the prompt and are not read: a second text, images."""
     present = [key for key in KEYS if row.get(key) is not None]
     unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
     if row.get("tools") and present[:1] != ["messages"]:
         unread.append("tools")  # only a chat template knows what to do with them
     return unread
+
+
+@cache
+def _warn_unread(source: str, key: str) -> None:
+    log.warning("%s: key %r is ignored; prompts do not contain it", source, key)
 
 
 def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:

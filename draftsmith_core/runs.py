@@ -1,8 +1,8 @@
 """A run of a command: it locks its directory, resumes what a killed run left, and records where results come from.
 
-    with Run(out, keeps=("part-*.parquet",)) as run:              # SIGTERM and Ctrl-C end the block with a note
+    with Run(out) as run:                                         # SIGTERM and Ctrl-C end the block with a note
         ...                                                       # load and check; nothing is written yet
-        run.begin(identity(config), what="distilled set")         # lock; InputError if another run's files are there
+        run.begin(identity(config))                               # lock; InputError if another run began here
         answer = run.step("cells/abc.json", make)                 # the value in the file, or of make(), then written
         part = run.step("part-00000.parquet", make)               # the file, or make(temporary path)
         draft = run.step("start/", make)                          # the directory, or make(temporary directory)
@@ -54,21 +54,14 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "n
 
 
 class Run:
-    """What one command writes to `out`, a directory or (`file=True`) one file. See the module.
-
-    keeps: globs in `out`; if any matches when the run is interrupted, the note says that the same command resumes.
-    """
+    """What one command writes to `out`, a directory or (`file=True`) one file. See the module."""
 
     stop: StopSignal
 
-    def __init__(
-        self, out: Path | str, *, option: str = "--out", keeps: Sequence[str] = (), file: bool = False
-    ) -> None:
-        self.out = Path(out)
+    def __init__(self, out: Path | str, *, file: bool = False) -> None:
+        self.out, self._file = Path(out), file
         self.directory = self.out.parent if file else self.out
         self.resumed = False
-        self._option, self._keeps, self._file = option, keeps, file
-        self.steps = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,23 +71,14 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt | Terminated):
-            kept = self.steps or any(any(self.directory.glob(pattern)) for pattern in self._keeps)
-            error.add_note("the same command continues where it was" if kept else "nothing was kept")
+            error.add_note("run the same command again to resume")
         self._stack.close()
 
-    def begin(
-        self,
-        identity: Mapping[str, Any] | None = None,
-        *,
-        what: str = "run",
-        records: Sequence[str] = ("run.json",),
-        advice: Mapping[str, str] | None = None,
-    ) -> bool:
+    def begin(self, identity: Mapping[str, Any] | None = None, records: Sequence[str] = ("run.json",)) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See `hold` and `claim`."""
-        self._stack.enter_context(hold(self.out, self._option, file=self._file))
+        self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
-            options: dict[str, Any] = {"what": what, "option": self._option, "records": records, "advice": advice}
-            self.resumed = from_main(lambda: claim(self.out, identity, **options))
+            self.resumed = from_main(lambda: claim(self.out, identity, records))
         return self.resumed
 
     def step(self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main") -> Any:
@@ -103,56 +87,50 @@ class Run:
         If `name` ends in `.json`, save and return the value of `make()`. Otherwise `make(temporary)` fills the file or
         directory (`NAME/`), and its path is returned.
         """
-        path = self.directory / name
-        self.steps += path.exists()
-        if who == "all":
-            if not from_main(path.exists):
-                value = make()
-                on_main(lambda: self._write(path, name, lambda: value))
-        elif who == "each":
-            self._write(path, name, make)
-        else:
-            on_main(lambda: self._write(path, name, make))
-        return read_json_value(path, "a finished step") if name.endswith(".json") else path
+        path, is_json = self.directory / name, name.endswith(".json")
 
-    def _write(self, path: Path, name: str, make: Callable[..., Any]) -> None:
-        if path.exists():
-            return
-        if name.endswith(".json"):
-            value = make()
-            with writing(path):
-                write_json_atomic(path, value)
+        def write(make: Callable[..., Any] = make) -> None:
+            if path.exists():
+                return
+            if is_json:
+                value = make()
+                with writing(path):
+                    write_json_atomic(path, value)
+            else:
+                with writing(path), (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary:
+                    make(temporary)
+
+        if who == "each":
+            write()
+        elif who == "main" or from_main(path.exists):
+            on_main(write)
         else:
-            with writing(path), (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary:
-                make(temporary)
-        self.steps += 1
+            value = make()
+            on_main(lambda: write(lambda: value))
+        return read_json_value(path, "a finished step") if is_json else path
 
     def journal(self, name: str, head: Any = None) -> "Journal":
         """Open a file of rows that are appended one by one. A journal with another `head` is started anew."""
-        return Journal(self, self.directory / name, head)
+        return Journal(self.directory / name, head)
 
 
 class Journal:
     """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is dropped."""
 
-    def __init__(self, run: Run, path: Path, head: Any) -> None:
-        self.run, self.path = run, path
+    def __init__(self, path: Path, head: Any) -> None:
+        self.path = path
         data = path.read_bytes() if path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         first = [] if head is None else [canonical_json(head).encode() + b"\n"]
         if lines[: len(first)] != first:
             lines = []
-        try:
-            self.rows = [json.loads(line) for line in lines[len(first) :]]
-        except ValueError:
-            raise InputError(f"{path}: is damaged; delete it, and its rows are made again") from None
-        run.steps += len(self.rows)
+        self.rows = [json.loads(line) for line in lines[len(first) :]]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
             self._file.truncate(sum(map(len, lines)))
-            if first and not lines:
-                self._put(first[0])
+            if not lines:
+                self._file.writelines(first)
 
     def __enter__(self) -> Self:
         return self
@@ -166,12 +144,8 @@ class Journal:
 
     def append(self, row: Any) -> None:
         """Add one row, and flush."""
-        self.run.steps += 1
-        self._put(canonical_json(row).encode() + b"\n")
-
-    def _put(self, line: bytes) -> None:
         with writing(self.path):
-            self._file.write(line)
+            self._file.write(canonical_json(row).encode() + b"\n")
             self._file.flush()
 
     def remove(self) -> None:
@@ -181,83 +155,53 @@ class Journal:
 
 
 @contextmanager
-def hold(out: Path, option: str = "--out", *, file: bool = False) -> Iterator[None]:
+def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     """Lock the directory (or `file`) `out` while the block runs; make the directory if it is missing.
 
     Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends with its process.
     If another run holds the lock, raise InputError in every process, with its host and process id.
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
-    created = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
-    descriptor: int | None = None
+    descriptors: list[int] = []
 
-    def take() -> None:
-        nonlocal descriptor
-        make_dir(path.parent, option)
-        descriptor = _lock(path, f"{option} {out}")
+    def lock() -> None:
+        make_dir(path.parent)
+        descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        try:
+            fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptors[0], 4096, 0).decode(errors="replace") or "another run"
+            os.close(descriptors.pop())
+            raise InputError(f"--out {out}: {holder} is writing it; wait for it, or choose another --out") from None
+        except OSError as error:
+            log.warning("%s: its file system has no locks (%s); start no second run there", out, error.strerror)
+        os.ftruncate(descriptors[0], 0)
+        os.pwrite(descriptors[0], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
-    on_main(take)
+    on_main(lock)
     try:
         yield
     finally:
-        if descriptor is not None:
+        for descriptor in descriptors:
             path.unlink(missing_ok=True)
             os.close(descriptor)
-            # A run that wrote nothing leaves no directories.
-            with contextlib.suppress(OSError):
-                for directory in created:
-                    directory.rmdir()
 
 
-def _lock(path: Path, out: str) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise InputError(
-                f"{out}: {holder or 'another run'} is writing it; wait for it, or choose another"
-            ) from None
-        except OSError as error:
-            log.warning("%s: its file system has no locks (%s); start no second run there", out, error.strerror)
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-        os.close(descriptor)  # the run that held it has just ended and deleted the file; try again
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return descriptor
-
-
-def claim(
-    directory: Path,
-    identity: Mapping[str, Any],
-    *,
-    what: str,
-    option: str = "--out",
-    records: Sequence[str] = ("run.json",),
-    advice: Mapping[str, str] | None = None,
-) -> bool:
+def claim(directory: Path, identity: Mapping[str, Any], records: Sequence[str] = ("run.json",)) -> bool:
     """Make `directory` this run's own, and return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files with an identity; a new run writes the last one.
-    advice: what to do if a key of the identity differs. Raise InputError that names the first key that differs.
+    Raise InputError that names the first key that differs.
     """
-    make_dir(directory, option)
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
-    for name in records:
-        if (directory / name).exists():
-            recorded = read_json(directory / name, f"the record of a {what}")["identity"]
-            differs = difference(recorded, current)
-            if differs is None:
-                return True
-            fix = (advice or {}).get(differs.split(" ")[0], "delete the directory")
-            raise InputError(
-                f"{option} {directory}: holds another {what}: its {differs}; choose another {option} or {fix}"
-            )
+    for path in [directory / name for name in records if (directory / name).exists()]:
+        differs = difference(read_json(path, "the record of a run")["identity"], current)
+        if differs is None:
+            return True
+        raise InputError(
+            f"--out {directory}: was made with other options: {differs}; choose another --out or delete the directory"
+        )
     write_json_atomic(directory / records[-1], {"identity": current})
     return False
 
@@ -271,13 +215,9 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
             if inner is not None:
                 return f"{key}.{inner}".removeprefix("config.")
         elif a != b:
-            return f"{key} is {_short(a)}, now it is {_short(b)}"
+            then, now = (text if len(text) <= 60 else text[:57] + "..." for text in (json.dumps(a), json.dumps(b)))
+            return f"{key} is {then}, now it is {now}"
     return None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -300,15 +240,10 @@ def git_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def command_line(command: str, config: Any) -> str:

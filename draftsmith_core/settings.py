@@ -25,19 +25,15 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, possible, instead in (
-            # Logits divided by less can leave the range of fp32 and give NaN.
-            (
-                "temperature",
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-                "use 0 for greedy",
-            ),
-            ("top_k", self.top_k >= 0, "use 0 to keep the whole vocabulary"),
-            ("top_p", 0 < self.top_p <= 1, "use 1 to keep everything"),
-            ("min_p", 0 <= self.min_p <= 1, "use 0 to keep everything"),
+        # Logits divided by a smaller temperature can leave the range of fp32 and give NaN.
+        for key, possible in (
+            ("temperature", self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf),
+            ("top_k", self.top_k >= 0),
+            ("top_p", 0 < self.top_p <= 1),
+            ("min_p", 0 <= self.min_p <= 1),
         ):
             if not possible:
-                raise ValueError(f"{key}: {getattr(self, key)} cannot be; {instead}")
+                raise ValueError(f"{key}: cannot be {getattr(self, key)}")
 
     @property
     def greedy(self) -> bool:
@@ -56,32 +52,13 @@ def loading(config: Any) -> dict[str, Any]:
 log = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Keys of a generation config that change what `generate` gives and are not followed here, and the value that is off.
+# Keys of a generation config that change what `generate` gives and are not followed here, by the value that is off.
 _IGNORED = {
-    "assistant_ensemble_weight": 0,
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0,
-    "renormalize_logits": False,
-    "repetition_penalty": 1,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": None,
-    "top_h": 1,
-    "typical_p": 1,
-    "watermarking_config": None,
+    None: "bad_words_ids begin_suppress_tokens exponential_decay_length_penalty forced_bos_token_id sequence_bias "
+    "forced_eos_token_id stop_strings suppress_tokens watermarking_config",
+    0: "assistant_ensemble_weight encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens "
+    "no_repeat_ngram_size penalty_alpha renormalize_logits",
+    1: "encoder_repetition_penalty guidance_scale num_beams repetition_penalty top_h typical_p",
 }
 
 
@@ -141,11 +118,12 @@ def resolve_sampling(
 
 def ignored_keys(target: Any) -> dict[str, Any]:
     """What the target's generation config sets that changes the output of `generate` and is not followed here."""
-    values = {key: getattr(target.generation_config, key, None) for key in _IGNORED}
+    off = {key: value for value, keys in _IGNORED.items() for key in keys.split()}
+    values = {key: getattr(target.generation_config, key, None) for key in off}
     return {
         key: value
         for key, value in values.items()
-        if value is not None and value is not False and value not in ([], {}) and value != _IGNORED[key]
+        if not (value is None or value is False or value in ([], {}) or value == off[key])
     }
 
 

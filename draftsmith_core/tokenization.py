@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.hub import announce_remote_code, check_source, quiet, why_not
+from draftsmith_core.hub import check_source, quiet, why_not
 
 log = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase
@@ -24,8 +24,6 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
     """
     quiet()
     check_source(name)
-    if trust_remote_code:
-        announce_remote_code(name)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:

@@ -1,12 +1,11 @@
 """Options of `draftsmith eval` and `draftsmith plan`, without torch. `eval.request` reads the names in them."""
 
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftsmith_core.io import check_apart, check_replaceable, check_writable
+from draftsmith_core.io import check_out
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
@@ -120,6 +119,4 @@ class PlanConfig(ModelOptions, SamplingOptions, PromptOptions, RunOptions):
 
     def __post_init__(self) -> None:
         # Hours of timing come before the file is written.
-        check_replaceable(Path(self.out), "--out")
-        check_apart(self.out, [self.prompts])
-        check_writable(Path(self.out), "--out")
+        check_out(self.out, [self.prompts], file=True)

@@ -47,7 +47,7 @@ def evaluate(config: EvalConfig) -> Results:
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)
-    with Run(out, keeps=("cells/*.json",)) as run:
+    with Run(out) as run:
         run.begin()
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)

@@ -314,9 +314,9 @@ def test_choices_follow_what_is_given() -> None:
         ({"ood": ["nameless.jsonl"]}, "expected NAME=VALUE"),
         ({"id": ["a=x"], "ood": ["a=y"]}, "either ID or OOD"),
         ({"train": {"lr": [1e-3, 1e-3]}}, "2 rates for 1 objectives"),
-        ({"train": {"stesp": 1}}, "train.stesp: no such option"),
-        ({"train": {"rows_per_step": 0}}, "train.rows_per_step: must be at least 1"),
-        ({"eval": {"bootstrap": 3}}, "eval.bootstrap: must be at least 100"),
+        ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
+        ({"train": {"rows_per_step": 0}}, "train.rows_per_step: Input should be greater than or equal to 1"),
+        ({"eval": {"bootstrap": 3}}, "eval.bootstrap: Input should be greater than or equal to 100"),
         ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),
     ],
 )

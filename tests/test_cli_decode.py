@@ -490,7 +490,7 @@ def test_sigterm_keeps_whole_batches_and_says_so(
     monkeypatch.setattr(Journal, "append", stopped)
     code, _, err = door(*words, "--out", tmp_path / "rows.jsonl")
     assert code == 143
-    assert err.endswith("draftsmith decode: stopped by SIGTERM; the same command continues where it was\n")
+    assert err.endswith("draftsmith decode: stopped by SIGTERM; run the same command again to resume\n")
     assert {path.name for path in tmp_path.iterdir()} == {"whole.jsonl", ".rows.jsonl.partial"}
     assert door(*words, "--out", tmp_path / "rows.jsonl")[0] == 0
     one, two = ([json.loads(line) for line in (tmp_path / name).open()] for name in ("whole.jsonl", "rows.jsonl"))

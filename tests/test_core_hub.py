@@ -234,11 +234,6 @@ def test_licence_only_where_all_models_agree(
     )
 
 
-def test_licence_in_a_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"license": "mit"}')
-    assert cards.licence_of(str(tmp_path)) == "mit"
-
-
 def test_card_of_a_distilled_set() -> None:
     header, body = split(cards.distilled_set_card(MANIFEST))
     assert header["source_datasets"] == ["org/prompts"] and header["task_categories"] == ["text-generation"]
@@ -305,7 +300,7 @@ def test_a_refusal_is_one_line(server: Hub, checkpoint: Path, endpoint: str, sta
         hub.push(checkpoint, "org/draft", "model")
     message = str(caught.value)
     assert message.startswith("push_to_hub org/draft: ") and said in message and "\n" not in message
-    assert "uploads it again" in message and "hf_secret" not in message
+    assert "run the same command again to upload it" in message and "hf_secret" not in message
     assert not server.files
 
 

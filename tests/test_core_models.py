@@ -186,7 +186,7 @@ def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: p
 @bnb
 def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.supported_torch_devices", {"cuda"})
-    with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes does not run on cpu") as caught:
+    with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes runs on cuda, not on cpu") as caught:
         load_model(target_dir, device="cpu", quantize="nf4")
     assert "\n" not in str(caught.value)
 

@@ -38,7 +38,7 @@ def test_a_command_of_one_process_is_refused_in_several(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(line.split()) == 2
-    assert "runs in one process, and 2 were launched" in capsys.readouterr().err
+    assert "runs in one process, but 2 were launched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -167,7 +167,7 @@ BAD_ROWS = [
     ("[1]", 1, "must be a JSON object"),
     ('{"promt": "a"}', 1, "needs one of the keys messages, prompt, text, .*; has 'promt'"),
     ('{"prompt": 3}', 1, "key 'prompt': expected text, got int"),
-    ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is row 1's already"),
+    ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is also the id of row 1"),
     ('{"messages": "hi"}', 1, "key 'messages'"),
     ('{"conversations": [{"from": "human"}]}', 1, "key 'conversations'"),
     ('{"messages": [{"content": "x"}]}', 1, "key 'messages'"),
@@ -266,8 +266,8 @@ def test_what_could_be_meant_for_the_prompt_and_is_not_read_is_named(
 ) -> None:
     path = jsonl(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
     read_prompts(path, chat)
-    said = f"{path}: its rows hold {named} (first in row 2); the prompts are made without them"
-    assert [each.getMessage() for each in caplog.records] == [said]
+    warning = f"{path}: key {named!r} is ignored; prompts do not contain it"
+    assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:

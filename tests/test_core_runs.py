@@ -61,14 +61,13 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path: Path
         pass
     message = str(refused.value)
     holder = f"process {child.pid} on {socket.gethostname()}"
-    assert message == f"--out {out}: {holder} is writing it; wait for it, or choose another"
+    assert message == f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
     child.communicate("")
     with hold(out):
         assert f"process {os.getpid()} " in (out / ".lock").read_text()
-        with pytest.raises(InputError, match=f"^out .*: process {os.getpid()} "), hold(out, "out"):
+        with pytest.raises(InputError, match=f"^--out .*: process {os.getpid()} "), hold(out):
             pass
         assert (out / ".lock").exists()
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -106,38 +105,26 @@ def test_a_file_system_without_locks_is_said(
 def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "abc", "rows": 8}
-    assert claim(out, identity, what="training run", option="out") is False
+    assert claim(out, identity) is False
     (out / ".part.tmp123").write_text("left by a killed run")
-    assert claim(out, identity, what="training run", option="out") is True
+    assert claim(out, identity) is True
     assert [path.name for path in out.iterdir()] == ["run.json"]
     other = {**identity, "config": {"seed": 2, "layers": [1, 2]}}
     with pytest.raises(InputError) as refused:
-        claim(out, other, what="training run", option="out")
+        claim(out, other)
     assert str(refused.value) == (
-        f"out {out}: holds another training run: its seed is 1, now it is 2; choose another out or delete the directory"
+        f"--out {out}: was made with other options: seed is 1, now it is 2; "
+        "choose another --out or delete the directory"
     )
-    with pytest.raises(InputError, match="its rows is 8, now it is 9; choose another --out or set rows to 8$"):
-        claim(out, {**identity, "rows": 9}, what="run", advice={"rows": "set rows to 8"})
 
 
 def test_a_finished_record_goes_before_the_one_in_the_making(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"identity": {"seed": 1}}))
     records = ("manifest.json", "run.json")
-    assert claim(tmp_path, {"seed": 1}, what="set", records=records) is True
+    assert claim(tmp_path, {"seed": 1}, records) is True
     assert not (tmp_path / "run.json").exists()
-    with pytest.raises(InputError, match="holds another set: its seed is 1, now it is 2"):
-        claim(tmp_path, {"seed": 2}, what="set", records=records)
-
-
-def test_a_run_that_is_refused_leaves_none_of_the_directories_that_it_made(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match="wrong"), hold(tmp_path / "there" / "new" / "newer" / "out"):
-        raise InputError("wrong")
-    assert list((tmp_path / "there").iterdir()) == []
-    with pytest.raises(InputError, match="late"), hold(tmp_path / "there" / "new" / "out"):
-        (tmp_path / "there" / "new" / "mine").touch()
-        raise InputError("late")
-    assert list((tmp_path / "there").rglob("*")) == [tmp_path / "there" / "new", tmp_path / "there" / "new" / "mine"]
+    with pytest.raises(InputError, match="with other options: seed is 1, now it is 2"):
+        claim(tmp_path, {"seed": 2}, records)
 
 
 def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
@@ -163,7 +150,7 @@ def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
         file(temporary / "weights")
 
     with Run(out) as run:
-        run.begin({"seed": 1}, what="test run")
+        run.begin({"seed": 1})
         found = [run.step("cells/a.json", value), run.step("part.txt", file), run.step("draft/", directory)]
         with run.journal(".rows.jsonl", {"seed": 1}) as journal:
             for number in range(len(journal.rows), 3):
@@ -182,8 +169,7 @@ def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path: 
         out = tmp_path / str(fail_at)
         with pytest.raises(KeyboardInterrupt) as stopped:
             make_steps(out, fail_at)
-        kept = "nothing was kept" if fail_at == 1 else "the same command continues where it was"
-        assert stopped.value.__notes__ == [kept]
+        assert stopped.value.__notes__ == ["run the same command again to resume"]
         assert make_steps(out) == [{"a": 1}, "whole", "whole", True, 7 - fail_at]
         assert content(out) == content(tmp_path / "whole")
 

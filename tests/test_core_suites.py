@@ -147,8 +147,8 @@ def test_options_name_suites_and_give_their_names_to_the_sets() -> None:
 
 def test_rows_of_something_else_are_refused_in_one_line(tmp_path: Path) -> None:
     for name, row, message in (
-        ("gsm8k", {"messages": []}, r"rows\.jsonl:1: suite gsm8k reads rows of openai/gsm8k, and this one lacks 'ques"),
-        ("mt-bench", {"prompt": []}, "suite mt-bench reads rows of"),
+        ("gsm8k", {"messages": []}, r"rows\.jsonl:1: lacks 'ques"),
+        ("mt-bench", {"prompt": []}, "which suite mt-bench reads"),
         ("spec-bench-qa", {"turns": ["a"]}, r"lacks 'category' \(it has 'turns'\); name a file of prompts without @"),
     ):
         with pytest.raises(InputError, match=message):

@@ -151,7 +151,7 @@ def test_the_decision_is_measured_once_said_and_kept(
     assert (code, parts(tmp_path / "set")) == (0, made), err
     assert caplog.messages[-1].endswith(f": as when this set was begun: {'chain:2' if drafted else 'not used'}")
     code, _, err = door(*words, "--tree", "chain:2")
-    assert code == 2 and "--out set: holds another distilled set" in err
+    assert code == 2 and "--out set: was made with other options" in err
 
 
 def test_it_is_really_measured(target_dir: str, draft_dir: str, prompts_file: str) -> None:

@@ -67,7 +67,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str
     assert all(line in out for line in made["dropped_because"] + made["skipped_because"])
     assert errors() == {"dropped": counts["rows_dropped"], "skipped": counts["prompts_skipped"]}
     code, _, err = door(*words)
-    assert code == 2 and "holds another distilled set: its drop is" in err
+    assert code == 2 and "was made with other options: drop is" in err
 
 
 def test_a_set_of_nothing_is_an_error(words: list[str], door: Door) -> None:

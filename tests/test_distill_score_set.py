@@ -64,7 +64,7 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     before = files("scored")
     assert door(*words, "--json")[0] == 0 and files("scored") == before
     code, _, err = door(*words, "--teacher_top_k", 8)
-    assert code == 2 and "holds another distilled set: its teacher_top_k is 7, now it is 8" in err
+    assert code == 2 and "was made with other options: teacher_top_k is 7, now it is 8" in err
 
 
 def test_a_draft_is_trained_on_it_without_the_target(words: list[str], door: Door, draft_dir: str) -> None:
@@ -131,7 +131,7 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
 
 def test_a_source_that_cannot_be_used(words: list[str], door: Door, target_dir: str) -> None:
     code, _, err = door(*words, "--out", "plain")
-    assert code == 2 and "holds another distilled set" in err
+    assert code == 2 and "was made with other options" in err
     code, _, err = door(*words, "--temperature", 1)
     assert code == 2 and "--temperature: unknown option" in err
     part = Path("plain/part-00001.parquet")

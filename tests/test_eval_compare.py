@@ -99,7 +99,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (row,) = [line for line in lines if line.split()[:4] == ["mine", "prose", "(ID)", "0"] and "chain" not in line]
     assert "+0.0" in row and row.endswith("24 shared prompts  higher")
     for words, said in (
-        (["--compare", str(tmp_path / "a")], "--compare: name at least 2"),
+        (["--compare", str(tmp_path / "a")], "--compare: List should have at least 2 items"),
         (["--compare", str(tmp_path / "a"), str(tmp_path / "gone")], "gone/results.json: no such file"),
     ):
         with pytest.raises(InputError, match=said):

@@ -55,7 +55,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"draft": []}, "draft: name at least 1"),
+        ({"draft": []}, "draft: List should have at least 1 item"),
         ({"draft": ["runs/a"]}, "--draft runs/a: expected NAME=VALUE"),
         ({"draft": ["a=x", "a=y"]}, "the name 'a' is used twice"),
         ({"draft": ["target=x"]}, "this name is the target's"),
@@ -66,8 +66,8 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         ({"verifier": ["speculativ"]}, "did you mean speculative?"),
         ({"tree": ["kary:2,2"], "verifier": ["speculative"]}, "valid on chains only"),
         ({"tree": ["static:no/tree.json"]}, "no/tree.json: no such file"),
-        ({"temperature": [-1.0]}, "temperature: must be at least 0"),
-        ({"bootstrap": 5}, "bootstrap: must be at least 100"),
+        ({"temperature": [-1.0]}, "temperature: Input should be greater than or equal to 0"),
+        ({"bootstrap": 5}, "bootstrap: Input should be greater than or equal to 100"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:

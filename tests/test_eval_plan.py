@@ -211,7 +211,7 @@ def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "must be at least 4"),
+        ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
         ("plan --target {t} --draft {d} --prompts {p} --out .", "is no ordinary file"),
         ("plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95", "none fits 1 tokens"),
         ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto is the plan of one --draft"),

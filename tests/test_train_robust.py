@@ -91,7 +91,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_next_start_continues(
     ):
         code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()
         assert (code, out) == (143, "")
-        assert last_line(err).endswith("stopped by SIGTERM; the same command continues where it was")
+        assert last_line(err).endswith("stopped by SIGTERM; run the same command again to resume")
         assert (tmp_path / f"draft/run/checkpoints/step_{step:08d}/state.json").exists()
         assert not (tmp_path / "draft/config.json").exists()
     early = "before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))"
@@ -108,13 +108,13 @@ def test_ctrl_c_leaves_a_checkpoint_and_twice_stops_at_once(
     once = "before(train.loop, 'learning_rate', 7, send(signal.SIGINT))"
     code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + once).wait()
     assert (code, out) == (130, "")
-    assert last_line(err) == "draftsmith train: interrupted; the same command continues where it was"
+    assert last_line(err) == "draftsmith train: interrupted; run the same command again to resume"
     assert (tmp_path / "draft/run/checkpoints/step_00000007/state.json").exists()
     before = result(tmp_path / "draft")
     twice = "\nfor number in (2, 3): before(train.loop, 'collate', number, send(signal.SIGINT))"
     code, out, err = spawn(*words, cwd=tmp_path, patch=BEFORE + twice).wait()
     assert (code, out) == (130, "")
-    assert last_line(err) == "draftsmith train: interrupted; the same command continues where it was"
+    assert last_line(err) == "draftsmith train: interrupted; run the same command again to resume"
     assert {name for name in result(tmp_path / "draft") if "checkpoints" in name} == {
         name for name in before if "checkpoints" in name
     }

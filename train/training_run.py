@@ -54,12 +54,11 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
         check_push(config.push_to_hub)
     command = command or command_line("train", config)
     atexit.unregister(leave_processes)
-    with Run(out, option="out", keeps=("run/checkpoints/step_*",)) as run:
+    with Run(out) as run:
         job = _prepare(config, loss)
         if (out / "config.json").exists() and not (job.run_dir / "run.json").exists():
             raise InputError(f"{out}: holds a model that this run did not make; choose another `out`")
-        advice = {"rows_per_step": "set batch_size or accumulation so that their product x processes is the same"}
-        run.begin(job.identity, what="training run", records=("run/run.json",), advice=advice)
+        run.begin(job.identity, ("run/run.json",))
         for place in (job.run_dir, job.run_dir / "checkpoints"):
             on_main(partial(remove_leftovers, place))
         if (out / "config.json").exists():

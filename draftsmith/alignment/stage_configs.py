@@ -7,7 +7,6 @@ from distill.config import DistillConfig
 from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.options import from_values
 from draftsmith_core.processes import launched
 from draftsmith_core.settings import loading
 from eval.config import EvalConfig
@@ -24,7 +23,7 @@ def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
     values = {key: value for key, value in config.distill.items() if key != "general_texts"}
     values |= {"prompts": prompts, "out": str(Path(config.out) / "distilled")}
     values |= {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
-    return from_values(DistillConfig, values | _common(config))
+    return DistillConfig(**values | _common(config))
 
 
 def general_config(config: AlignConfig) -> DistillConfig:
@@ -33,7 +32,7 @@ def general_config(config: AlignConfig) -> DistillConfig:
     values = {key: chosen[key] for key in ("max_new_tokens", "batch_size", "part_rows")}
     values |= {"prompts": f"token:{chosen['general_texts']}", "out": str(Path(config.out) / "general")}
     values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": config.seed}
-    return from_values(DistillConfig, values | _common(config))
+    return DistillConfig(**values | _common(config))
 
 
 def train_config(config: AlignConfig, name: str) -> TrainConfig:
@@ -57,7 +56,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     values |= {"out": str(out / name), "data": [str(out / "distilled")], "accumulation": rows // batch}
     values |= {"optim": {"lr": rates[index % len(rates)], "warmup_steps": values.pop("warmup_steps")}}
     values |= {"head": {"draft_vocab_size": tokens or None}, "seed": config.seed + 1 + index}
-    return from_values(TrainConfig, values | _common(config))
+    return TrainConfig(**values | _common(config))
 
 
 def eval_config(config: AlignConfig) -> EvalConfig:
@@ -65,7 +64,7 @@ def eval_config(config: AlignConfig) -> EvalConfig:
     out = Path(config.out)
     drafts = {"base": config.draft} if config.draft else {}
     drafts |= {name: str(out / name) for name in config.compared()}
-    values = {
+    values: dict[str, Any] = {
         "draft": [f"{name}={source}" for name, source in drafts.items()],
         "id": config.id or [f"{_set_name(config)}={out / 'prompts' / 'heldout.jsonl'}"],
         "ood": config.ood,
@@ -74,7 +73,7 @@ def eval_config(config: AlignConfig) -> EvalConfig:
         "seed": config.seed + 1 + len(config.objective),
     }
     values |= {key: config.distill[key] for key in ("top_p", "top_k", "min_p")}
-    return from_values(EvalConfig, values | config.eval | _common(config))
+    return EvalConfig(**values | config.eval | _common(config))
 
 
 def _set_name(config: AlignConfig) -> str:

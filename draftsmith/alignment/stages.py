@@ -31,7 +31,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
-from draftsmith_core.options import from_values
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
@@ -64,7 +63,7 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     join_processes(config.device)
-    with Run(out, keeps=("align.yaml", "start/config.json")) as run:
+    with Run(out) as run:
         run.begin()
         config = from_main(lambda: _settle(_started(config, run), out))
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
@@ -224,7 +223,7 @@ def _digest(source: str) -> str | None:
 def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     """The options of the run that began here; raise InputError if `config` differs from them."""
     check_file(AlignConfig, file)
-    begun = from_values(AlignConfig, yaml.safe_load(file.read_text(encoding="utf-8")))
+    begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
     known, wanted = dataclasses.asdict(begun), dataclasses.asdict(config)
     for section in _SECTIONS:
         wanted[section] = known[section] | wanted[section]

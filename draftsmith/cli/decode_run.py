@@ -140,7 +140,7 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
 def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
     """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run resumes."""
     partial = f".{out.name}.partial"
-    with Run(out, file=True, keeps=(partial,)) as run:
+    with Run(out, file=True) as run:
         run.begin()
         with run.journal(partial, head) as journal:
             outputs = [Output.from_json(row) for batch in journal.rows for row in batch]
