@@ -84,9 +84,7 @@ def served_by(options: argparse.Namespace, place: Path) -> list[str]:
     if not verdict["serves"]:
         raise InputError(f"--engine {options.engine}: {verdict['reason']}")
     kind = found["kind"]
-    exports, command = SERVING[options.engine][kind].commands(
-        kind, options.target, options.draft, options.draft_tokens
-    )
+    exports, command = SERVING[options.engine][kind].commands(kind, options.target, options.draft, options.draft_tokens)
     for line in exports:
         words = dict(zip(shlex.split(line)[2::2], shlex.split(line)[3::2], strict=True))
         out = str(place / words["--out"])
