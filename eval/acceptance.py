@@ -20,9 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -36,7 +34,6 @@ from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import draw
 
-Floats = NDArray[np.float64]
 # Elements of [N, V] processed at once for the candidates of a rank (32 MiB in fp32).
 MAX_ELEMENTS = 2**23
 
@@ -48,28 +45,6 @@ class Continuation:
     id: str
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """What decides acceptance at the positions of one continuation of L tokens.
-
-    For the first drafted token, `[L]`: alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of
-    the tokens that the draft cannot draft). For the text's token drafted at depth d, `[D, L]` (D = 1 for a language
-    model, which drafts it alike at any depth): ratio q(x)/p(x), place (how many tokens the draft finds more probable),
-    belief (what a confidence stop reads). `ranks[rule]` `[D, L, K]`: the chance that it was accepted at each rank, for
-    rules with several candidates. Where nothing was read, nothing is accepted.
-    """
-
-    length: int
-    alpha: Floats
-    greedy: Floats
-    match: Floats
-    missing: Floats
-    ratio: Floats
-    place: Floats
-    belief: Floats
-    ranks: dict[str, Floats]
 
 
 @torch.inference_mode()
@@ -165,13 +140,13 @@ def _foreign_logits(
     return words.to_target(logits_BSV.gather(1, index)), so_far_BT
 
 
-def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
+def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
     """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x, given that x was
     output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn without). u: uniforms; K - 1 are used.
     """
     size = max(1, MAX_ELEMENTS // p_NV.shape[1])
-    parts = zip(p_NV.split(size), q_NV.split(size), x_N.split(size), u_NK.split(size), strict=True)
-    return torch.cat([_rank_chances(rule, p, q, x.unsqueeze(1), u[:, : ranks - 1]) for p, q, x, u in parts])
+    parts = zip(p_NV.split(size), q_NV.split(size), x_N1.split(size), u_NK[:, : ranks - 1].split(size), strict=True)
+    return torch.cat([_rank_chances(rule, *part) for part in parts])
 
 
 def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ of the longest continuation, K ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypedDict
 
 import numpy as np
@@ -23,7 +23,7 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from eval.acceptance import Continuation, Trace, draft_logits, model_logits, rank_chances
+from eval.acceptance import Continuation, draft_logits, model_logits, rank_chances
 from eval.diagnose import Diagnoser, Diagnosis
 from eval.headroom import RootMeasurement, RootStep, RootSums, positions_per_prompt
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
@@ -52,16 +52,8 @@ class AlphaMeasurement(TypedDict):
 
 
 Sink = RootSums | Diagnoser
-# (number of the first row, rows) -> per draft, the sinks that collect statistics of p and q during the forward.
-MakeSinks = Callable[[int, Sequence[Continuation]], dict[str, list[Sink]]]
-
-
-def _chunks(first: int, columns: int, width: int) -> list[tuple[int, int]]:
-    """Column ranges: everything before `first`, whose logits are not needed, at once; then `width` at a time."""
-    edges = [0, first] if first else [0]
-    while edges[-1] < columns:
-        edges.append(min(columns, edges[-1] + width))
-    return list(zip(edges[:-1], edges[1:], strict=True))
+# (number of the first row, rows) -> the sinks of one draft, which collect statistics of p and q during the forward.
+MakeSinks = Callable[[int, Sequence[Continuation]], list[Sink]]
 
 
 def _groups(rows: Sequence[Continuation], most_tokens: int) -> list[Sequence[Continuation]]:
@@ -73,70 +65,69 @@ def _groups(rows: Sequence[Continuation], most_tokens: int) -> list[Sequence[Con
     return _groups(rows[:half], most_tokens) + _groups(rows[half:], most_tokens)
 
 
-@dataclass
 class _Reader:
-    """Reads rows side by side, padded on the right, in chunks of columns; for each, the target before the drafts.
+    """Reads rows side by side, padded on the right, in chunks of columns; for each, the target before the drafts."""
 
-    places: whether to record each token's place in the draft's order. names: the models in error messages; the target's
-    key is "".
-    """
-
-    target: PreTrainedModel
-    drafts: Mapping[str, Draft]
-    sampling: Sampling
-    depths: int
-    ranks: Mapping[str, int]
-    places: bool
-    seed: int
-    names: Mapping[str, str]
-    max_logits: int
-
-    def _begin(self, rows: Sequence[Continuation], sinks: Mapping[str, Sequence[Sink]]) -> None:
-        self.rows, self.sinks = rows, sinks
-        texts = [[*row.prompt_ids, *row.output_ids] for row in rows]
-        # The last token predicts nothing that is measured, so it is no input.
-        shape = len(rows), max(map(len, texts)) - 1
-        self.ids_BT, self.next_BT, self.mask_BT = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
-        self.wanted_BT = torch.zeros(shape, dtype=torch.bool)  # columns that predict a response token
-        for b, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            self.ids_BT[b, : len(text) - 1] = torch.tensor(text[:-1])
-            self.next_BT[b, : len(text) - 1] = torch.tensor(text[1:])
-            self.mask_BT[b, : len(text) - 1] = 1
-            self.wanted_BT[b, len(row.prompt_ids) - 1 : len(text) - 1] = True
-        for key in ("ids_BT", "next_BT", "mask_BT", "wanted_BT"):
-            setattr(self, key, getattr(self, key).to(self.target.device))
-        self.prompt_B = torch.tensor([len(row.prompt_ids) for row in rows])
-        longest, most = max(len(row.output_ids) for row in rows), max(self.ranks.values(), default=1)
-        # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
-        self.u_BLK = torch.zeros(len(rows), longest, most, dtype=torch.double)
-        for b, row in enumerate(rows if most > 1 else ()):
-            stream = uniforms([generator(row_seed(self.seed, f"{row.id}/candidates"))], len(row.output_ids) * most)
-            self.u_BLK[b, : len(row.output_ids)] = stream.view(-1, most)
-        # By draft and quantity, `[D, B, L]`, or `[D, B, L, K]` for a rule with several candidates.
-        self.values: dict[str, dict[str, Any]] = {}
-        for name, draft in self.drafts.items():
-            deep = 1 if isinstance(draft, PreTrainedModel) else self.depths, len(rows), longest
-            values = {key: np.zeros((1, *deep[1:])) for key in ("alpha", "greedy", "match", "missing")}
-            values |= {"ratio": np.zeros(deep), "belief": np.zeros(deep), "place": np.full(deep, np.inf)}
-            self.values[name] = values | {rule: np.zeros((*deep, count)) for rule, count in self.ranks.items()}
+    def __init__(
+        self, target: PreTrainedModel, drafts: Mapping[str, Draft], sampling: Sampling, methods: Sequence[Method]
+    ) -> None:
+        self.target, self.drafts, self.sampling = target, drafts, sampling
+        self.depths = max((method.shape.depth for method in methods), default=1)
+        self.ranks = ranks_needed(methods, sampling)
+        # Whether to record each token's place in the draft's order, which costs a pass over the vocabulary.
+        self.places = sampling.greedy or any(method.verifier == "naive" for method in methods)
 
     @torch.inference_mode()
-    def read(self, rows: Sequence[Continuation], sinks: Mapping[str, Sequence[Sink]]) -> dict[str, list[Trace]]:
+    def read(
+        self,
+        rows: Sequence[Continuation],
+        sinks: Mapping[str, Sequence[Sink]],
+        max_logits: int,
+        seed: int,
+        names: Mapping[str, str],
+    ) -> dict[str, Traces]:
         """Return the traces of some rows by draft, from one forward of each model over all tokens."""
-        self._begin(rows, sinks)
-        target, drafts, (count, columns) = self.target, self.drafts, self.ids_BT.shape
+        target, drafts, count = self.target, self.drafts, len(rows)
+        self.rows, self.sinks, self.names = rows, sinks, names
+        texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
+        ids_BS = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(target.device)
+        # The last token predicts nothing that is measured, so it is no input.
+        ids_BT, self.next_BT = ids_BS[:, :-1], ids_BS[:, 1:]
+        columns = ids_BT.shape[1]
+        self.prompt_B, self.lengths_B = (
+            torch.tensor([len(ids) for ids in part], device=target.device)
+            for part in ([row.prompt_ids for row in rows], [row.output_ids for row in rows])
+        )
+        column_T = torch.arange(columns, device=target.device)
+        mask_BT = column_T < (self.prompt_B + self.lengths_B - 1)[:, None]
+        wanted_BT = mask_BT & (column_T >= self.prompt_B[:, None] - 1)  # columns that predict a response token
+        longest, most = int(self.lengths_B.max()), max(self.ranks.values(), default=1)
+        # The candidates of a prompt's positions come from its own stream, the same for every draft and batch.
+        self.u_BLK = torch.zeros(count, longest, most, dtype=torch.double)
+        for b, row in enumerate(rows if most > 1 else ()):
+            stream = uniforms([generator(row_seed(seed, f"{row.id}/candidates"))], len(row.output_ids) * most)
+            self.u_BLK[b, : len(row.output_ids)] = stream.view(-1, most)
+        self.values: dict[str, dict[str, Any]] = {}
+        for name, draft in drafts.items():
+            shape = 1 if isinstance(draft, PreTrainedModel) else self.depths, count, longest
+            values = {key: np.zeros((1, *shape[1:])) for key in ("alpha", "greedy", "match", "missing")}
+            values |= {key: np.zeros(shape) for key in ("ratio", "belief", "place")}
+            self.values[name] = values | {rule: np.zeros((*shape, most)) for rule, most in self.ranks.items()}
+
         vocabulary = vocabulary_size(target)
         heads = any(not isinstance(draft, PreTrainedModel) for draft in drafts.values())
-        # A head's deeper drafts reach over columns, so it reads all of them at once.
+        # A head's deeper drafts reach over columns, so it reads all of them at once. Logits before the answers are not
+        # needed.
         first = 0 if heads else int(self.prompt_B.min()) - 1
-        width = columns if heads else max(1, self.max_logits // (count * vocabulary))
+        width = columns if heads else max(1, max_logits // (count * vocabulary))
+        edges = sorted({0, *range(first, columns, width), columns})
         caches: dict[str, Any] = dict.fromkeys(["", *drafts])
-        for start, stop in _chunks(first, columns, width):
+        for start, stop in pairwise(edges):
             keep = 1 if stop <= first else 0
             out = target(
-                input_ids=self.ids_BT[:, start:stop],
-                attention_mask=self.mask_BT[:, :stop],
-                position_ids=torch.arange(start, stop, device=target.device).expand(count, -1),
+                input_ids=ids_BT[:, start:stop],
+                attention_mask=mask_BT[:, :stop].long(),
+                position_ids=column_T[start:stop].expand(count, -1),
                 past_key_values=caches[""],
                 use_cache=True,
                 output_hidden_states=heads,
@@ -144,84 +135,69 @@ class _Reader:
             )
             caches[""] = out.past_key_values
             if not keep:
-                self._read_target(out.logits, start)
+                # N positions: their row, their column in the chunk, and their place in the answer.
+                self.b_N, self.c_N = wanted_BT[:, start:stop].nonzero(as_tuple=True)
+                self.place_N, self.start = self.c_N + start - self.prompt_B[self.b_N] + 1, start
+                self.p_NV = probs(self._finite("", out.logits[self.b_N, self.c_N]), self.sampling)
             for name, draft in drafts.items():
                 if isinstance(draft, PreTrainedModel):
-                    ids_BC = self.ids_BT[:, start:stop]
-                    logits, caches[name] = model_logits(draft, ids_BC, start, caches[name], keep)
+                    logits, caches[name] = model_logits(draft, ids_BT[:, start:stop], start, caches[name], keep)
                     if not keep:
                         self._read_draft(name, fit_vocabulary(logits, vocabulary).to(target.device), 0)
                 elif not keep:
                     alone_B = self.prompt_B == 1
-                    unrolled = draft_logits(draft, out.hidden_states, self.ids_BT, alone_B, self.depths)
-                    for depth, logits in enumerate(unrolled):
+                    for depth, logits in enumerate(
+                        draft_logits(draft, out.hidden_states, ids_BT, alone_B, self.depths)
+                    ):
                         self._read_draft(name, fit_vocabulary(logits, vocabulary), depth)
-        return {name: [self._trace(name, b) for b in range(count)] for name in drafts}
-
-    def _read_target(self, logits_BCV: Tensor, start: int) -> None:
-        """Begin a chunk at column `start`: keep p at its wanted columns."""
-        self.start = start
-        self.wanted_BC = self.wanted_BT[:, start : start + logits_BCV.shape[1]]
-        self.p_NV = probs(self._finite("", logits_BCV, self.wanted_BC), self.sampling)
-        self.number_BC = torch.zeros_like(self.wanted_BC, dtype=torch.long)
-        self.number_BC[self.wanted_BC] = torch.arange(len(self.p_NV), device=self.p_NV.device)
+        lengths_P = self.lengths_B.cpu().numpy()
+        return {
+            name: Traces(lengths_P, isinstance(draft, PreTrainedModel), self.values[name])
+            for name, draft in drafts.items()
+        }
 
     def _read_draft(self, name: str, logits_BCV: Tensor, depth: int) -> None:
         """Record the draft's distribution of the token `depth` places after the next one, for each column."""
-        sampling, later_BC = self.sampling, self.wanted_BC.clone()
-        if depth:
-            later_BC[:, :-depth] &= self.wanted_BC[:, depth:]
-            later_BC[:, -depth:] = False
-        chosen_NV = self._finite(name, logits_BCV, later_BC)
-        at_b, at_c = later_BC.nonzero(as_tuple=True)
-        if not len(at_b):
+        sampling, total = self.sampling, len(self.b_N)
+        n_N = torch.arange(depth, total, device=self.b_N.device)
+        n_N = n_N[self.b_N[depth:] == self.b_N[: max(0, total - depth)]]  # positions with a root `depth` places before
+        if not len(n_N):
             return
-        p_NV = self.p_NV if not depth else self.p_NV[self.number_BC[at_b, at_c + depth]]
-        q_NV = probs(chosen_NV, sampling)
-        x_N1 = self.next_BT[at_b, at_c + self.start + depth].unsqueeze(1)
+        b_N, place_N = self.b_N[n_N], self.place_N[n_N]
+        logits_NV = self._finite(name, logits_BCV[b_N, self.c_N[n_N - depth]])
+        p_NV, q_NV = self.p_NV[n_N] if depth else self.p_NV, probs(logits_NV, sampling)
+        x_N1 = self.next_BT[b_N, self.c_N[n_N] + self.start].unsqueeze(1)
         values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
-        values["belief"] = chosen_NV.float().softmax(-1).gather(1, x_N1) if sampling.greedy else q_NV.gather(1, x_N1)
+        values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)
         if self.places:
-            own_N1, ids_V = chosen_NV.gather(1, x_N1), torch.arange(chosen_NV.shape[1], device=x_N1.device)
-            ahead_NV = (chosen_NV > own_N1) | ((chosen_NV == own_N1) & (ids_V < x_N1))
-            values["place"] = ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
-        row_N = at_b.cpu()
-        place_N = at_c.cpu() + self.start + depth - self.prompt_B[row_N] + 1
+            own_N1, ids_V = logits_NV.gather(1, x_N1), torch.arange(logits_NV.shape[1], device=x_N1.device)
+            ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
+            values["place"] = 1 + ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
+        at = b_N.cpu(), place_N.cpu()
         if not depth:
             # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
             values["alpha"] = acceptance(p_NV, q_NV).unsqueeze(1).double().clamp(max=1.0)
             values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
-            values["missing"] = p_NV.masked_fill(chosen_NV > -torch.inf, 0).sum(1, keepdim=True)
-            places = list(zip(row_N.tolist(), place_N.tolist(), strict=True))
-            for sink in self.sinks.get(name, ()):
-                sink.add(places, p_NV, q_NV, chosen_NV)
-        arrays, at = self.values[name], (row_N.numpy(), place_N.numpy())
+            values["missing"] = p_NV.masked_fill(logits_NV > -torch.inf, 0).sum(1, keepdim=True)
+            places = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
+            for sink in self.sinks[name]:
+                sink.add(places, p_NV, q_NV, logits_NV)
+        arrays = self.values[name]
         for key, value in values.items():
-            arrays[key][depth, at[0], at[1]] = value[:, 0].double().cpu().numpy()
+            arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
         for rule, count in self.ranks.items():
-            u_NK = self.u_BLK[row_N, place_N].to(p_NV.device)
-            chances_NK = rank_chances(rule, p_NV, q_NV, x_N1[:, 0], u_NK, count)
-            arrays[rule][depth, at[0], at[1]] = chances_NK.double().cpu().numpy()
+            chances_NK = rank_chances(rule, p_NV, q_NV, x_N1, self.u_BLK[at].to(p_NV.device), count)
+            arrays[rule][depth, *at] = chances_NK.double().cpu().numpy()
 
-    def _trace(self, name: str, b: int) -> Trace:
-        length, ranks = len(self.rows[b].output_ids), self.ranks
-        values = {key: array[:, b, :length] for key, array in self.values[name].items()}
-        flat = {key: values[key][0] for key in ("alpha", "greedy", "match", "missing")}
-        deep = {key: values[key] for key in ("ratio", "place", "belief")}
-        return Trace(length, **flat, **deep, ranks={rule: values[rule] for rule in ranks})
-
-    def _finite(self, name: str, logits_BCV: Tensor, wanted_BC: Tensor) -> Tensor:
-        """Return the logits `[N, V]` at the wanted columns; raise RunError if one is NaN or +inf, or all are -inf.
-
-        -inf marks a token that the model lacks. Without this check, the argmax could silently be a NaN.
-        """
-        chosen_NV = logits_BCV[wanted_BC]
-        broken_N = ~chosen_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
+    def _finite(self, name: str, logits_NV: Tensor) -> Tensor:
+        """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that the model lacks)."""
+        broken_N = ~logits_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
-            row, model = self.rows[int(wanted_BC.nonzero()[broken_N][0, 0])], self.names[name]
-            raise RunError(f"{model}: not finite logits on prompt {row.id}; try --dtype float32, or check its weights")
-        return chosen_NV
+            row = self.rows[int(self.b_N[broken_N.nonzero()[0, 0]])].id
+            model = self.names.get(name, f"draft {name}" if name else "the target")
+            raise RunError(f"{model}: not finite logits on prompt {row}; try --dtype float32, or check its weights")
+        return logits_NV
 
 
 def read_traces(
@@ -235,7 +211,7 @@ def read_traces(
     max_logits: int = MAX_LOGITS,
     seed: int = 0,
     names: Mapping[str, str] | None = None,
-    sinks: MakeSinks = lambda start, rows: {},
+    sinks: MakeSinks = lambda start, rows: [],
     tick: Tick = no_tick,
 ) -> tuple[dict[str, Traces], dict[str, list[Any]]]:
     """Return, by draft, the traces of all rows as far as `methods` need them, and what its sinks found.
@@ -244,44 +220,30 @@ def read_traces(
     logits held at once per model; for heads at least those of one row. names: the models in error messages, the
     target's being "". Raise RunError that names model and prompt if logits are not finite.
     """
-    reader = _Reader(
-        target,
-        drafts,
-        sampling,
-        depths=max((method.shape.depth for method in methods), default=1),
-        ranks=ranks_needed(methods, sampling),
-        places=sampling.greedy or any(method.verifier == "naive" for method in methods),
-        seed=seed,
-        names={"": "the target"} | {name: f"draft {name}" for name in drafts} | dict(names or {}),
-        max_logits=max_logits,
-    )
+    reader = _Reader(target, drafts, sampling, methods)
     heads = any(not isinstance(draft, PreTrainedModel) for draft in drafts.values())
 
-    def read_batch(index: int) -> list[tuple[dict[str, list[Trace]], dict[str, list[Any]]]]:
+    def read_batch(index: int) -> list[tuple[dict[str, Traces], dict[str, list[Any]]]]:
         start = index * batch_size
         batch = rows[start : start + batch_size]
         results = []
         for group in _groups(batch, max_logits // vocabulary_size(target)) if heads else [batch]:
-            collecting = sinks(start, group)
-            traces = reader.read(group, collecting)
+            collecting = {name: sinks(start, group) for name in drafts}
+            traces = reader.read(group, collecting, max_logits, seed, names or {})
             results.append((traces, {name: [sink.found for sink in part] for name, part in collecting.items()}))
             start += len(group)
         tick(len(batch))
         return results
 
     parts = [part for batch in divided(-(-len(rows) // batch_size), read_batch) for part in batch]
-    traces = {
-        name: Traces([trace for part, _ in parts for trace in part[name]], isinstance(draft, PreTrainedModel))
-        for name, draft in drafts.items()
+    traces = {name: Traces.joined([part[name] for part, _ in parts]) for name in drafts}
+    return traces, {
+        name: [
+            {key: [value for part in found for value in part[key]] for key in found[0]}
+            for found in zip(*(part[name] for _, part in parts), strict=True)
+        ]
+        for name in drafts
     }
-    collected = {
-        name: [_joined(found) for found in zip(*(part[name] for _, part in parts), strict=True)] for name in parts[0][1]
-    }
-    return traces, collected
-
-
-def _joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    return {key: [value for part in parts for value in part[key]] for key in parts[0]}
 
 
 def measure_alphas(
@@ -304,25 +266,21 @@ def measure_alphas(
     """
     counts = {step: positions_per_prompt(step, len(rows), vocabulary_size(target)) for step in roots}
 
-    def sinks(start: int, group: Sequence[Continuation]) -> dict[str, list[Sink]]:
-        made: dict[str, list[Sink]] = {}
-        for name in drafts:
-            made[name] = [RootSums(step, group, counts[step][start:], seed) for step in roots]
-            if diagnose:
-                made[name].append(Diagnoser(group, sampling, seed, first=start))
-        return made
+    def sinks(start: int, group: Sequence[Continuation]) -> list[Sink]:
+        of_draft: list[Sink] = [RootSums(step, group, counts[step][start:], seed) for step in roots]
+        return [*of_draft, Diagnoser(group, sampling, seed, first=start)] if diagnose else of_draft
 
     traces, collected = read_traces(target, drafts, rows, sampling, methods, sinks=sinks, seed=seed, **options)
     measured: dict[str, AlphaMeasurement] = {}
     for name, read in traces.items():
-        predicted = {method.name: predict(method, sampling, read) for method in methods}
+        predicted = {method.name: predict(method.shape, method.verifier, sampling, read) for method in methods}
         *root_sums, diagnosis = collected[name] if diagnose else [*collected[name], None]
         measured[name] = AlphaMeasurement(
-            sum=[float(trace.alpha.sum()) for trace in read.rows],
-            greedy=[float(trace.greedy.sum()) for trace in read.rows],
-            match=[float(trace.match.sum()) for trace in read.rows],
-            missing=[float(trace.missing.sum()) for trace in read.rows],
-            count=[trace.length for trace in read.rows],
+            sum=read.sums("alpha"),
+            greedy=read.sums("greedy"),
+            match=read.sums("match"),
+            missing=read.sums("missing"),
+            count=read.lengths_P.tolist(),
             roots={step.name: sums for step, sums in zip(roots, root_sums, strict=True)},
             predicted={key: value for key, value in predicted.items() if value is not None},
             diagnosis=diagnosis,

@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
@@ -42,7 +41,7 @@ from eval.config import PlanConfig
 from eval.estimate import read_traces
 from eval.model_rows import machine, model_row
 from eval.plan_model import Costs, JointRuns, kary_space, measure_costs
-from eval.predict import Traces, chances, expected_counts
+from eval.predict import Traces, chances, predict
 from eval.request import Method
 
 SCHEMA_VERSION = 1
@@ -139,12 +138,13 @@ class _Expected:
     traces: Traces
     costs: Costs
 
-    def tokens_per_call(self, tree: Tree, verifier: str | None = None) -> PromptSums:
+    def tokens_per_call(self, tree: Tree, verifier: str) -> PromptSums:
         """Tokens of every text over the target calls that are expected for it."""
-        counts = expected_counts(tree, verifier or default_verifier(tree), self.sampling, self.traces)
-        return PromptSums.of([trace.length for trace in self.traces.rows], counts["target_calls"])
+        counts = predict(tree, verifier, self.sampling, self.traces)
+        assert counts is not None
+        return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
 
-    def rate(self, tree: Tree, verifier: str | None = None) -> tuple[float, float]:
+    def rate(self, tree: Tree, verifier: str) -> tuple[float, float]:
         """Tokens per second, and per step."""
         tau = self.tokens_per_call(tree, verifier).pooled or 0.0
         return tau / self.costs.step(tree), tau
@@ -198,7 +198,6 @@ def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> di
         "candidates": candidates,
         "not_tried": not_tried,
         "confirmed": confirmed,
-        "domains": _by_domain(planner.prompts, expected, static[:20]),
         "engines": _engines(kind_of(planner.draft), expected, depth),
         "load": os.getloadavg()[0],
         "seconds": time.perf_counter() - started,
@@ -228,8 +227,7 @@ def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None]
 
 def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> list[Candidate]:
     """Static trees, the fastest expected first."""
-    lengths_P = np.array([trace.length for trace in expected.traces.rows])
-    runs = JointRuns(chances(ranks, "mcsd", planner.sampling, expected.traces), lengths_P)
+    runs = JointRuns(chances(ranks, "mcsd", planner.sampling, expected.traces), expected.traces.lengths_P)
     trees: list[tuple[str, str | None, Tree]] = [
         ("chain", f"chain:{n}", kary((1,) * n)) for n in range(1, min(LONGEST_CHAIN, depth) + 1)
     ]
@@ -320,22 +318,9 @@ def _tau(candidate: Candidate, expected: _Expected, seed: int) -> dict[str, Any]
     """Expected tau of a static candidate with its interval; None for a tree that was only tried."""
     if candidate.step_s is None or not isinstance(candidate.shape, Tree):
         return None
-    picks = resamples(len(expected.traces.rows), 500, row_seed(seed, "plan/tau"))
-    tau = estimate(expected.tokens_per_call(candidate.shape), picks)
+    picks = resamples(len(expected.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
+    tau = estimate(expected.tokens_per_call(candidate.shape, default_verifier(candidate.shape)), picks)
     return {key: tau[key] for key in ("value", "low", "high")}
-
-
-def _by_domain(prompts: Sequence[Prompt], expected: _Expected, static: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """For each domain of the prompts, the static tree that is predicted to be fastest there."""
-    rows = []
-    for domain in dict.fromkeys(prompt.domain for prompt in prompts):
-        paired = zip(prompts, expected.traces.rows, strict=True)
-        traces = replace(expected.traces, rows=[trace for prompt, trace in paired if prompt.domain == domain])
-        own = replace(expected, traces=traces)
-        speed, tau, name = max((*own.rate(candidate.shape), candidate.name) for candidate in static)  # type: ignore[arg-type]
-        speedup = speed * expected.costs.alone
-        rows.append({"domain": domain, "prompts": len(traces.rows), "tree": name, "tau": tau, "speedup": speedup})
-    return rows
 
 
 def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any]]:

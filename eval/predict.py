@@ -24,9 +24,8 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from decode import Tree
+from decode import VERIFIERS, Tree, TreeShape
 from draftsmith_core.settings import Sampling
-from eval.acceptance import Trace
 from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
 from eval.request import Method
 
@@ -49,12 +48,36 @@ class PredictedCounts(TypedDict):
     reached_by_depth: list[list[float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traces:
-    """Traces of one draft on a set of prompts. `any_depth`: it drafts alike at every depth (a language model)."""
+    """What decides acceptance at the positions of P continuations of the target, for one draft.
 
-    rows: list[Trace]
+    values: float64 arrays `[D, P, L]`, 0 where nothing was read. For the first drafted token (D = 1): alpha
+    (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of the tokens that the draft cannot draft).
+    For the text's token drafted at depth d (D = 1 for a language model, which drafts it alike at any depth): ratio
+    q(x) / p(x), place (1 if the draft finds no token more probable), belief (what a confidence stop reads), and for
+    every rule of `ranks_needed` `[D, P, L, K]`, the chance that it was accepted at each rank.
+    """
+
+    lengths_P: NDArray[np.int64]
     any_depth: bool
+    values: dict[str, Floats]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Traces"]) -> "Traces":
+        """Put batches one after another."""
+        longest = max(part.values["alpha"].shape[2] for part in parts)
+
+        def padded(array: Floats) -> Floats:
+            return np.pad(array, [(0, 0), (0, 0), (0, longest - array.shape[2]), (0, 0)][: array.ndim])
+
+        values = {key: np.concatenate([padded(part.values[key]) for part in parts], axis=1) for key in parts[0].values}
+        return cls(np.concatenate([part.lengths_P for part in parts]), parts[0].any_depth, values)
+
+    def sums(self, key: str) -> list[float]:
+        """By continuation, the sum of a value of the first drafted token."""
+        pairs = zip(self.values[key][0], self.lengths_P, strict=True)
+        return [float(values_L[:length].sum()) for values_L, length in pairs]
 
 
 def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
@@ -64,13 +87,12 @@ def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
     return list(dict.fromkeys([*chains, *methods]))
 
 
-def predictable(method: Method, sampling: Sampling) -> bool:
-    """Whether the counts of a method follow from the traces; see the module."""
-    shape, rule = method.shape, method.verifier
+def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:
+    """Whether the counts of a tree and a rule follow from the traces; see the module."""
     if not isinstance(shape, Tree):
         return False  # its shape depends on what was drafted
     if sampling.greedy:
-        return rule in _KNOWN or method.lossless
+        return rule in _KNOWN or VERIFIERS[rule].lossless
     if rule == "naive" and shape.stop:
         return False  # the stop reads another distribution than the one drawn from
     return rule in _KNOWN and (rule != "traversal" or shape.is_chain)
@@ -87,48 +109,29 @@ def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int
     return needed
 
 
-def predict(method: Method, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
-    """Counts expected of decoding these texts with a method; None if it cannot be predicted."""
-    shape = method.shape
-    if not predictable(method, sampling) or not isinstance(shape, Tree):
+def predict(shape: TreeShape, rule: str, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
+    """Counts expected of decoding these texts with a tree and a rule; None if they cannot be predicted."""
+    if not isinstance(shape, Tree) or not predictable(shape, rule, sampling):
         return None
-    if not traces.any_depth and shape.depth > traces.rows[0].ratio.shape[0]:
+    if not traces.any_depth and shape.depth > len(traces.values["ratio"]):
         return None
-    return expected_counts(shape, method.verifier, sampling, traces)
-
-
-def expected_counts(tree: Tree, verifier: str, sampling: Sampling, traces: Traces) -> PredictedCounts:
-    """`predict` for a static tree within the depth of the traces, and a predictable rule."""
-    joint = verifier in _JOINT and not sampling.greedy
-    return _walk(tree, traces, None if joint else chances(max(tree.widths), verifier, sampling, traces))
-
-
-def padded(rows: Sequence[Floats], fill: float = 0.0) -> Floats:
-    """Stack rows `[..., L_p]` to `[P, ..., L]`."""
-    longest = max(row.shape[-1] for row in rows)
-    out = np.full((len(rows), *rows[0].shape[:-1], longest), fill)
-    for p, row in enumerate(rows):
-        out[p, ..., : row.shape[-1]] = row
-    return out
+    joint = rule in _JOINT and not sampling.greedy
+    return _walk(shape, traces, None if joint else chances(max(shape.widths), rule, sampling, traces))
 
 
 def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
     """`[D, K, P, L]`: chance that the text's token was accepted at each rank of up to `width` candidates."""
     if sampling.greedy or verifier == "naive":
-        place_PDL = padded([trace.place for trace in traces.rows], np.inf)
-        return np.stack([place_PDL == rank for rank in range(width)]).astype(np.float64).transpose(2, 0, 1, 3)
+        return (traces.values["place"][:, None] == np.arange(1, 1 + width)[:, None, None]).astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
-        return padded([trace.ranks[verifier].transpose(2, 0, 1) for trace in traces.rows]).transpose(2, 1, 0, 3)
-    return np.minimum(1.0, padded([trace.ratio for trace in traces.rows])).transpose(1, 0, 2)[:, None]
+        return traces.values[verifier].transpose(0, 3, 1, 2)
+    return np.minimum(1.0, traces.values["ratio"])[:, None]
 
 
 def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedCounts:
     """Expected counts of a chain of steps along every text; `chances_DKPL` None for block verification on a chain."""
-    lengths_P = np.array([trace.length for trace in traces.rows])
-    longest, depth = int(lengths_P.max()), tree.depth
+    lengths_P, longest, depth = traces.lengths_P, int(traces.lengths_P.max()), tree.depth
     inside_PL = np.arange(longest) < lengths_P[:, None]
-    belief_DPL = padded([trace.belief for trace in traces.rows]).transpose(1, 0, 2)
-    ratio_DPL = padded([trace.ratio for trace in traces.rows]).transpose(1, 0, 2)
 
     def at(values_DPL: Floats, level: int) -> Floats:
         """By root: the value of the text's token `level` positions later, drafted at that depth; 0 beyond the text."""
@@ -146,12 +149,12 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
         if rank == 0:
             offered[level] += above
         if chances_DKPL is None:
-            joint_PL = joint_PL * at(ratio_DPL, level - 1)
+            joint_PL = joint_PL * at(traces.values["ratio"], level - 1)
             here = np.minimum(above, joint_PL)
         else:
             here = above * at(chances_DKPL[:, rank], level - 1)
         reach.append(here)
-        belief.append(belief[parent + 1] * at(belief_DPL, level - 1) if tree.stop else one_PL)
+        belief.append(belief[parent + 1] * at(traces.values["belief"], level - 1) if tree.stop else one_PL)
         accepted[level] = accepted[level] + here
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
     ends = [accepted[d] - accepted[d + 1] for d in range(depth)] + [accepted[depth]]

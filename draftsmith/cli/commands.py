@@ -193,7 +193,7 @@ def _plan(config: Any, command: str) -> Done:
     from eval.plan import plan, plan_lines
 
     document = plan(config)
-    keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "domains", "engines")
+    keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "engines")
     summary = {"plan": config.out, **{key: document[key] for key in keys}}
     return summary, [*plan_lines(document), "", f"plan: {config.out} (--tree auto:{config.out})"]
 
