@@ -13,12 +13,12 @@ P(rank k accepted, token x) / p(x):
     exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most probable tokens
 Products of these along a path are unbiased because the draws of different positions are independent.
 
-Legend: B rows, T columns (tokens), C columns of one chunk, V vocabulary, H hidden size, K ranks, D depths, N positions.
+Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
-from drafts.vocabulary import VocabularyMap, vocabulary_map
+from drafts.vocabulary import vocabulary_map
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import draw
 
@@ -100,44 +100,26 @@ def _eagle_logits(
         yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits
 
 
-def model_logits(draft: PreTrainedModel, ids_BT: Tensor, past: int, cache: Any, keep: int) -> tuple[Tensor, Any]:
-    """Return a language model's logits `[B, keep or C, V]` behind `past` columns in `cache`, and the cache.
+def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:
+    """Return a language model's logits `[B, keep, V]` at the last `keep` columns.
 
-    For a draft of another vocabulary they are over the target's, -inf for tokens that it does not share.
+    For a draft of another vocabulary they are over the target's, -inf for tokens that it does not share, each at the
+    last of the token's pieces in the draft's tokens.
     """
-    if (words := vocabulary_map(draft)) is not None:
-        return _foreign_logits(draft, words, ids_BT, cache, keep)
-    # The draft reads a token without embedding as its last, as in decoding.
-    ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
-    end = past + ids_BT.shape[1]
-    out = draft(
-        input_ids=ids_BT,
-        # Causal attention never sees the padding on the right, so nothing need be masked.
-        attention_mask=torch.ones(len(ids_BT), end, dtype=torch.long, device=ids_BT.device),
-        position_ids=torch.arange(past, end, device=ids_BT.device).expand_as(ids_BT),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=keep,
-    )
-    return out.logits, out.past_key_values
-
-
-def _foreign_logits(
-    draft: PreTrainedModel, words: VocabularyMap, ids_BT: Tensor, cache: Tensor | None, keep: int
-) -> tuple[Tensor, Tensor]:
-    """Logits of each target token at the last of its pieces in the draft's tokens. `cache` is the text so far: rows
-    differ in their number of pieces, so every chunk is forwarded with all text before it.
-    """
-    so_far_BT = ids_BT if cache is None else torch.cat([cache, ids_BT], dim=1)
-    pieces = [[words.in_draft[token] for token in row] for row in so_far_BT.tolist()]
-    rows = [[piece for token in row for piece in token] for row in pieces]
-    longest = max(map(len, rows))
-    own_BS = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=draft.device)
+    if (words := vocabulary_map(draft)) is None:
+        # The draft reads a token without embedding as its last, as in decoding. Causal attention never sees the padding
+        # on the right, so nothing need be masked.
+        ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
+        mask_BT = torch.ones_like(ids_BT)
+        out = draft(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, logits_to_keep=keep)
+        return cast(Tensor, out.logits)
+    pieces = [[words.in_draft[token] for token in row] for row in ids_BT.tolist()]
+    rows = [torch.tensor([piece for token in row for piece in token]) for row in pieces]
     last_BT = torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(1) - 1
-    wanted_BC = last_BT[:, -(keep or ids_BT.shape[1]) :]
-    logits_BSV = draft(input_ids=own_BS, use_cache=False).logits
-    index = wanted_BC.unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
-    return words.to_target(logits_BSV.gather(1, index)), so_far_BT
+    ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(draft.device)
+    logits_BSV = draft(input_ids=ids_BS, use_cache=False).logits
+    index = last_BT[:, -keep:].unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
+    return words.to_target(logits_BSV.gather(1, index))
 
 
 def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int) -> Tensor:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith_core.sampling import Sampling, acceptance, generator, row_seed, uniforms
+from draftsmith_core.sampling import Sampling, acceptance
 from eval.acceptance import Continuation, refusals
-from eval.headroom import spread
+from eval.headroom import drawn_at
 
 # Most probable candidates per position; the rest is left out of the calibration.
 CANDIDATES = 64
@@ -54,27 +54,21 @@ class Diagnoser:
     """Takes a diagnosis of some rows while p and q pass by. `first`: the number of the first row in its set."""
 
     def __init__(self, texts: Sequence[Continuation], sampling: Sampling, seed: int, first: int = 0) -> None:
-        self.texts, self.sampling = texts, sampling
-        rows, longest = len(texts), max(len(text.output_ids) for text in texts)
-        self.alpha_BL, self.entropy_BL = np.zeros((rows, longest)), np.zeros((rows, longest))
-        self.confidence, self.best, self.drawn = (
-            np.zeros((rows, *s)) for s in ((BINS, 3), (CANDIDATES,), (CANDIDATES,))
-        )
+        self.texts, self.sampling, rows = texts, sampling, len(texts)
+        self.alpha: list[list[float]] = [[] for _ in texts]
+        self.entropy: list[list[float]] = [[] for _ in texts]
+        self.confidence, self.best = np.zeros((rows, BINS, 3)), np.zeros((rows, CANDIDATES))
+        self.drawn = np.zeros((rows, CANDIDATES))
         self.viewed: list[list[ViewedToken]] = [[] for _ in texts[: max(0, VIEWED_PROMPTS - first)]]
-        self.uniforms: dict[tuple[int, int], Tensor] = {}
-        for row, text in enumerate(texts if not sampling.greedy else ()):
-            places = spread(len(text.output_ids), DRAWN_POSITIONS)
-            stream = uniforms([generator(row_seed(seed, f"{text.id}/diagnosis"))], len(places) * CANDIDATES)
-            for place, u_K in zip(places, stream.view(len(places), CANDIDATES), strict=True):
-                self.uniforms[row, place] = u_K
+        drawn = 0 if sampling.greedy else DRAWN_POSITIONS
+        self.uniforms = drawn_at(texts, [drawn] * rows, (CANDIDATES,), "diagnosis", seed)
 
     @property
     def found(self) -> Diagnosis:
         """The diagnosis of what has passed by."""
-        lengths = [len(text.output_ids) for text in self.texts]
         return Diagnosis(
-            alpha=[row[:length].tolist() for row, length in zip(self.alpha_BL, lengths, strict=True)],
-            entropy=[row[:length].tolist() for row, length in zip(self.entropy_BL, lengths, strict=True)],
+            alpha=self.alpha,
+            entropy=self.entropy,
             confidence=self.confidence.tolist(),
             best=self.best.tolist(),
             drawn=[] if self.sampling.greedy else self.drawn.tolist(),
@@ -96,10 +90,12 @@ class Diagnoser:
         best_NK = p_NK.cumsum(1).double()
         # A vocabulary smaller than the candidates is used up, and more of them change nothing.
         best_NK = torch.cat([best_NK, best_NK[:, -1:].expand(-1, CANDIDATES - count)], dim=1).clamp(max=1.0)
-        rows, at = (list(part) for part in zip(*places, strict=True))
-        self.alpha_BL[rows, at] = acceptance(p_NV, q_NV).clamp(max=1.0).tolist()
-        entropy_N = torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))
-        self.entropy_BL[rows, at] = entropy_N.abs().tolist()
+        rows = [row for row, _ in places]
+        alpha_N = acceptance(p_NV, q_NV).clamp(max=1.0)
+        entropy_N = (torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))).abs()
+        for row, alpha, entropy in zip(rows, alpha_N.tolist(), entropy_N.tolist(), strict=True):
+            self.alpha[row].append(alpha)
+            self.entropy[row].append(entropy)
         np.add.at(self.best, rows, best_NK.cpu().numpy())
         np.add.at(self.confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
         for n, (row, place) in enumerate(places):

@@ -23,7 +23,7 @@ from eval import remarks, rows
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.measure import Suite, decoder_of, fit, load_suites
-from eval.measure_all import Cells, Evaluation, measure_all
+from eval.measure_all import Evaluation, measure_all
 from eval.model_rows import clock, identity, machine, model_row
 from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
 from eval.remarks import announce
@@ -56,10 +56,10 @@ def evaluate(config: EvalConfig) -> Results:
         given, config = config, _with_sampling_of(pair.target, config)
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
-        work = Evaluation(config, check(config), suites, pair, models, Cells(run))
+        work = Evaluation(config, check(config), suites, pair, models, run)
         if "auto" in config.tree:
-            config = _with_planned_tree(work)
-            work = replace(work, config=config, request=check(config))
+            work.config = config = _with_planned_tree(work)
+            work.request = check(config)
         notes += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         notes += announce(remarks.of_target(config.target, pair.target), strict=False)
         measured = measure_all(work)
@@ -82,7 +82,7 @@ def evaluate(config: EvalConfig) -> Results:
                 config=asdict(config),
                 models=models,
                 provenance=provenance(command_line("eval", given), asdict(config)),
-                clock=clock(started, work.cells.reused, work.cells.measured, pair.target),
+                clock=clock(started, work.reused, work.measured, pair.target),
                 remarks=notes,
                 diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
             )
@@ -155,10 +155,10 @@ def _with_planned_tree(work: Evaluation) -> EvalConfig:
         "options": [config.max_new_tokens, config.seed],
     }
     planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, config.max_new_tokens, config.seed)
-    plan = work.cells.get(decides, lambda: plan_now(planner))
+    plan = work.cell(decides, lambda _: plan_now(planner))
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, plan)
-    kept = " (kept from before)" * (work.cells.reused > 0)
+    kept = " (kept from before)" * work.reused
     say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(plan)}")
     tree = plan["tree"].get("spec") or f"auto:{file}"
     return replace(config, tree=[tree if spec == "auto" else spec for spec in config.tree])

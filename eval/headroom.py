@@ -6,6 +6,7 @@ alone: the bound of `decode.transport_bound` (Hu et al., ICLR 2025, arXiv 2502.1
 Legend: N positions, T trials, K candidates, M = K + 1 nodes with the root, V vocabulary, U uniforms per trial.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -86,56 +87,60 @@ def spread(length: int, count: int) -> list[int]:
     return [(2 * index + 1) * length // (2 * count) for index in range(count)]
 
 
+def drawn_at(
+    rows: Sequence[Continuation], counts: Sequence[int], shape: tuple[int, ...], what: str, seed: int
+) -> dict[tuple[int, int], Tensor]:
+    """By (row, place): uniforms of a shape, at `counts[row]` places spread over each answer.
+
+    They come from a stream of the row's own, the same for every draft.
+    """
+    drawn: dict[tuple[int, int], Tensor] = {}
+    for b, row in enumerate(rows):
+        places = spread(len(row.output_ids), counts[b])
+        stream = uniforms([generator(row_seed(seed, f"{row.id}/{what}"))], len(places) * math.prod(shape))
+        drawn |= zip([(b, place) for place in places], stream.view(len(places), *shape), strict=True)
+    return drawn
+
+
 def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> tuple[Tensor, Tensor]:
     """The bound, and the share of T trials in which the verifier accepted a candidate; float64 `[N]`.
 
     p, q: fp32 distributions of target and draft above temperature 0. u: float64 uniforms.
     """
     # All drawings draw a single candidate alike, and this one needs no integral.
-    drawing = step.drawing if step.candidates > 1 or step.drawing == "deterministic" else "with_replacement"
+    count, tree = step.candidates, TreeBatch.build(step.tree, p_NV.device)
+    drawing = step.drawing if count > 1 or step.drawing == "deterministic" else "with_replacement"
     trials, size = u_NTU.shape[1], max(1, MAX_ELEMENTS // (p_NV.shape[1] * u_NTU.shape[1]))
     bounds: list[Tensor] = []
     reached: list[Tensor] = []
     for p, q, u in zip(p_NV.split(size), q_NV.split(size), u_NTU.split(size), strict=True):
-        bounds.append(optimal_acceptance(p, q, step.candidates, drawing))
-        again_p, again_q = p.repeat_interleave(trials, dim=0), q.repeat_interleave(trials, dim=0)
-        reached.append(_one_step(step, again_p, again_q, u.flatten(0, 1).to(p.device)).view(-1, trials).mean(1))
+        bounds.append(optimal_acceptance(p, q, count, drawing))
+        p, q, u = p.repeat_interleave(trials, dim=0), q.repeat_interleave(trials, dim=0), u.flatten(0, 1).to(p.device)
+        if step.drawing == "deterministic":
+            best = q.topk(min(count, q.shape[1]), dim=-1)
+            tokens = best.indices.masked_fill(best.values <= 0, -1)
+            tokens = torch.nn.functional.pad(tokens, (0, count - tokens.shape[1]), value=-1)
+        else:
+            tokens = draw_children(step.drawing, q.unsqueeze(1), u[:, None, :count], [count], 1)[:, 0]
+        proposal = Proposal(
+            tree=tree,
+            tokens_BM=torch.nn.functional.pad(tokens, (1, 0), value=-1),
+            q_BEV=None if step.drawing == "deterministic" else q.unsqueeze(1),
+            drawing=step.drawing,
+        )
+        # The distributions below a candidate decide only the token after it, which does not matter here.
+        verdict = VERIFIERS[step.verifier].run(proposal, p.unsqueeze(1).expand(-1, count + 1, -1), u[:, count:])
+        reached.append((verdict.accepted_B > 0).double().view(-1, trials).mean(1))
     return torch.cat(bounds), torch.cat(reached)
 
 
-def _one_step(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NU: Tensor) -> Tensor:
-    count = step.candidates
-    if step.drawing == "deterministic":
-        best = q_NV.topk(min(count, q_NV.shape[1]), dim=-1)
-        tokens_NK = best.indices.masked_fill(best.values <= 0, -1)
-        tokens_NK = torch.nn.functional.pad(tokens_NK, (0, count - tokens_NK.shape[1]), value=-1)
-    else:
-        tokens_NK = draw_children(step.drawing, q_NV.unsqueeze(1), u_NU[:, None, :count], [count], 1)[:, 0]
-    proposal = Proposal(
-        tree=TreeBatch.build(step.tree, p_NV.device),
-        tokens_BM=torch.nn.functional.pad(tokens_NK, (1, 0), value=-1),
-        q_BEV=None if step.drawing == "deterministic" else q_NV.unsqueeze(1),
-        drawing=step.drawing,
-    )
-    # The distributions below a candidate decide only the token after it, which does not matter here.
-    p_NMV = p_NV.unsqueeze(1).expand(-1, count + 1, -1)
-    verdict = VERIFIERS[step.verifier].run(proposal, p_NMV, u_NU[:, count:])
-    return (verdict.accepted_B > 0).double()
-
-
 class RootSums:
-    """Simulates a root step at chosen positions of some rows while p and q pass by."""
+    """Simulates a root step at `counts[row]` positions of some rows while p and q pass by."""
 
     def __init__(self, step: RootStep, rows: Sequence[Continuation], counts: Sequence[int], seed: int) -> None:
-        """`counts`: number of positions to look at, for each row."""
-        self.step, zeros = step, [0.0] * len(rows)
-        self.found = RootMeasurement(bound=[*zeros], reached=[*zeros], count=[0] * len(rows))
-        self.uniforms: dict[tuple[int, int], Tensor] = {}
-        for b, row in enumerate(rows):
-            places = spread(len(row.output_ids), counts[b])
-            stream = generator(row_seed(seed, f"{row.id}/headroom/{step.name}"))  # the same for every draft
-            u_PTU = uniforms([stream], len(places) * TRIALS * step.uniforms).view(len(places), TRIALS, step.uniforms)
-            self.uniforms |= {(b, place): u_TU for place, u_TU in zip(places, u_PTU, strict=True)}
+        self.step = step
+        self.found = RootMeasurement(bound=[0.0] * len(rows), reached=[0.0] * len(rows), count=[0] * len(rows))
+        self.uniforms = drawn_at(rows, counts, (TRIALS, step.uniforms), f"headroom/{step.name}", seed)
 
     def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
         """Take positions as (row, index in its continuation), and p and q there."""

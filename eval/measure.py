@@ -29,7 +29,8 @@ WARM_UP_TOKENS = 8
 # Prompts that tell drafting from verifying, and the most nodes of the tree of one level.
 COST_PROMPTS, MOST_NODES = 2, 64
 # What is kept of `decode.stats`, per prompt.
-COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum", "accepted_by_depth", "reached_by_depth")
+COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
+COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
 
 
 class Identical(TypedDict):
@@ -83,15 +84,17 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
         return list(suites)
     fitted = []
     for suite in suites:
-        long = [prompt for prompt in suite.prompts if len(prompt.ids) + max_new_tokens > context]
-        reasons = [
-            f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of {context}" for prompt in long
-        ]
-        skips = tuple((f"prompt {prompt.id}", reason) for prompt, reason in zip(long, reasons, strict=True))
-        kept = tuple(prompt for prompt in suite.prompts if prompt not in long)
-        if not kept:
-            raise InputError(f"{suite.source}: {reasons[0]}; lower --max_new_tokens or use shorter prompts")
-        fitted.append(replace(suite, prompts=kept, skipped=suite.skipped + skips))
+        skips = {
+            prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of {context}"
+            for prompt in suite.prompts
+            if len(prompt.ids) + max_new_tokens > context
+        }
+        prompts = tuple(prompt for prompt in suite.prompts if prompt not in skips)
+        if not prompts:
+            reason = next(iter(skips.values()))
+            raise InputError(f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts")
+        skipped = (*suite.skipped, *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()))
+        fitted.append(replace(suite, prompts=prompts, skipped=skipped))
     return fitted
 
 
@@ -145,6 +148,12 @@ def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> Specula
     return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
 
 
+def _speed_run(draft: str | None, method: Method | None) -> SpeedRun:
+    named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
+    lists: dict[str, Any] = {key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")}
+    return cast(SpeedRun, named | lists)
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished prompts."""
@@ -169,18 +178,15 @@ class Task:
     ) -> DecodingMeasurement:
         """Decode every prompt with a draft; if greedy, also compare with the target's own output."""
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
-        counts: dict[str, list[Any]] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
-        for key in ("accepted_by_depth", "reached_by_depth"):
-            counts[key] = [list(by_depth) for by_depth in counts[key]]
-        identical = self._identical([row.output_ids for row in rows], expected) if self.sampling.greedy else None
-        return cast(DecodingMeasurement, {**counts, "identical": identical})
+        counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
+        counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
+        counts["identical"] = (
+            self._identical([row.output_ids for row in rows], expected) if self.sampling.greedy else None
+        )
+        return cast(DecodingMeasurement, counts)
 
     def speed(
-        self,
-        drafts: dict[str, Draft],
-        methods: Sequence[Method],
-        costs_of: Method | None = None,
-        tick: Tick = no_tick,
+        self, drafts: dict[str, Draft], methods: Sequence[Method], costs_of: Method | None = None, tick: Tick = no_tick
     ) -> SpeedMeasurement:
         """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order. On the first
         prompts, also time every draft on one level of as many nodes as the method `costs_of` has.
@@ -189,33 +195,24 @@ class Task:
         is warmed up once before the clock counts.
         """
         load = os.getloadavg()[0]
-        runs: list[SpeedRun] = []
-        one_level: list[SpeedRun] = []
-        contenders: list[tuple[SpeculativeDecoder, Method | None, SpeedRun, int]] = []
-
-        def add(decoder: SpeculativeDecoder, draft: str | None, method: Method | None, prompts: int = 0) -> None:
-            named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
-            counted = ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
-            run = cast(SpeedRun, {**named, **{key: [] for key in counted}})
-            (one_level if prompts else runs).append(run)
-            contenders.append((decoder, method, run, prompts))
-
-        add(SpeculativeDecoder(self.target, None), None, None)
+        # Decoder, method and run, and whether the tree is of one level.
+        alone = SpeculativeDecoder(self.target, None), None, _speed_run(None, None), False
+        contenders: list[tuple[SpeculativeDecoder, Method | None, SpeedRun, bool]] = [alone]
         for name, draft in drafts.items():
             for method in methods:
-                add(decoder_of(self.target, draft, method), name, method)
+                contenders.append((decoder_of(self.target, draft, method), method, _speed_run(name, method), False))
             if costs_of is not None:
-                flat = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
+                level = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
                 # Verifiers of chains take one candidate; the cheapest for several stands for them.
                 rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
-                proposer = PROPOSERS[kind_of(draft)].make(draft)
-                add(SpeculativeDecoder(self.target, proposer, flat, rule), name, costs_of, COST_PROMPTS)
+                decoder = SpeculativeDecoder(self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule)
+                contenders.append((decoder, costs_of, _speed_run(name, costs_of), True))
         for decoder, timed, *_ in contenders:
             self._generate(decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens))
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
-            for decoder, timed, run, prompts in contenders[turn:] + contenders[:turn]:
-                if prompts and index >= prompts:
+            for decoder, timed, run, flat in contenders[turn:] + contenders[:turn]:
+                if flat and index >= COST_PROMPTS:
                     continue
                 batch = self._generate(decoder, [prompt], timed, self.max_new_tokens)
                 stats = batch.generations[0].stats
@@ -224,9 +221,13 @@ class Task:
                 run["depth_sum"].append(stats.depth_sum)
                 run["prefill_s"].append(batch.prefill_s)
                 run["decode_s"].append(batch.decode_s)
-                tick(0 if prompts else 1)
-        ids = [prompt.id for prompt in self.prompts]
-        return SpeedMeasurement(prompt_ids=ids, runs=runs, one_level=one_level, load=[load, os.getloadavg()[0]])
+                tick(0 if flat else 1)
+        return SpeedMeasurement(
+            prompt_ids=[prompt.id for prompt in self.prompts],
+            runs=[run for *_, run, flat in contenders if not flat],
+            one_level=[run for *_, run, flat in contenders if flat],
+            load=[load, os.getloadavg()[0]],
+        )
 
     def _decode(self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick) -> list[Generation]:
         """All prompts, batch by batch. Batches are the same however many processes divide them."""

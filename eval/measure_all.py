@@ -1,7 +1,7 @@
 """Every measurement of an evaluation, in order. Each is one file of OUT/cells, so a killed evaluation resumes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from drafts.load import LoadedPair
 from draftsmith_core.io import hash_json
 from draftsmith_core.models import eos_ids
 from draftsmith_core.processes import from_main
-from draftsmith_core.progress import Advance, no_advance, progress
+from draftsmith_core.progress import Advance, Tick, no_advance, progress
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling
 from eval.acceptance import Continuation
@@ -27,50 +27,51 @@ from eval.schema import ModelRow
 MEASUREMENT_VERSION = 7
 
 
-class Cells:
-    """Finished measurements, one JSON file each, named by the hash of everything that decides its outcome.
-
-    A request that differs in any of it has another name. Cells of other configurations stay, and are reused when that
-    configuration comes back.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.reused, self.measured = run, 0, 0
-
-    def get(self, request: dict[str, Any], make: Callable[[], Any], who: Literal["main", "all"] = "all") -> Any:
-        """Return the kept outcome of `request`, or that of `make()`, which is then kept. `who`: as in `Run.step`."""
-        if self._missing(request):
-            self.measured += 1
-        else:
-            self.reused += 1
-        return self.run.step(self._name(request), make, who=who)
-
-    def get_all(
-        self, requests: Mapping[str, dict[str, Any]], make: Callable[[list[str]], Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the outcomes of several requests by name; `make(names)` measures all missing ones at once."""
-        missing = [name for name, request in requests.items() if self._missing(request)]
-        made = make(missing) if missing else {}
-        return {name: self.get(request, lambda name=name: made[name]) for name, request in requests.items()}  # type: ignore[misc]
-
-    def _missing(self, request: dict[str, Any]) -> bool:
-        return not from_main((self.run.directory / self._name(request)).exists)
-
-    def _name(self, request: dict[str, Any]) -> str:
-        return f"cells/{hash_json({'version': MEASUREMENT_VERSION, **request})[:32]}.json"
-
-
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
-    """What every measurement of an evaluation shares."""
+    """What every measurement of an evaluation shares, and how many of its cells were `reused` and `measured`.
+
+    A cell is a finished measurement: a JSON file named by the hash of everything that decides its outcome. Cells of
+    other configurations stay, and are reused when that configuration comes back.
+    """
 
     config: EvalConfig
     request: EvalRequest
     suites: list[Suite]
     pair: LoadedPair
     models: dict[str, ModelRow]
-    cells: Cells
+    run: Run
     advance: Advance = no_advance
+    reused: int = 0
+    measured: int = 0
+
+    def kept(self, decides: dict[str, Any]) -> str | None:
+        """The name of a cell, None if it was not measured yet."""
+        name = _cell_name(decides)
+        return name if from_main((self.run.directory / name).exists) else None
+
+    def cell(
+        self,
+        decides: dict[str, Any],
+        make: Callable[[Tick], Any],
+        note: str = "",
+        units: int = 0,
+        who: Literal["main", "all"] = "all",
+    ) -> Any:
+        """Return the kept outcome, or that of `make(tick)`, which is then kept.
+
+        decides: everything that decides the outcome. units: of progress, under `note`. who: as in `Run.step`.
+        """
+
+        def tick(count: int) -> None:
+            self.advance(count, note)
+
+        if self.kept(decides):
+            self.reused += 1
+            tick(units)
+        else:
+            self.measured += 1
+        return self.run.step(_cell_name(decides), lambda: make(tick), who=who)
 
     def identity(self, suite: Suite, sampling: Sampling) -> dict[str, Any]:
         """What decides the outcome of every measurement on a suite with one sampling."""
@@ -83,25 +84,6 @@ class Evaluation:
             "seed": self.config.seed,
         }
 
-    def cell(
-        self,
-        request: dict[str, Any],
-        units: int,
-        note: str,
-        make: Callable[..., Any],
-        who: Literal["main", "all"] = "all",
-    ) -> Any:
-        """Return one measurement of `units` units of progress, kept or made now by `make(tick=...)`."""
-
-        def tick(count: int) -> None:
-            self.advance(count, note)
-
-        reused = self.cells.reused
-        outcome = self.cells.get(request, lambda: make(tick=tick), who)
-        if self.cells.reused > reused:
-            tick(units)
-        return outcome
-
     def task(self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1) -> Task:
         """The decoding of a suite, or of its first prompts."""
         target, config = self.pair.target, self.config
@@ -109,16 +91,18 @@ class Evaluation:
         return Task(target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size)
 
 
+def _cell_name(decides: dict[str, Any]) -> str:
+    return f"cells/{hash_json({'version': MEASUREMENT_VERSION, **decides})[:32]}.json"
+
+
 def measure_all(work: Evaluation) -> Measured:
     """Measure everything that the request asks for. The clock comes last, when everything is warm."""
-    timed, methods = work.config.speed_prompts, len(work.request.methods)
+    timed, drafts, methods = work.config.speed_prompts, len(work.pair.drafts), len(work.request.methods)
     parts = [(suite, sampling) for suite in work.suites for sampling in work.request.samplings]
-    counted = 1 + len(work.pair.drafts) * (1 + methods)
-    clocked = 1 + len(work.pair.drafts) * methods
+    counted, clocked = 1 + drafts * (1 + methods), 1 + drafts * methods
     total = sum(len(suite.prompts) * counted + min(timed, len(suite.prompts)) * clocked for suite, _ in parts)
     measured = Measured({}, {}, {}, {})
-    with progress("eval", total) as advance:
-        work = replace(work, advance=advance)
+    with progress("eval", total) as work.advance:
         for suite, sampling in parts:
             _count(work, suite, sampling, measured)
         for suite, sampling in parts if timed else ():
@@ -132,7 +116,7 @@ def _count(work: Evaluation, suite: Suite, sampling: Sampling, measured: Measure
     temperature, where = sampling.temperature, f"{suite.name}, T={sampling.temperature:g}"
     common = {**work.identity(suite, sampling), "batch_size": task.batch_size}
     count = len(suite.prompts)
-    baseline = work.cell({"what": "baseline", **common}, count, f"target alone: {where}", task.baseline)
+    baseline = work.cell({"what": "baseline", **common}, task.baseline, f"target alone: {where}", count)
     measured.baselines[suite.name, temperature] = baseline
     for name, alpha in _alphas(work, sampling, continuations(suite.prompts, baseline), common).items():
         measured.alphas[suite.name, temperature, name] = alpha
@@ -140,9 +124,8 @@ def _count(work: Evaluation, suite: Suite, sampling: Sampling, measured: Measure
     for name, draft in work.pair.drafts.items():
         for method in work.request.methods:
             decides = {"what": "decoding", **common, "draft": identity(work.models[name]), **_identity(method)}
-            decode = partial(task.decoding, draft, method, baseline)
             measured.decodings[suite.name, temperature, name, method] = work.cell(
-                decides, count, f"{name}, {method.tree}: {where}", decode
+                decides, partial(task.decoding, draft, method, baseline), f"{name}, {method.tree}: {where}", count
             )
 
 
@@ -158,13 +141,14 @@ def _alphas(
     steps = {} if sampling.greedy else {s.name: s for m in work.request.methods if (s := RootStep.of(m)) is not None}
     methods = predicted_methods(work.request.methods, sampling.greedy)
     decides = {"what": "alpha", **common, "roots": list(steps), "predicted": [_identity(method) for method in methods]}
-    names = {"": f"the target {work.models['target']['name']}"}
-    names |= {name: f"draft {name} ({work.models[name]['name']})" for name in work.pair.drafts}
-
-    def measure_missing(missing: list[str]) -> Mapping[str, AlphaMeasurement]:
-        return measure_alphas(
+    requests = {name: {**decides, "draft": identity(work.models[name])} for name in work.pair.drafts}
+    missing = {name: draft for name, draft in work.pair.drafts.items() if not work.kept(requests[name])}
+    measured: dict[str, AlphaMeasurement] = {}
+    if missing:
+        names = {"": f"the target {work.models['target']['name']}"}
+        measured = measure_alphas(
             work.pair.target,
-            {name: work.pair.drafts[name] for name in missing},
+            missing,
             rows,
             sampling,
             methods,
@@ -172,11 +156,9 @@ def _alphas(
             roots=list(steps.values()),
             diagnose=True,
             seed=work.config.seed,
-            names=names,
+            names=names | {name: f"draft {name} ({work.models[name]['name']})" for name in missing},
         )
-
-    requests = {name: {**decides, "draft": identity(work.models[name])} for name in work.pair.drafts}
-    return work.cells.get_all(requests, measure_missing)
+    return {name: work.cell(decides, lambda _, name=name: measured[name]) for name, decides in requests.items()}  # type: ignore[misc]
 
 
 def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
@@ -196,11 +178,9 @@ def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasuremen
         **work.identity(suite, sampling),
     }
     task = work.task(suite, sampling, work.config.speed_prompts)
-    units, note = (
-        len(task.prompts) * (1 + len(drafts) * len(methods)),
+    note, units = (
         f"timing: {suite.name}, T={sampling.temperature:g}",
+        len(task.prompts) * (1 + len(drafts) * len(methods)),
     )
-    times: SpeedMeasurement = work.cell(
-        decides, units, note, partial(task.speed, drafts, methods, costs_of), who="main"
-    )
+    times: SpeedMeasurement = work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units, "main")
     return times

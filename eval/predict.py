@@ -122,7 +122,7 @@ def predict(shape: TreeShape, rule: str, sampling: Sampling, traces: Traces) -> 
 def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
     """`[D, K, P, L]`: chance that the text's token was accepted at each rank of up to `width` candidates."""
     if sampling.greedy or verifier == "naive":
-        return (traces.values["place"][:, None] == np.arange(1, 1 + width)[:, None, None]).astype(np.float64)
+        return np.equal(traces.values["place"][:, None], np.arange(1, 1 + width)[:, None, None]).astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]

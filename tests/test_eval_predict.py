@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from decode import parse_tree
 from decode.stats import independent_tau
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
@@ -126,9 +127,10 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(
 
 
 def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted() -> None:
-    assert not predictable(Method("eagle2:depth=2,beam=2,nodes=4", "exact"), HOT)
-    assert not predictable(Method("kary:2,2", "traversal"), HOT) and predictable(Method("kary:2,2", "traversal"), COLD)
-    assert not predictable(Method("kary:2,2", "typical"), COLD)
+    tree = parse_tree("kary:2,2")
+    assert not predictable(parse_tree("eagle2:depth=2,beam=2,nodes=4"), "exact", HOT)
+    assert not predictable(tree, "traversal", HOT) and predictable(tree, "traversal", COLD)
+    assert not predictable(tree, "typical", COLD)
 
 
 @pytest.fixture(scope="module")
