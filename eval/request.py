@@ -125,13 +125,12 @@ def check(config: EvalConfig) -> EvalRequest:
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
         if "auto" not in config.tree:  # else the trees are not known yet
-            for _ in requirement.cells(
+            requirement.cells(
                 drafts=list(drafts),
                 base=base,
                 id_sets=id_sets,
                 ood_sets=ood_sets,
                 temperatures=config.temperature,
                 methods=[(method.tree, method.verifier) for method in methods],
-            ):
-                pass  # checks the names as it goes
+            )
     return EvalRequest(drafts, base, id_sets, ood_sets, samplings, methods)

@@ -10,19 +10,15 @@ the only one and the figure is no gain), every prompt set, every temperature, ev
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from draftsmith_core.errors import InputError, RequirementError, nearest
-from eval.results import Cell, Results
+from eval.results import Results
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+OPERATORS: dict[str, Any] = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _FORM = re.compile(r"\s*([\w@]+)\s*(?:\[([^\]]*)\])?\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+)\s*")
 _PER_METHOD = ("tau", "tau_gain", "speedup")
 _OF_GAIN = ("gain", "tau_gain", "transfer")
@@ -55,9 +51,8 @@ class Requirement:
             key, equals, value = word.strip(",").partition("=")
             key, value = (key, value) if equals else ("domain", key)
             if key not in ("domain", *keys) or not value or key in wanted:
-                raise InputError(
-                    f"{where}: {word!r} selects nothing; {figure} takes one prompt set and {'=, '.join(keys)}="
-                )
+                fix = f"{figure} takes one prompt set and {'=, '.join(keys)}="
+                raise InputError(f"{where}: {word!r} selects nothing; {fix}")
             wanted[key] = value
         return Requirement(text, figure, wanted, sign, float(number))
 
@@ -70,35 +65,33 @@ class Requirement:
         ood_sets: Iterable[str],
         temperatures: Sequence[float],
         methods: Sequence[tuple[str, str]],
-    ) -> Iterator[Cell]:
-        """The figures that it is about in an evaluation; InputError if it names something else."""
-        sets = {"id": list(id_sets), "ood": list(ood_sets)}
-        if self.figure == "transfer":
-            del sets["id"]
+    ) -> list[tuple[Any, ...]]:
+        """The figures that it is about, each as the arguments of `Results.figure`. InputError if it names something
+        that the evaluation does not measure.
+        """
+        sets = {"id": list(id_sets) if self.figure != "transfer" else [], "ood": list(ood_sets)}
         domains = [name for names in sets.values() for name in names]
         judged = [draft for draft in drafts if draft != base]
-        if self.figure not in _OF_GAIN:
-            judged = judged if judged and "draft" not in self.wanted else list(drafts)
+        if self.figure not in _OF_GAIN and (not judged or "draft" in self.wanted):
+            judged = list(drafts)
         if not judged:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} compares with the base, and there is no other draft"
             )
-        named = self._pick("domain", [*domains, *(kind for kind in sets if sets[kind])])
-        named = named if "domain" in self.wanted else domains
+        if "domain" in self.wanted:
+            domains = self._pick("domain", [*domains, *(kind for kind in sets if sets[kind])])
         trees = self._pick("tree", [tree for tree, _ in methods])
         rules = self._pick("verifier", [rule for _, rule in methods])
-        chosen: list[Any] = [(tree, rule) for tree, rule in methods if tree in trees and rule in rules]
+        chosen: list[tuple[Any, ...]] = [method for method in methods if method[0] in trees and method[1] in rules]
         if not chosen:
             raise InputError(f"--require {self.text!r}: this tree is not decoded with this verifier")
         texts = self._pick("T", [f"{t:g}" for t in temperatures])
-        for draft in self._pick("draft", judged):
-            for domain in named:
-                for temperature in temperatures:
-                    if f"{temperature:g}" in texts:
-                        for tree, rule in chosen if self.figure in _PER_METHOD else [(None, None)]:
-                            yield draft, domain, temperature, tree, rule
+        picked = [t for t in temperatures if f"{t:g}" in texts]
+        if self.figure not in _PER_METHOD:
+            chosen = [(None, None)]
+        return [(*cell, *method) for *cell, method in product(self._pick("draft", judged), domains, picked, chosen)]
 
-    def _pick(self, key: str, known: Sequence[str]) -> Sequence[str]:
+    def _pick(self, key: str, known: list[str]) -> list[str]:
         """The name in the brackets, or all that are known."""
         value = self.wanted.get(key)
         if value is None:
@@ -110,37 +103,32 @@ class Requirement:
             raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return [value]
 
-    def judge(self, results: Results) -> list[str]:
+    def judge(self, results: Results) -> Iterator[str]:
         """One line for every figure that does not meet it."""
-        cells = self.cells(
+        for cell in self.cells(
             drafts=results.drafts,
             base=results.base,
             id_sets=results.domains("id"),
             ood_sets=results.domains("ood"),
             temperatures=results.temperatures,
             methods=results.methods,
-        )
-        return [line for cell in cells if (line := self._unmet(results, cell))]
-
-    def _unmet(self, results: Results, cell: Cell) -> str | None:
-        draft, domain, temperature, tree, rule = cell
-        row = results.figure(self.figure, draft, domain, temperature, tree, rule)
-        method = f", {tree} {rule}" if tree else ""
-        where = f"required {self.text}: {draft} on {domain} at T={temperature:g}{method}"
-        if row is None or row["value"] is None:
-            reason = "it was not measured" if row is None else "nothing to divide by"
-            if row is not None and self.figure == "transfer":
-                reason = results.why_undefined(row) or reason
-            return f"{where}: {self.figure} is undefined ({reason})"
-        if row["low"] is None or row["high"] is None:
-            return f"{where}: {self.figure} {row['value']:.4f} has no interval to judge; use more prompts"
-        side = "low" if self.sign.startswith(">") else "high"
-        if OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):
-            return None
-        return (
-            f"{where}: {self.figure} {row['value']:.4f}, 95 % interval [{row['low']:.4f}, {row['high']:.4f}]; "
-            f"its {side} bound is not {self.sign} {self.bound:g}"
-        )
+        ):
+            draft, domain, temperature, tree, rule = cell
+            method = f", {tree} {rule}" if tree else ""
+            where = f"required {self.text}: {draft} on {domain} at T={temperature:g}{method}: {self.figure}"
+            row = results.figure(self.figure, *cell)
+            if row is None:
+                yield f"{where} is undefined (it was not measured)"
+            elif row["value"] is None:
+                reason = results.why_undefined(row) if self.figure == "transfer" else None
+                yield f"{where} is undefined ({reason or 'nothing to divide by'})"
+            elif row["low"] is None or row["high"] is None:
+                yield f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
+            else:
+                side = "low" if self.sign.startswith(">") else "high"
+                if not OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):
+                    spread = f"95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
+                    yield f"{where} {row['value']:.4f}, {spread}; its {side} bound is not {self.sign} {self.bound:g}"
 
 
 def require(results: Results, texts: Iterable[str]) -> None:

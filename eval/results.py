@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 Name = str | None
 Number = float | None
-_Method = tuple[str | None, str | None]
 Cell = tuple[str, str, float, str | None, str | None]
-_Key = tuple[str, str, str, float, str | None, str | None, int | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ class Results:
         for key, value in self.document.items():
             text = json.dumps(value, indent=1, ensure_ascii=False)
             if isinstance(value, list):
-                lines = (json.dumps(each, ensure_ascii=False) for each in value)
-                text = "[" + ",".join(f"\n  {line}" for line in lines) + "\n ]"
+                text = "[" + ",".join(f"\n  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
             parts.append(f" {json.dumps(key)}: {text}")
         write_text_atomic(self.directory / "results.json", "{\n" + ",\n".join(parts) + "\n}\n")
 
@@ -103,7 +100,7 @@ class Results:
 
     def kind(self, domain: str) -> SuiteKind:
         """Whether a prompt set is in distribution ("id") or out of it ("ood")."""
-        return next(suite["kind"] for suite in self.document["suites"] if suite["name"] == domain)
+        return "id" if domain in self.domains("id") else "ood"
 
     def lossless(self, verifier: str | None) -> bool:
         """Whether outputs under a verifier follow the target's distribution; the target's own (None) do."""
@@ -116,36 +113,20 @@ class Results:
         return any(row["busy"] for row in rows if (row["domain"], row["temperature"]) == (domain, temperature))
 
     def figure(
-        self,
-        figure: str,
-        draft: str,
-        domain: str,
-        temperature: Number = None,
-        tree: Name = None,
-        verifier: Name = None,
-        *,
-        at: int | None = None,
-        part: Name = None,
+        self, figure: str, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
     ) -> Row | None:
         """Any figure by its name in the table; None if there is none, as for the gain of the base over itself."""
-        return self._index.get((figure, *self._cell(figure, draft, domain, temperature, tree, verifier), at, part))
+        return next(iter(self.series(figure, draft, domain, temperature, tree, verifier)), None)
 
     def series(
-        self,
-        figure: str,
-        draft: str,
-        domain: str,
-        temperature: Number = None,
-        tree: Name = None,
-        verifier: Name = None,
+        self, figure: str, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
     ) -> list[Row]:
         """The rows of a figure that has several, such as `accept` by depth, in the order of `at`."""
-        cell = self._cell(figure, draft, domain, temperature, tree, verifier)
-        return [row for row in self.rows(figure) if _cell_of(row) == cell]
+        return self._index.get((figure, *self._cell(figure, draft, domain, temperature, tree, verifier)), [])
 
     def alpha(self, draft: str, domain: str, temperature: Number = None) -> Row:
         """Expected acceptance of one draft token."""
-        return _defined(self.figure("alpha", draft, domain, temperature))
+        return self.series("alpha", draft, domain, temperature)[0]
 
     def gain(self, draft: str, domain: str, temperature: Number = None) -> Row | None:
         """alpha minus the base draft's, paired by prompt; None for the base itself."""
@@ -160,12 +141,12 @@ class Results:
         from eval.bootstrap import why_undefined
 
         draft, temperature = transfer["draft"], transfer["temperature"]
-        sides = [_defined(self.gain(draft, domain, temperature)) for domain in ("id", transfer["domain"])]
+        sides: list[Any] = [self.gain(draft, domain, temperature) for domain in ("id", transfer["domain"])]
         return why_undefined(*sides)
 
     def tau(self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None) -> Row:
         """Measured tokens per target call."""
-        return _defined(self.figure("tau", draft, domain, temperature, tree, verifier))
+        return self.series("tau", draft, domain, temperature, tree, verifier)[0]
 
     def speedup(
         self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
@@ -175,7 +156,8 @@ class Results:
 
     def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
         """Another figure of the same draft, set, temperature, method and part as a row."""
-        return self._index.get((figure, *_cell_of(row), at, row["part"]))
+        others = self._index.get((figure, *_cell_of(row)), [])
+        return next((other for other in others if (other["at"], other["part"]) == (at, row["part"])), None)
 
     def rows(self, *figures: str) -> Iterator[Row]:
         """All rows of some figures."""
@@ -186,8 +168,8 @@ class Results:
         return {_cell_of(counts): counts for counts in self.document["counts"] if counts["of"] == of}
 
     def require(self, *requirements: str) -> None:
-        """Return if all requirements, such as "alpha[code] >= 0.4", are met on the bounds of their 95 % intervals
-        (see `eval.require`). RequirementError has one line for each figure that does not meet one.
+        """Raise RequirementError, with one line per unmet figure, unless all requirements hold on the bounds of their
+        95 % intervals (see `eval.require`): `results.require("alpha[code] >= 0.4")`.
         """
         from eval.require import require  # which reads Results
 
@@ -213,20 +195,22 @@ class Results:
         return frame.drop(columns=[*empty, *(["figure"] if len(figures) == 1 else [])])
 
     @cached_property
-    def _index(self) -> dict[_Key, Row]:
-        return {(row["figure"], *_cell_of(row), row["at"], row["part"]): row for row in self.document["rows"]}
+    def _index(self) -> dict[tuple[str, str, str, float, str | None, str | None], list[Row]]:
+        index: dict[Any, list[Row]] = {}
+        for row in self.document["rows"]:
+            index.setdefault((row["figure"], *_cell_of(row)), []).append(row)
+        return index
 
     @cached_property
-    def _per_method(self) -> dict[str, list[_Method]]:
-        """The methods of every figure that has some: those that were decoded first."""
-        methods: dict[str, dict[_Method, None]] = {}
-        for row in self.document["rows"]:
-            if row["tree"] is not None:
-                methods.setdefault(row["figure"], dict.fromkeys(self.methods))[row["tree"], row["verifier"]] = None
-        return {figure: list(known) for figure, known in methods.items()}
+    def _methods_of(self) -> dict[str, dict[tuple[str, str], None]]:
+        methods: dict[str, dict[tuple[str, str], None]] = {}
+        for figure, *_, tree, verifier in self._index:
+            if tree is not None and verifier is not None:
+                methods.setdefault(figure, dict.fromkeys(self.methods))[tree, verifier] = None
+        return methods
 
     def _cell(self, figure: str, draft: str, domain: str, temperature: Number, tree: Name, verifier: Name) -> Cell:
-        """Check the names; fill in the highest temperature and the only method."""
+        """Check the names; fill in the highest temperature and the only method, preferring those that were decoded."""
         temperature = self.top_temperature if temperature is None else temperature
         for name, value, known in (
             ("draft", draft, [*self.drafts, TARGET]),
@@ -236,28 +220,17 @@ class Results:
             if value not in known:
                 listed = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in known)
                 raise InputError(f"{name} {value!r}: not measured; there are {listed}")
-        method: _Method = (None, None)
-        if figure in self._per_method and draft != TARGET:
-            method = self._method(figure, tree, verifier)
-        return draft, domain, temperature, *method
-
-    def _method(self, figure: str, tree: str | None, verifier: str | None) -> _Method:
-        """The one method that fits these names; InputError if none or several fit."""
-        for known in (self.methods, self._per_method[figure]):
-            fit = [each for each in known if tree in (None, each[0]) and verifier in (None, each[1])]
-            if len(fit) == 1:
-                return fit[0]
-            if fit:
-                break
-        wanted = " ".join(word for word in (tree, verifier) if word) or "no tree named"
-        listed = ", ".join(f"{each[0]} {each[1]}" for each in fit or self.methods)
-        raise InputError(f"{wanted}: " + (f"several fit: {listed}" if fit else f"not measured; there are {listed}"))
+        methods = self._methods_of.get(figure)
+        if methods is None or draft == TARGET:
+            return draft, domain, temperature, None, None
+        fit = [method for method in methods if tree in (None, method[0]) and verifier in (None, method[1])]
+        fit = [method for method in fit if method in self.methods] or fit
+        if len(fit) != 1:
+            wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
+            listed = ", ".join(map(" ".join, fit or self.methods))
+            raise InputError(f"{wanted}: {'several fit:' if fit else 'not measured; there are'} {listed}")
+        return draft, domain, temperature, *fit[0]
 
 
 def _cell_of(row: Any) -> Cell:
     return row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]
-
-
-def _defined(row: Row | None) -> Row:
-    assert row is not None
-    return row

@@ -11,7 +11,6 @@ import draftsmith as ds
 from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError
 from eval.compare import Comparison, compare
-from eval.report.comparison import comparison_lines
 from eval.results import Results
 from eval.schema import ResultsDocument, SuiteKind, json_schema, json_schema_text
 from tests.results_made_up import BASE, BOTH, made_up
@@ -127,6 +126,6 @@ def test_results_of_another_version_are_refused_in_one_line(tmp_path: Path, text
 
 
 def test_lines_for_the_terminal_have_no_method_for_alpha() -> None:
-    lines = comparison_lines(both(made_up(GAINS, BOTH), made_up(BETTER, BOTH)))
+    lines = both(made_up(GAINS, BOTH), made_up(BETTER, BOTH)).lines()
     assert "method" not in lines[lines.index("Expected acceptance α") + 1]
     assert "method" in lines[lines.index("Tokens per target call τ") + 1]

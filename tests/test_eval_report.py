@@ -15,7 +15,7 @@ from eval.bootstrap import holm
 from eval.decision import decide
 from eval.report.figures_why import cost_figure
 from eval.report.findings import lead
-from eval.report.formats import memory, number, percent, signed
+from eval.report.formats import memory, number, percent
 from eval.report.page import render_page
 from eval.report.theme import LIGHT, Look, roles_of
 from eval.results import Results
@@ -45,23 +45,12 @@ def test_what_alignment_changed_is_what_the_intervals_allow(gain_id: float, gain
     head = lead(view({"base": BASE, "mine": {"id": gain_id, "ood": gain_ood}}, BOTH))
     assert len(head.changes) == 2 and head.changes[0].startswith("At T = 0, alignment ")
     assert re.search(says, head.changes[1]), head.changes
-    points = dict(head.findings["mine"])
-    for temperature in (0, 1):
-        if gain_id <= 0:
-            assert (
-                "Transfer is undefined: "
-                in points[f"Out of distribution, T\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{temperature}"]
-            )
-        if gain_id == 0:
-            said = points[f"In distribution, T\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{temperature}"]
-            assert said.startswith("No measurable change: ") and "includes zero" in said
 
 
 def test_the_best_of_several_drafts_leads() -> None:
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
     together = "the best of 2 alignments in and out of distribution together,"
     assert head.changes[1].startswith(f"At T = 1, b, {together} raised")
-    assert list(head.findings) == ["b", "a"]
     # What gains the most in distribution does not lead where it loses more elsewhere.
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": -0.2}}, BOTH))
     assert head.changes[1].startswith(f"At T = 1, a, {together} raised")
@@ -107,11 +96,11 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is() -> Non
     assert head.headline == "Ship mine: 1.40 times the target alone"
     assert head.detail.startswith(
         "Decode with kary:2,1 and exact: it is faster than the target alone on every set at every temperature. "
-        "All sets together, it is 2.80 (2."
+        "All sets together, it is 2.80 [2."
     )
-    assert head.detail.endswith(") times as fast as base with its own fastest method.")
+    assert head.detail.endswith("] times as fast as base with its own fastest method.")
     labels = ["prose (ID), T = 0", "prose (ID), T = 1", "code (OOD), T = 0", "code (OOD), T = 1"]
-    assert head.cells == [(label, "Faster: 1.40 (1.30 to 1.50) times the target alone.") for label in labels]
+    assert head.cells == [(label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels]
 
 
 def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said() -> None:
@@ -122,9 +111,9 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     equal = everywhere("mine", "chain:2", *(1.6, 1.5, 1.7)) | everywhere("base", "kary:2,1", *FAST)
     equal |= {("base", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
     head = lead(timed(equal))
-    assert "it is not measurably faster than base with its own fastest method (1.07 (0." in head.detail, head.detail
+    assert "it is not measurably faster than base with its own fastest method (1.07 [0." in head.detail, head.detail
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
-        "Fastest there: base with kary:2,1 and exact, 1.90 (1.80 to 2.00)."
+        "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
     )
 
 
@@ -135,12 +124,9 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
     assert head.headline == "Ship mine for prose: 1.40 times the target alone"
     assert "It is slower on code at T = 0: decode without a draft there." in head.detail
     assert "No clear speedup on code at T = 1: time more prompts" in head.detail
-    # Clock times of a busy machine are marked: in the detail, in every cell and in the table of speeds.
     assert head.detail.endswith(
         "The machine was busy during timing: repeat on a quiet machine before you rely on this."
     )
-    assert all(text.endswith("The machine was busy.") for _, text in head.cells)
-    assert render_page(timed(speeds, busy=True)).count("<td>busy</td>") == 20
 
 
 @pytest.mark.parametrize(
@@ -186,7 +172,7 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
     figure = cost_figure(results, Look(LIGHT, roles_of(["base", "mine"], "base")))
     assert figure is not None
     for ax, domain in zip(figure.axes, BOTH, strict=True):
-        assert ax.get_title(loc="left") == {"prose": "prose", "code": "code (OOD)"}[domain] and len(ax.collections) == 2
+        assert ax.get_title(loc="left") == {"prose": "prose", "code": "code (OOD)"}[domain]
         for draft in ("base", "mine"):
             tau, depths, steps, speedup = (
                 (results.figure(name, draft, domain) or {"value": None})["value"] or 0.0
@@ -241,18 +227,14 @@ def test_headroom_stands_in_the_table_of_decoding() -> None:
 
 
 def test_trees_are_compared_with_their_numbers_of_nodes() -> None:
-    unequal = "Trees here have different numbers of nodes"
-    page = render_page(view({"base": BASE}, {"prose": "id"}, trees=("chain:2", "kary:2,1"), verifiers=("exact",)))
-    assert unequal in page and "<td>2</td>" in page and "<td>4</td>" in page
-    even = ("chain:6", "kary:2,2", "eagle2:depth=2,beam=3,nodes=6")
-    page = render_page(view({"base": BASE}, {"prose": "id"}, trees=even, verifiers=("exact",)))
-    assert unequal not in page and page.count("<td>6</td>") >= 6
+    trees = ("chain:2", "eagle2:depth=2,beam=3,nodes=6")
+    page = render_page(view({"base": BASE}, {"prose": "id"}, trees=trees, verifiers=("exact",)))
+    assert "<td>2</td>" in page and "<td>6</td>" in page
 
 
 def test_one_prompt_or_one_draft_claims_nothing() -> None:
     one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
     assert one.headline.startswith("Not decided: too few prompts") and "on too few prompts to judge" in one.changes[0]
-    assert "no interval" in one.findings["mine"][0][1]
     alone = lead(view({"base": BASE}, {"prose": "id"}))
     assert alone.changes[0] == "At T = 0, the target accepts 50 % of what base drafts in distribution."
 
@@ -292,9 +274,6 @@ def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft()
         "The others are lossless: at temperature 0, 96 of 96" in head.lossless
         and "more than rounding" not in head.lossless
     )
-    assert "typical" not in " ".join(text for points in head.findings.values() for _, text in points)
-    alone = dict(lead(view(drafts, BOTH, verifiers=("typical",))).findings["mine"])
-    assert "and typical (lossless: false)" in alone["Tokens per call, T\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}1"]
 
 
 def test_memory_latency_and_quantisation_are_shown() -> None:
@@ -326,10 +305,14 @@ def test_bytes_for_people(size: int, text: str) -> None:
 
 
 def test_zero_has_no_sign() -> None:
-    assert [number(-0.0004), number(-0.04, 1), percent(-0.004), signed(-0.0004), signed(0.0004)] == [
-        "0.000", "0.0", "0 %", "0.000", "0.000",
+    assert [number(-0.0004), number(-0.04, 1), percent(-0.004), number(-0.0004, sign=True)] == [
+        "0.000", "0.0", "0 %", "0.000",
     ]  # fmt: skip
-    assert [number(-0.04), percent(-0.04), signed(0.04)] == ["\N{MINUS SIGN}0.040", "\N{MINUS SIGN}4 %", "+0.040"]
+    assert [number(-0.04), percent(-0.04), number(0.04, sign=True)] == [
+        "\N{MINUS SIGN}0.040",
+        "\N{MINUS SIGN}4 %",
+        "+0.040",
+    ]
 
 
 def test_the_same_results_draw_the_same_page() -> None:
@@ -340,13 +323,6 @@ def test_the_same_results_draw_the_same_page() -> None:
 def test_undefined_figures_are_en_dashes() -> None:
     page = render_page(view({"base": BASE}, {"prose": "id"}, offered=False))
     assert "<td>–</td>" in page and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
-
-
-def test_findings_of_more_than_three_drafts_are_folded_and_all_there() -> None:
-    drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE} | {f"d{i}": {"id": 0.02 * i} for i in range(1, 6)}
-    page = render_page(view(drafts, {"prose": "id"}))
-    found = re.findall(r'<details class="finding"[^>]*?( open)?>\n<summary><h3>(\w+)</h3>', page)
-    assert found == [(" open", "d5"), (" open", "d4"), (" open", "d3"), ("", "d2"), ("", "d1")]
 
 
 @pytest.fixture(scope="module")
@@ -452,7 +428,7 @@ def results() -> Results:
 def test_every_figure_is_the_one_that_was_asked_for(results: Results) -> None:
     for row in results.document["rows"]:
         cell = (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
-        assert results.figure(row["figure"], *cell, at=row["at"], part=row["part"]) is row
+        assert row in results.series(row["figure"], *cell)
         assert results.beside(row, row["figure"], row["at"]) is row
     alpha = results.alpha("mine", "code", 1.0)
     assert results.beside(alpha, "gain") is results.gain("mine", "code") and results.gain("base", "id") is None

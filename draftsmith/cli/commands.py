@@ -155,11 +155,10 @@ def _compare(config: Any, command: str) -> Done:
     if len(config.compare) != 2:
         raise InputError(f"--compare: names {len(config.compare)} evaluations; name two: --compare out/a out/b")
     from eval.compare import compare
-    from eval.report.comparison import comparison_lines
     from eval.results import Results
 
     both = compare(*(Results.load(path) for path in config.compare))
-    return both.summary(), comparison_lines(both)
+    return both.summary(), both.lines()
 
 
 def _doctor(config: Any, command: str) -> Done:

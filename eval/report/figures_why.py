@@ -23,8 +23,6 @@ TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
     "160M for 13B": (0.162 / 13.0, "left"),
     "EAGLE head for 7B": (0.24 / 6.7, "left"),
 }
-# What verifying may cost, in steps of the target alone: as much as one token at small batches, more at large ones.
-VERIFYING = (1.0, 2.0)
 CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of a power of ten
 LEGEND_LINE = 0.23  # inches
 CORNER = 3  # lines of text in the corner of a panel
@@ -32,7 +30,7 @@ SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 
 
 def _panels(
-    look: Look, titles: dict[str, str], draw: Callable[[Axes, str], object], label: str, height: float = 2.1
+    look: Look, titles: dict[str, str], draw: Callable[[Axes, str], object], label: str, height: float = 2.3
 ) -> Figure:
     """Panels two abreast, drawn by their key, with one legend and one label of the horizontal axis."""
     columns = min(2, len(titles))
@@ -43,10 +41,9 @@ def _panels(
         for ax, (key, title) in zip(axes, titles.items(), strict=False):
             draw(ax, key)
             ax.set_title(shortened(title, 22))
-        for index, ax in enumerate(axes):
-            ax.set_visible(index < len(titles))
-            # The last panel of its column, where the one below is empty.
-            ax.tick_params(labelbottom=index + columns >= len(titles))
+            ax.tick_params(labelbottom=True, labelleft=True)
+        for ax in axes[len(titles) :]:
+            ax.set_visible(False)
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
         # A draft may be missing from the first panel and not from others.
         entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -60,10 +57,14 @@ def _panels(
     return figure
 
 
-def _line(ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+def _line(ax: Axes, look: Look, draft: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
     """The line of one draft, named in the legend unless `label` says otherwise."""
     named: dict[str, Any] = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
-    ax.plot(x, y, color=look.colour(draft), **(named | style))
+    ax.plot([x for x, _ in points], [y for _, y in points], color=look.colour(draft), **(named | style))
+
+
+def _by_depth(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    return [(row["at"] or 0, row["value"]) for row in rows if row["value"] is not None]
 
 
 def _sets(results: Results) -> dict[str, str]:
@@ -72,35 +73,25 @@ def _sets(results: Results) -> dict[str, str]:
 
 def accept_figure(results: Results, look: Look) -> Figure | None:
     """accept@d against depth, one panel per set, for the first method."""
-    panels = {
-        domain: [
-            [row for row in rows if row["value"] is not None]
-            for draft in results.drafts
-            if (rows := results.series("accept", draft, domain, None, *results.methods[0]))
-        ]
-        for domain in results.domains()
-    }
+
+    def series(draft: str, domain: str) -> list[Row]:
+        rows = results.series("accept", draft, domain, None, *results.methods[0])
+        return [row for row in rows if row["value"] is not None]
 
     def draw(ax: Axes, domain: str) -> None:
-        for rows in filter(None, panels[domain]):
+        for draft in results.drafts:
+            rows = series(draft, domain)
             for row in rows:
                 if row["low"] is not None and row["high"] is not None:
-                    colour = look.colour(row["draft"])
-                    ax.plot([_at(row)] * 2, [row["low"], row["high"]], color=colour, lw=1.2, alpha=0.5)
-            _line(ax, look, rows[0]["draft"], list(map(_at, rows)), list(map(_value, rows)))
+                    ax.plot([row["at"]] * 2, [row["low"], row["high"]], color=look.colour(draft), lw=1.2, alpha=0.5)  # type: ignore[list-item]
+            if rows:
+                _line(ax, look, draft, _by_depth(rows))
         ax.set_ylim(*SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
-    titles = {name: title for name, title in _sets(results).items() if any(panels[name])}
+    titles = _sets(results)
+    titles = {name: titles[name] for name in titles if any(series(draft, name) for draft in results.drafts)}
     return _panels(look, titles, draw, "depth d") if titles else None
-
-
-def _value(row: Row) -> float:
-    return row["value"] or 0.0
-
-
-def _at(row: Row) -> int:
-    return row["at"] or 0
 
 
 def calibration_figure(results: Results, look: Look) -> Figure | None:
@@ -108,9 +99,9 @@ def calibration_figure(results: Results, look: Look) -> Figure | None:
 
     def draw(ax: Axes, draft: str, kind: str) -> None:
         sure, taken = (results.series(each, draft, kind) for each in ("confidence", "acceptance"))
-        points = [(x["value"], y["value"]) for x, y in zip(sure, taken, strict=True) if x["value"] is not None]
+        points = [(x["value"], y["value"] or 0.0) for x, y in zip(sure, taken, strict=True) if x["value"] is not None]
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
-        _line(ax, look, draft, [x for x, _ in points], [y or 0.0 for _, y in points])
+        _line(ax, look, draft, points)
 
     return _by_kind(results, look, "confidence", draw, "confidence of the draft")
 
@@ -119,13 +110,10 @@ def candidates_figure(results: Results, look: Look) -> Figure | None:
     """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
 
     def draw(ax: Axes, draft: str, kind: str) -> None:
-        styles: dict[str, dict[str, Any]] = {
-            "candidates_best": {"ls": (0, (3, 2)), "label": None} if results.top_temperature else {"ls": (0, (3, 2))},
-            "candidates_drawn": {"ls": "-"},
-        }
-        for figure, style in styles.items():
-            if rows := results.series(figure, draft, kind):
-                _line(ax, look, draft, list(map(_at, rows)), list(map(_value, rows)), ms=4, **style)
+        best, drawn = (results.series(figure, draft, kind) for figure in ("candidates_best", "candidates_drawn"))
+        _line(ax, look, draft, _by_depth(best), ms=4, ls=(0, (3, 2)), **({"label": None} if drawn else {}))
+        if drawn:
+            _line(ax, look, draft, _by_depth(drawn), ms=4)
         ax.set_xscale("log", base=2)
         ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
 
@@ -144,12 +132,14 @@ def _by_kind(
             draw_draft(ax, draft, kind)
         ax.set_ylim(*SHARES)
 
-    titles: dict[str, str] = {kind: KIND_TITLES[kind].lower() for kind in results.kinds}
+    titles: dict[str, str] = {kind: KIND_TITLES[kind] for kind in results.kinds}
     return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
-    """Expected speedup of every draft on every set, by its measured tau, over what a step costs; and this machine's."""
+    """Expected speedup of every draft on every set, by its measured tau, over what a draft call costs; and this
+    machine's.
+    """
     method = next((each for each in results.methods if results.lossless(each[1])), None)
     if method is None:
         return None
@@ -168,17 +158,18 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
             tau, depth_sum, steps = (value(each, draft, domain) for each in ("tau", "depth_sum", "target_calls"))
             if not tau or not depth_sum or not steps:
                 continue
-            # A tree is drafted level by level.
-            upper, lower = ([tau / (depth_sum / steps * cost + verify) for cost in costs] for verify in VERIFYING)
-            ax.fill_between(costs, upper, lower, color=look.colour(draft), alpha=0.13, lw=0)
-            _line(ax, look, draft, costs, upper, marker="")
-            highest.append(upper[0])
+            # A tree is drafted level by level, and verifying it costs as much as decoding one token.
+            depth = depth_sum / steps
+            _line(ax, look, draft, [(cost, tau / (depth * cost + 1)) for cost in costs], markevery=(10, 24))
+            highest.append(tau / (depth * costs[0] + 1))
             call, verify, speedup = (value(each, draft, domain) for each in ("draft_call", "verify", "speedup"))
-            if call is not None and verify is not None:
+            if call is not None and verify is not None and speedup is not None:
                 # A draft too cheap to be told from none stands at the left edge.
-                _line(ax, look, draft, [max(call, costs[0])], [speedup or 0.0], ms=6.5, label=None)
+                at, style = max(call, costs[0]), {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8}
+                _line(ax, look, draft, [(at, speedup), (at, tau / (depth * at + 1))], marker="", label=None, ls=":")
+                _line(ax, look, draft, [(at, speedup)], **style)
                 verifying.append((draft, verify))
-                highest.append(speedup or 0.0)
+                highest.append(speedup)
         _write_verifying(ax, look, verifying)
         for name, (typical, side) in TYPICAL_COSTS.items():
             ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)

@@ -1,6 +1,7 @@
 """Write figures as text: numbers, shares, intervals, bytes, names of trees; and the words of a report."""
 
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +9,21 @@ import yaml
 
 from eval.schema import SuiteKind
 
-# The sentences, captions and notes of a report.
+# The sentences, captions, notes and columns of a report.
 WORDS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "templates" / "words.yaml").read_text(encoding="utf-8"))
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
-KIND_TITLES: dict[SuiteKind, str] = {"id": "In distribution", "ood": "Out of distribution"}
+KIND_TITLES: dict[SuiteKind, str] = {"id": "in distribution", "ood": "out of distribution"}
+CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
 Figure = Mapping[str, Any]
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number; an en dash if there is none. Zero has no sign."""
+def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
+    """A number, with a plus if `sign`; an en dash if there is none. Zero has no sign."""
     if value is None:
         return NONE
-    text = f"{value:.{digits}f}"
-    return text.removeprefix("-") if float(text) == 0 else text.replace("-", MINUS)
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """A difference with its sign."""
-    text = number(value, digits)
-    return f"+{text}" if value is not None and value > 0 and float(text) > 0 else text
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text.replace("-", MINUS)
 
 
 def percent(value: float | None) -> str:
@@ -35,27 +31,34 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{number(value * 100, 0)} %"
 
 
-def points(gain: Figure | None, *, bare: bool = False) -> str:
-    """A difference of shares in percentage points, +4.2 points; `bare` drops the sign."""
-    if gain is None or gain["value"] is None:
+def points(gain: Figure | None) -> str:
+    """The size of a difference of shares in percentage points."""
+    return NONE if gain is None or gain["value"] is None else f"{number(abs(gain['value']) * 100, 1)} points"
+
+
+def with_interval(figure: Figure | None, digits: int = 3, *, sign: bool = False, scale: float = 1.0) -> str:
+    """A figure and its interval, 0.15 [0.12, 0.19]."""
+    if figure is None or figure["value"] is None:
         return NONE
-    return f"{number(abs(gain['value']) * 100, 1) if bare else signed(gain['value'] * 100, 1)} points"
+    value, *ends = (
+        NONE if figure[key] is None else number(figure[key] * scale, digits, sign=sign)
+        for key in ("value", "low", "high")
+    )
+    return value if NONE in ends else f"{value} [{', '.join(ends)}]"
 
 
-def interval(figure: Figure, digits: int, *, scale: float = 1.0, sign: bool = False) -> str:
-    """The interval alone, [0.120, 0.190]; empty if there is none."""
-    if figure["low"] is None or figure["high"] is None:
-        return ""
-    write = signed if sign else number
-    return f"[{write(figure['low'] * scale, digits)}, {write(figure['high'] * scale, digits)}]"
-
-
-def with_interval(figure: Figure | None, digits: int = 3, *, sign: bool = False) -> str:
-    """A figure and its interval."""
-    if figure is None:
+def kept(transfer: Figure | None, gain: Figure | None) -> str:
+    """The share of the gain in distribution that a set kept, or the points that the draft lost there."""
+    if transfer is None or transfer["value"] is None:
         return NONE
-    write = signed if sign else number
-    return f"{write(figure['value'], digits)} {interval(figure, digits, sign=sign)}".strip()
+    return percent(transfer["value"]) if transfer["value"] >= 0 else f"{points(gain)} lost"
+
+
+def sign(figure: Figure | None, null: float = 0.0) -> int | None:
+    """1 or -1 if the interval leaves out `null`, 0 if it does not, None if there is no interval."""
+    if figure is None or figure["low"] is None or figure["high"] is None:
+        return None
+    return int(figure["low"] > null) - int(figure["high"] < null)
 
 
 def memory(value: int) -> str:
@@ -66,6 +69,12 @@ def memory(value: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.3g} {unit}"
+
+
+def named_set(row: Figure) -> str:
+    """A prompt set with its kind, or all of a kind."""
+    domain, kind = row["domain"], row["kind"]
+    return f"all {kind.upper()}" if domain == kind else f"{domain} ({kind.upper()})"
 
 
 def tree_name(spec: str) -> str:
@@ -80,3 +89,16 @@ def shortened(text: str, longest: int) -> str:
         return text
     tail = (longest - 1) // 2
     return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
+
+
+def text_table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows of equal keys as lines for the terminal, as wide as their text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0], title=title, title_justify="left", box=None)
+    for row in rows:
+        table.add_row(*row.values())
+    text = io.StringIO()
+    Console(file=text, width=240).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -19,8 +19,6 @@ from eval.results import Results
 
 # A table longer than this is folded; it is all there, one click away, without a script.
 OPEN_ROWS = 40
-# So are the findings of more drafts than these, the best of which come first.
-OPEN_FINDINGS = 3
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,6 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         tables=tables(results),
         viewed=viewed_texts(results),
         open_rows=OPEN_ROWS,
-        open_findings=OPEN_FINDINGS,
-        roles=roles,
         prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in ("id", "ood")},
     )
 

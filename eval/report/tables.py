@@ -1,20 +1,16 @@
-"""The tables of a report. Each is a pivot of the results: one line per row of a figure, with other figures beside it.
+"""The tables of a report: one line per row of a figure, with the other figures that templates/words.yaml lists.
 
-A new table is a `_table(...)` in `tables()`, with its title and note in templates/words.yaml.
+A column there is [figure, style of `STYLES`, digits], or the name of a column of `_special`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.bootstrap import bounds, signs
-from eval.report.formats import NONE, WORDS, interval, memory, number, percent, signed, tree_name, with_interval
+from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
 from eval.results import Results
 from eval.schema import TARGET, Row
-
-Cell = Callable[[Row], str]
-CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
-COUNTS = ("read", "done", "skipped", "failed")
 
 
 @dataclass(frozen=True)
@@ -24,203 +20,178 @@ class Table:
     title: str
     note: str
     names: int
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]
 
 
-def _table(name: str, names: int, rows: Iterable[Any], columns: dict[str, Callable[[Any], str]]) -> Table:
-    lines = [[cell(row) for cell in columns.values()] for row in rows]
-    return Table(WORDS["tables"][name]["title"], WORDS["tables"][name]["note"], names, list(columns), lines)
-
-
-def _set(domain: str, kind: str) -> str:
-    return f"all {kind.upper()}" if domain == kind else f"{domain} ({kind.upper()})"
-
-
-def tree_nodes(shape: dict[str, Any]) -> int:
-    """Drafted nodes of a tree; the most if it grows."""
-    return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
-
-
-def _holm(results: Results, gain: str, rows: Iterable[Row], *family: str) -> Cell:
-    """A column that says which gains are clear of zero under Holm's correction over rows alike in `family`."""
-    families: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        families.setdefault(tuple(row[key] for key in family), []).append(row)  # type: ignore[literal-required]
-    clear: dict[int, int | None] = {}
-    for members in families.values():
-        gains = [bounds(results.beside(row, gain)) for row in members]
-        clear |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
-    return lambda row: CLEAR[clear.get(id(row))]
+STYLES: dict[str, Callable[[Row, int], str]] = {
+    "plain": lambda row, digits: number(row["value"], digits),
+    "interval": with_interval,
+    "signed": lambda row, digits: with_interval(row, digits, sign=True),
+    "ms": lambda row, digits: NONE if row["value"] is None else f"{row['value'] * 1000:.3g}",
+    "n": lambda row, digits: str(row["n"]),
+    "of": lambda row, digits: f"{row['value']:.0f} of {row['n']}",
+}
+NAMES: dict[str, Callable[[Row], str]] = {
+    "set": named_set,
+    "draft": lambda row: "target alone" if row["draft"] == TARGET else row["draft"],
+    "T": lambda row: f"{row['temperature']:g}",
+    "tree": lambda row: tree_name(row["tree"] or NONE),
+    "where": lambda row: row["part"] or "",
+    "token": lambda row: repr(row["part"]),
+}
 
 
 def tables(results: Results) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
-    domains = results.domains()
-    several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
+    every = [
+        by_draft(results),
+        *(_of_figures(results, name) for name, words in WORDS["tables"].items() if "of" in words),
+    ]
+    return [table for table in (*every, _suites(results), _models(results)) if table.rows]
 
-    def rows(figure: str, pooled: Sequence[str] = ()) -> list[Row]:
-        of = list(results.rows(figure))
-        return [row for row in of if row["domain"] in domains] + [row for row in of if row["domain"] in pooled]
 
-    def beside(figure: str, write: Cell, at: int | None = None) -> Cell:
-        """A column with another figure of the same draft, set, temperature and method."""
+def best_tau(results: Results, draft: str, domain: str, temperature: float) -> Row:
+    """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless ones first."""
 
-        def cell(row: Row) -> str:
-            other = results.beside(row, figure, at)
-            return NONE if other is None else write(other)
+    def merit(tau: Row) -> tuple[bool, float, float]:
+        timed = results.beside(tau, "speedup")
+        return results.lossless(tau["verifier"]), (timed and timed["value"]) or 0.0, tau["value"] or 0.0
 
-        return cell
+    return max((results.tau(draft, domain, temperature, *method) for method in results.methods), key=merit)
 
-    def plain(figure: str, digits: int = 3, at: int | None = None) -> Cell:
-        return beside(figure, lambda row: number(row["value"], digits), at)
 
-    def ranged(figure: str, digits: int = 3, *, sign: bool = False) -> Cell:
-        return beside(figure, lambda row: with_interval(row, digits, sign=sign))
+def by_draft(results: Results) -> Table:
+    """What each draft gained and lost, and what that is worth with its best method."""
+    rows = []
+    for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
+        for temperature in sorted(results.temperatures):
+            tau = best_tau(results, draft, "id", temperature)
+            sets = [results.gain(draft, domain, temperature) for domain in results.domains("ood")]
+            worst = min((row for row in sets if row is not None), key=lambda row: row["value"] or 0.0, default=None)
+            row = {
+                "draft": draft,
+                "T": f"{temperature:g}",
+                "α ID": number(results.alpha(draft, "id", temperature)["value"]),
+                "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
+            }
+            if sets:
+                row |= {
+                    "gain OOD [95 %]": with_interval(results.gain(draft, "ood", temperature), sign=True),
+                    "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE,
+                    "of the ID gain": kept(
+                        results.transfer(draft, "ood", temperature), results.gain(draft, "ood", temperature)
+                    ),
+                }
+            row |= {"τ ID [95 %]": with_interval(tau, 2), "tree": tree_name(tau["tree"] or NONE)}
+            if timed := results.beside(tau, "speedup"):
+                row["speed ID [95 %]"] = with_interval(timed, 2)
+            rows.append(row)
+    return _table("drafts", 2, rows)
+
+
+def _table(name: str, names: int, rows: Iterable[Mapping[str, str]]) -> Table:
+    rows = list(rows)
+    empty = [key for key in (rows[0] if rows else ()) if all(row[key] in ("", NONE) for row in rows)]
+    rows = [{key: cell for key, cell in row.items() if key not in empty} for row in rows]
+    return Table(WORDS["tables"][name]["title"], WORDS["tables"][name]["note"], names, rows)
+
+
+def _of_figures(results: Results, name: str) -> Table:
+    """A table of the rows of one figure: of every set, and of all sets of a kind where that says more."""
+    words = WORDS["tables"][name]
+    rows = list(results.rows(words["of"]))
+    if any(row["domain"] != row["kind"] for row in rows):
+        several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
+        rows = [row for row in rows if row["domain"] in (*results.domains(), *several)]
+    if name == "missing_mass":
+        rows = [row for row in rows if row["value"]]
+    special = _special(results, rows)
+    columns: dict[str, Callable[[Row], str]] = {key: NAMES.get(key) or special[key] for key in words["names"]}
+    for heading, column in words["columns"].items():
+        if isinstance(column, str):
+            columns[heading] = special[column]
+            continue
+        figure, style, digits = (*column, *("plain", 3)[len(column) - 1 :])
+        depths = max((row["at"] or 0 for row in results.rows(figure)), default=0) if "{at}" in heading else 0
+        for at in range(1, depths + 1) or (None,):
+            columns[heading.format(at=at)] = _column(results, figure, at, style, digits)
+    return _table(name, len(words["names"]), ({key: cell(row) for key, cell in columns.items()} for row in rows))
+
+
+def _column(results: Results, figure: str, at: int | None, style: str, digits: int) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        other = results.beside(row, figure, at)
+        return NONE if other is None else STYLES[style](other, digits)
+
+    return cell
+
+
+def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """Columns that need more than one figure."""
+    nodes = {method["tree"]: _nodes(method["shape"]) for method in results.document["methods"]}
 
     def verifier(row: Row) -> str:
-        name = row["verifier"] or NONE
-        return name if results.lossless(row["verifier"]) else f"{name}, lossless: false"
+        return (row["verifier"] or NONE) + ", lossless: false" * (not results.lossless(row["verifier"]))
 
-    named: dict[str, Cell] = {
-        "domain": lambda row: _set(row["domain"], row["kind"]),
-        "draft": lambda row: "target alone" if row["draft"] == TARGET else row["draft"],
-        "T": lambda row: f"{row['temperature']:g}",
+    def transfer(row: Row) -> str:
+        if row["value"] is None or row["value"] < 0:
+            return kept(row, results.beside(row, "gain"))
+        return f"{with_interval(row, 0, scale=100)} %"
+
+    return {
+        "verifier": verifier,
+        "nodes": lambda row: str(nodes[row["tree"]]),
+        "Holm": _holm(results, rows),
+        "ID gain": lambda row: with_interval(results.gain(row["draft"], "id", row["temperature"]), sign=True),
+        "transfer": transfer,
+        "why undefined": lambda row: results.why_undefined(row) or "",
     }
-    place, temperature = {key: named[key] for key in ("domain", "draft")}, {"T": named["T"]}
-    method = {**place, "tree": lambda row: tree_name(row["tree"] or NONE), "verifier": verifier, **temperature}
-    sets, why, transfers = rows("alpha"), rows("alpha_by_part", results.kinds), rows("transfer", several)
-    reasons: dict[str, Cell] = {"why undefined": lambda row: results.why_undefined(row) or ""}
-    nodes = {each["tree"]: tree_nodes(each["shape"]) for each in results.document["methods"]}
-    depths = range(1, 1 + max((row["at"] or 0 for row in results.rows("accept")), default=0))
-    every = [
-        _table(
-            *("alpha", 2, rows("alpha", several)),
-            {
-                **named,
-                "α [95 %]": ranged("alpha"),
-                "per prompt": plain("alpha_per_prompt"),
-                "gain [95 %]": ranged("gain", sign=True),
-            }
-            | {"Holm": _holm(results, "gain", sets, "draft", "temperature"), "prompts": lambda row: str(row["n"])}
-            | {"positions": plain("positions", 0)},
-        ),
-        _table(
-            *("missing_mass", 2, [row for row in sets if _value(results.beside(row, "missing_mass"))]),
-            {**named, "missing mass [95 %]": ranged("missing_mass")},
-        ),
-        _table(
-            *("transfer", 2, transfers),
-            {**named, "transfer [95 %]": _share, "OOD gain [95 %]": ranged("gain", sign=True)}
-            | {"ID gain [95 %]": lambda row: with_interval(_id_gain(results, row), sign=True)}
-            | (reasons if any(map(results.why_undefined, transfers)) else {}),
-        ),
-        _table(
-            *("tau", 4, rows("tau")),
-            {
-                **method,
-                "nodes": lambda row: str(nodes[row["tree"]]),
-                "τ [95 %]": ranged("tau", 2),
-                "per prompt": plain("tau_per_prompt", 2),
-                "gain [95 %]": ranged("tau_gain", 2, sign=True),
-                **{f"accept@{depth}": plain("accept", at=depth) for depth in depths},
-                "headroom [95 %]": ranged("headroom", 2),
-                "α MCSD": plain("alpha_mcsd"),
-                "target calls": plain("target_calls", 0),
-                "tokens": plain("emitted", 0),
-                "identical": beside("identical", lambda row: f"{row['value']:.0f} of {row['n']}"),
-            },
-        ),
-        _table(
-            *("speed", 4, rows("tokens_per_s")),
-            {
-                **method,
-                "tokens/s": plain("tokens_per_s", 1),
-                "ms/token": beside("latency_s_per_token", _milliseconds),
-                "speedup [95 %]": ranged("speedup", 2),
-                "tokens": plain("tokens", 0),
-                "decode s": plain("decode_s", 2),
-                "prefill s": plain("prefill_s", 2),
-                "machine": lambda row: "busy" if results.busy(row["domain"], row["temperature"]) else "quiet",
-            },
-        ),
-        _table(
-            *("why", 4, why),
-            {"where": lambda row: row["part"], **named, "α [95 %]": ranged("alpha_by_part")}
-            | {"gain [95 %]": ranged("gain_by_part", sign=True)}
-            | {
-                "Holm": _holm(results, "gain_by_part", why, "draft", "kind", "temperature"),
-                "positions": plain("positions_by_part", 0),
-            },
-        ),
-        _table(
-            *("lost", 4, rows("lost", results.kinds)),
-            {
-                "token": lambda row: repr(row["part"]),
-                **named,
-                "change in all": lambda row: signed(row["value"], 2),
-                "α": plain("lost_alpha"),
-                "α of the base": plain("lost_base_alpha"),
-                "seen": lambda row: str(row["n"]),
-            },
-        ),
-        _table("ece", 3, rows("ece", results.kinds), {**named, "ECE [95 %]": ranged("ece")}),
-        _table(
-            *("suites", 2, results.document["suites"]),
-            {
-                "set": lambda suite: _set(suite["name"], suite["kind"]),
-                "source": lambda suite: suite["source"],
-                **{key: _key(key) for key in COUNTS},
-                "why skipped (first two)": _skipped,
-            },
-        ),
-        _models(results),
+
+
+def _nodes(shape: dict[str, Any]) -> int:
+    """Drafted nodes of a tree; the most if it grows."""
+    return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
+
+
+def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Which gains are clear of zero under Holm's correction: over the sets of a draft and temperature, and over the
+    kinds of position of a draft, temperature and kind of sets.
+    """
+    families: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        pooled = row["domain"] == row["kind"]
+        families.setdefault((row["draft"], row["temperature"], pooled and row["kind"]), []).append(row)
+    clear: dict[int, int | None] = {}
+    for members in families.values():
+        gains = [results.beside(row, "gain_by_part" if row["part"] else "gain") for row in members]
+        clear |= {id(row): each for row, each in zip(members, signs(list(map(bounds, gains))), strict=True)}
+    return lambda row: CLEAR[clear[id(row)]]
+
+
+def _suites(results: Results) -> Table:
+    rows = [
+        {"set": f"{suite['name']} ({suite['kind'].upper()})", "source": suite["source"]}
+        | {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}  # type: ignore[literal-required]
+        | {"why skipped (first two)": "; ".join(f"{s['row']}: {s['reason']}" for s in suite["skipped_rows"][:2])}
+        for suite in results.document["suites"]
     ]
-    if len({*nodes.values()}) > 1:
-        every[3] = replace(every[3], note=every[3].note + WORDS["tables"]["tau"]["unequal"])
-    return [table for table in every if table.rows]
-
-
-def _value(row: Row | None) -> float:
-    return (row["value"] or 0.0) if row else 0.0
-
-
-def _id_gain(results: Results, row: Row) -> Row | None:
-    return results.gain(row["draft"], "id", row["temperature"])
-
-
-def _share(row: Row) -> str:
-    return NONE if row["value"] is None else f"{percent(row['value'])} {interval(row, 0, scale=100)}".strip()
-
-
-def _milliseconds(row: Row) -> str:
-    return NONE if row["value"] is None else f"{row['value'] * 1000:.3g}"
-
-
-def _key(key: str) -> Callable[[Any], str]:
-    return lambda row: str(row[key])
-
-
-def _skipped(suite: Any) -> str:
-    return "; ".join(f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2])
+    return _table("suites", 2, rows)
 
 
 def _models(results: Results) -> Table:
-    clock, whole = results.document["clock"], results.document["models"]["target"]["parameters"]
-    table = _table(
-        *("models", 2, [{"role": role, **model} for role, model in results.document["models"].items()]),
-        {
-            "role": _key("role"),
-            "model": _key("name"),
-            "type": _key("model_type"),
-            "parameters": lambda model: f"{model['parameters']:,}",
-            "of target": lambda model: number(model["parameters"] / whole),
-            "memory": lambda model: memory(model["memory_bytes"]),
-            "vocabulary": lambda model: f"{model['vocabulary']:,}",
-            "dtype": lambda m: m["dtype"] if m["quantize"] == "none" else f"{m['quantize']}, {m['dtype']}",
-            "device": _key("device"),
-            "fingerprint": _key("fingerprint"),
-        },
-    )
-    process = "" if clock["machine"]["gpu"] else ", all of the process included"
-    return replace(table, note=table.note.format(memory=memory(clock["peak_memory_bytes"]), whole=process))
+    clock, models, rows = results.document["clock"], results.document["models"], []
+    for role, model in models.items():
+        training, quantize = model["training"], model["quantize"]
+        row = {"role": role, "model": model["name"], "type": model["model_type"]}
+        row["parameters"] = f"{model['parameters']:,}"
+        row["of target"] = number(model["parameters"] / models["target"]["parameters"])
+        row["memory"] = memory(model["memory_bytes"])
+        row["vocabulary"] = f"{model['vocabulary']:,}"
+        row["dtype"] = model["dtype"] if quantize == "none" else f"{quantize}, {model['dtype']}"
+        row["trained with"] = training["objective"] if training else NONE
+        row["on tokens"] = f"{training['response_tokens']:,}" if training else NONE
+        row["best step"] = f"{training['best_step']} of {training['steps']}" if training else NONE
+        rows.append(row | {"device": model["device"], "fingerprint": model["fingerprint"]})
+    table = _table("models", 2, rows)
+    whole = "" if clock["machine"]["gpu"] else ", all of the process included"
+    return replace(table, note=table.note.format(memory=memory(clock["peak_memory_bytes"]), whole=whole))
