@@ -6,6 +6,7 @@ over those, paired; else over each evaluation's own prompts, drawn independently
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -53,11 +54,10 @@ class Comparison:
 
     def summary(self) -> dict[str, Any]:
         """As `draftsmith eval --compare A B --json` prints it."""
-        names: Any = ("draft", "domain", "kind", "temperature", "tree", "verifier")
-        return {
-            "rows": [{name: row.first[name] for name in names} | asdict(row) for row in self.rows],
-            "remarks": self.remarks,
-        }
+        names = ("draft", "domain", "kind", "temperature", "tree", "verifier")
+        places = [dict(zip(names, itemgetter(*names)(row.first), strict=True)) for row in self.rows]
+        rows = [place | asdict(row) for place, row in zip(places, self.rows, strict=True)]
+        return {"rows": rows, "remarks": self.remarks}
 
     def lines(self) -> list[str]:
         """Remarks, then a table for each figure, as wide as its text."""

@@ -1,5 +1,6 @@
 """Make the rows of results.json that explain acceptance, from the measurements of `eval.diagnose`."""
 
+import math
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from draftsmith_core.prompts import Prompt, token_runs
 from draftsmith_core.tokenization import Tokenizer
@@ -16,18 +18,16 @@ from eval.measure import Suite
 from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row, ViewedText
 
-ENTROPY_BITS = (0.5, 1.5, 3.0)
-POSITIONS = (4, 16, 64)
-SIMILARITIES = (0.05, 0.2, 0.5)
+# What positions are sorted by, and the edges of the bins.
+ENTROPY, PLACE, CLASS = "entropy of the target, bits", "position in the answer", "class of the token"
+NEAR = "similarity to ID prompts"
+EDGES = {ENTROPY: (0.5, 1.5, 3.0), PLACE: (4, 16, 64), NEAR: (0.05, 0.2, 0.5)}
 # Length of the token n-grams that make two prompts similar.
 NGRAM = 3
 SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens seen less often than this are not listed among those that lost most.
 LEAST_SEEN, LISTED = 5, 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
-
-# (prompt's similarity, place, token, entropy) -> the bin of a position: its order and its name.
-_Bin = Callable[[float, int, str, float], tuple[int, str]]
 
 
 def diagnosis_rows(
@@ -38,29 +38,81 @@ def diagnosis_rows(
     rows: list[Row] = []
     viewed: list[ViewedText] = []
     for group in setting.groups():
-        if not group.pooled:
+        if group.domain != group.kind:
             viewed += _viewed(setting, measured, group.suites[0], group.temperature, text_of)
             continue
-        diagnoses = {draft: _diagnoses(measured, group, draft) for draft in setting.drafts}
-        texts = [
-            [text_of(token) for token in output]
-            for suite in group.suites
-            for output in measured.baselines[suite.name, group.temperature]["output_ids"]
-        ]
+        diagnoses: dict[str, list[Diagnosis]] = {
+            draft: [alphas["diagnosis"] for alphas in group.parts(measured.alphas, draft)] for draft in setting.drafts
+        }
+        outputs = joined(group.parts(measured.baselines), "output_ids")
         near = [value for suite in group.suites for value in similar[suite.name]]
-        for draft, new in diagnoses.items():
-            base = None if draft == setting.base else diagnoses[setting.base]
-            rows += _binned_alphas(group, draft, new, base, texts, near)
-            rows += _calibration(group, draft, new)
-            rows += _candidates(group, draft, new)
-            rows += _lost(group, draft, new, base, texts) if base is not None else []
+        positions = _positions(outputs, near, diagnoses[setting.base], text_of)
+        alphas = pd.DataFrame({draft: np.concatenate(joined(parts, "alpha")) for draft, parts in diagnoses.items()})
+        parts = list(_by_part(group, positions, alphas))
+        for draft, diagnosis in diagnoses.items():
+            base = setting.base if draft != setting.base else None
+            for name, sums in parts:
+                rows.append(group.row("alpha_by_part", draft, estimate(sums[draft], group.picks), part=name))
+                rows.append(group.row("positions_by_part", draft, sums[draft].denominator_P.sum(), part=name))
+                if base is not None:
+                    gain = difference(sums[draft], sums[base], group.picks)
+                    rows.append(group.row("gain_by_part", draft, gain, part=name))
+            rows += _calibration(group, draft, diagnosis)
+            rows += _candidates(group, draft, diagnosis)
+            rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base]) if base is not None else []
     return rows, viewed
 
 
-def _diagnoses(measured: Measured, group: Group, draft: str) -> list[Diagnosis]:
-    diagnoses = [alphas["diagnosis"] for alphas in group.alphas(measured, draft)]
-    assert None not in diagnoses
-    return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+def _positions(
+    outputs: Sequence[Sequence[int]], near: Sequence[float], base: Sequence[Diagnosis], text_of: Callable[[int], str]
+) -> pd.DataFrame:
+    """A row for every position: its prompt, text and class, and what `EDGES` cuts."""
+    lengths = [len(output) for output in outputs]
+    texts = [text_of(token) for output in outputs for token in output]
+    return pd.DataFrame(
+        {
+            "prompt": np.repeat(np.arange(len(outputs)), lengths),
+            "text": texts,
+            ENTROPY: np.concatenate(joined(base, "entropy")),
+            PLACE: np.concatenate([np.arange(length) for length in lengths]),
+            CLASS: [token_class(text) for text in texts],
+            NEAR: np.repeat(near, lengths),
+        }
+    )
+
+
+def _by_part(
+    group: Group, positions: pd.DataFrame, alphas: pd.DataFrame
+) -> Iterator[tuple[str, dict[str, PromptSums]]]:
+    """Every kind of position that occurs, and the drafts' per-prompt acceptance there."""
+    prompts = range(group.picks.weights_RP.shape[1])
+    for by in (ENTROPY, PLACE, CLASS, NEAR):
+        # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
+        if by == ENTROPY and group.temperature == 0:
+            continue
+        part = positions[by]
+        if by in EDGES:
+            edges = EDGES[by]
+            between = [f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:], strict=False)]
+            names = [f"below {edges[0]:g}", *between, f"{edges[-1]:g} and more"]
+            part = pd.cut(part, [-math.inf, *edges, math.inf], right=False, labels=names)
+        for name, inside in alphas.groupby(part, observed=True):
+            by_prompt = inside.groupby(positions["prompt"])
+            count_P = by_prompt.size().reindex(prompts, fill_value=0).to_numpy(np.float64)
+            sums = by_prompt.sum().reindex(prompts, fill_value=0.0)
+            yield f"{by}: {name}", {draft: PromptSums(sums[draft].to_numpy(), count_P) for draft in alphas}
+
+
+def _lost(
+    group: Group, draft: str, texts: "pd.Series[str]", new: "pd.Series[float]", old: "pd.Series[float]"
+) -> Iterator[Row]:
+    """The tokens of the text at which most acceptance was lost in all, worst first."""
+    tokens = pd.DataFrame({"lost": new - old, "lost_alpha": new, "lost_base_alpha": old}).groupby(texts)
+    seen = tokens.mean().assign(lost=tokens["lost"].sum(), n=tokens.size())
+    lost = seen[(seen["n"] >= LEAST_SEEN) & (seen["lost"] < 0)].sort_values("lost", kind="stable").head(LISTED)
+    for text, token in lost.iterrows():
+        for figure in ("lost", "lost_alpha", "lost_base_alpha"):
+            yield group.row(figure, draft, token[figure], part=str(text), n=int(token["n"]))
 
 
 def token_class(text: str) -> str:
@@ -99,62 +151,6 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     return {suite.name: [similarity(prompt) for prompt in suite.prompts] for suite in suites}
 
 
-def _range(value: float, edges: Sequence[float]) -> tuple[int, str]:
-    """The bin of a value: "below 0.5", "0.5 to 1.5", "3 and more"."""
-    at = sum(value >= edge for edge in edges)
-    if at == 0:
-        return at, f"below {edges[0]:g}"
-    return at, f"{edges[-1]:g} and more" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
-
-
-BY: dict[str, _Bin] = {
-    "entropy of the target, bits": lambda near, place, text, entropy: _range(entropy, ENTROPY_BITS),
-    "position in the answer": lambda near, place, text, entropy: _range(place, POSITIONS),
-    "class of the token": lambda near, place, text, entropy: (0, token_class(text)),
-    "similarity to ID prompts": lambda near, place, text, entropy: _range(near, SIMILARITIES),
-}
-
-
-def _binned_alphas(
-    group: Group,
-    draft: str,
-    new: Sequence[Diagnosis],
-    base: Sequence[Diagnosis] | None,
-    texts: list[list[str]],
-    near: list[float],
-) -> Iterator[Row]:
-    entropies, alphas = joined(new, "entropy"), joined(new, "alpha")
-    for by, bin_of in BY.items():
-        # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
-        if by.startswith("entropy") and group.temperature == 0:
-            continue
-        bins = [
-            [
-                bin_of(near[row], place, text, entropy)
-                for place, (text, entropy) in enumerate(zip(tokens, bits, strict=True))
-            ]
-            for row, (tokens, bits) in enumerate(zip(texts, entropies, strict=True))
-        ]
-        for wanted in sorted({each for row in bins for each in row}):
-            name = f"{by}: {wanted[1]}"
-            sums = _binned(alphas, bins, wanted)
-            yield group.row("alpha_by_part", draft, estimate(sums, group.picks), part=name)
-            yield group.row("positions_by_part", draft, sums.denominator_P.sum(), part=name)
-            if base is not None:
-                gain = difference(sums, _binned(joined(base, "alpha"), bins, wanted), group.picks)
-                yield group.row("gain_by_part", draft, gain, part=name)
-
-
-def _binned(
-    alphas: Sequence[Sequence[float]], bins: Sequence[Sequence[tuple[int, str]]], wanted: tuple[int, str]
-) -> PromptSums:
-    pairs = [
-        [a for a, each in zip(values, row, strict=True) if each == wanted]
-        for values, row in zip(alphas, bins, strict=True)
-    ]
-    return PromptSums.of([sum(values) for values in pairs], [len(values) for values in pairs])
-
-
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     sums_PB3 = np.asarray(joined(new, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
@@ -184,24 +180,6 @@ def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[
         for k in SHOWN_CANDIDATES:
             accepted = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
             yield group.row(figure, draft, accepted, at=k)
-
-
-def _lost(
-    group: Group, draft: str, new: Sequence[Diagnosis], base: Sequence[Diagnosis], texts: list[list[str]]
-) -> Iterator[Row]:
-    """The tokens of the text at which most acceptance was lost in all, worst first."""
-    seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in zip(texts, joined(new, "alpha"), joined(base, "alpha"), strict=True):
-        for text, alpha, base_alpha in zip(*row, strict=True):
-            seen[text].append((alpha, base_alpha))
-    changes = {text: sum(a - b for a, b in pairs) for text, pairs in seen.items() if len(pairs) >= LEAST_SEEN}
-    worst = sorted((change, text) for text, change in changes.items() if change < 0)[:LISTED]
-    for change, text in worst:
-        count = len(seen[text])
-        alpha, base_alpha = (sum(values) / count for values in zip(*seen[text], strict=True))
-        figures = {"lost": change, "lost_alpha": alpha, "lost_base_alpha": base_alpha}
-        for figure, value in figures.items():
-            yield group.row(figure, draft, value, part=text, n=count)
 
 
 def _viewed(

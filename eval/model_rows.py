@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,20 @@ def model_row(name: str, model: Draft) -> ModelRow:
 
 
 def _training(checkpoint: Path) -> Training | None:
-    """What the checkpoint's own record says of its alignment; None for hub names and other people's directories."""
-    values = read_record(checkpoint)
+    """What the checkpoint's own record says of its alignment; None if `train` did not align it."""
+    record = read_record(checkpoint)
     try:
-        tokens, steps = values["data"]["response_tokens"], values["steps"]
-        batch = values["config"]["batch_size"] * values["config"]["accumulation"] * values["processes"]
+        config, data, steps = record["config"], record["data"], record["steps"]
+        batch = config["batch_size"] * config["accumulation"] * record["processes"]
         return Training(
-            objective=values["objective"],
-            response_tokens=tokens,
-            epochs=steps * batch / values["data"]["training"]["rows"],
+            objective=record["objective"],
+            response_tokens=data["response_tokens"],
+            epochs=steps * batch / data["training"]["rows"],
             steps=steps,
-            best_step=values["best_step"],
+            best_step=record["best_step"],
         )
     except KeyError:
-        return None  # none, or trained on text and not aligned, as the base draft that comes with the demo
+        return None
 
 
 def identity(model: ModelRow) -> list[str]:
@@ -72,9 +73,10 @@ def identity(model: ModelRow) -> list[str]:
 
 def machine(model: PreTrainedModel) -> dict[str, Any]:
     """The processor, threads, GPU and system that the timings hold for."""
-    on_gpu = model.device.type == "cuda"
+    info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
+    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
     return {
-        "cpu": _cpu_name(),
+        "cpu": named[1] if named else platform.processor() or platform.machine(),
         "cpus": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
@@ -82,28 +84,16 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
     """When the run started (seconds since 1970) and ended, what it measured anew, where, and its peak memory."""
     finished = time.time()
+    begun, ended = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished))
     return {
-        "started": _utc(started),
-        "finished": _utc(finished),
+        "started": begun,
+        "finished": ended,
         "seconds": round(finished - started, 3),
         "cells_reused": reused,
         "cells_measured": measured,
         "machine": machine(target),
         "peak_memory_bytes": peak_memory(target.device)[0],
     }
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +43,18 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
         hashes = {prompt_hash(prompt.ids) for prompt in one.prompts}
         rest = [prompt for prompt in other.prompts if prompt_hash(prompt.ids) not in hashes]
         if same := len(other.prompts) - len(rest):
-            text = f"{names}: {same} of {len(other.prompts)} prompts of the second are in the first too{meaning}"
+            text = f"{names}: {same} of {_prompts(len(other.prompts))} of the second are in the first too{meaning}"
             remarks.append(Remark(about="same_prompts", text=text))
         if near := near_duplicates(one.prompts, rest):
-            text = f"{names}: {len(near)} prompts of the second are near-duplicates of the first, such as {near[0].id}"
+            text = (
+                f"{names}: near-duplicates of the first are {_prompts(len(near))} of the second, such as {near[0].id}"
+            )
             remarks.append(Remark(about="near_duplicates", text=text + meaning))
     return remarks
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'s' * (count != 1)}"
 
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
@@ -70,35 +76,29 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:
     """Find prompts that a draft was trained on, by the hashes in its checkpoint; `drafts` maps names to directories."""
     remarks = []
-    for name, source in drafts.items():
-        if (trained := read_prompt_hashes(Path(source))) is None:
-            continue
-        for suite in suites:
+    for (name, source), suite in product(drafts.items(), suites):
+        if (trained := read_prompt_hashes(Path(source))) is not None:
             hashes = np.array([prompt_hash(prompt.ids) for prompt in suite.prompts], dtype=np.uint64)
             if seen := int(np.isin(hashes, trained).sum()):
-                text = (
-                    f"{suite.name} ({suite.kind.upper()}): draft {name} was trained on {seen} of its {len(hashes)} "
-                    f"prompts; its figures there are not about unseen prompts"
+                where = f"{suite.name} ({suite.kind.upper()})"
+                text = f"{where}: draft {name} was trained on {seen} of its {_prompts(len(hashes))}"
+                remarks.append(
+                    Remark(about="trained_on", text=f"{text}; its figures there are not about unseen prompts")
                 )
-                remarks.append(Remark(about="trained_on", text=text))
     return remarks
 
 
 def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None) -> list[Remark]:
     """Find drafts that are not smaller than the target, and heads that an option does not apply to."""
-    remarks, target = [], models["target"]
+    remarks, size = [], models["target"]["parameters"]
     for name, row in models.items():
-        if name == "target":
-            continue
-        if row["kind"] == "draft" and row["parameters"] >= target["parameters"]:
-            text = (
-                f"draft {name}: has {row['parameters']:,} parameters, the target {target['parameters']:,}; a draft "
-                f"that is not smaller cannot make decoding faster"
-            )
-            remarks.append(Remark(about="large_draft", text=text))
-        elif row["kind"] != "draft" and quantize_draft not in (None, "none"):
+        if row["kind"] != "draft" and quantize_draft not in (None, "none"):
             text = f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not apply to heads"
             remarks.append(Remark(about="options", text=text))
+        elif row["kind"] == "draft" and row["parameters"] >= size and name != "target":
+            sizes = f"has {row['parameters']:,} parameters, the target {size:,}"
+            text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
+            remarks.append(Remark(about="large_draft", text=text))
     return remarks
 
 
@@ -107,10 +107,8 @@ def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
     small = getattr(target.config, "widened_from", None)
     if small is None:
         return []
-    text = (
-        f"target {name}: is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}; it "
-        f"writes and accepts like the small model, and costs as much as a large one"
-    )
+    size = f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
+    text = f"target {name}: {size}; it writes and accepts like the small model, and costs as much as a large one"
     return [Remark(about="widened_target", text=text)]
 
 

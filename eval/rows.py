@@ -5,7 +5,7 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from eval.bootstrap import (
     difference,
     estimate,
     pool_resamples,
-    pool_sums,
     quotient,
     resamples,
     transfer,
@@ -50,8 +49,8 @@ from eval.schema import (
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
 DECODED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
-DECODED_BY_PROMPT = (*DECODED, "accepted_by_depth", "reached_by_depth")
 TIMED = ("emitted", "prefill_s", "decode_s")
+_How = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -74,47 +73,31 @@ class Group:
     temperature: float
     picks: Resamples
 
-    @property
-    def pooled(self) -> bool:
-        """True for all suites of a kind."""
-        return self.domain == self.kind
-
-    def alphas(self, measured: Measured, draft: str) -> list[AlphaMeasurement]:
-        """The acceptance of a draft on every suite."""
-        return [measured.alphas[suite.name, self.temperature, draft] for suite in self.suites]
-
-    def decodings(self, measured: Measured, draft: str, method: Method) -> list[DecodingMeasurement]:
-        """The decoding counts of every suite; empty if the method was not decoded."""
-        keys = [(suite.name, self.temperature, draft, method) for suite in self.suites]
-        return [measured.decodings[key] for key in keys if key in measured.decodings]
+    def parts(self, measurements: Mapping[Any, Any], *key: Any) -> list[Any]:
+        """The measurement of every suite under a key: nothing, a draft, or a draft and a method."""
+        return [measurements[suite.name, self.temperature, *key] for suite in self.suites]
 
     def row(
         self,
         figure: str,
         draft: str,
         value: Estimate | float | None,
-        method: tuple[str | None, str | None] = (None, None),
+        method: _How = (None, None),
         *,
         at: int | None = None,
         part: str | None = None,
         n: int | None = None,
     ) -> Row:
         """One row about this group; a plain number has no interval."""
-        prompts = self.picks.weights_RP.shape[1] if n is None else n
         if not isinstance(value, dict):
+            prompts = self.picks.weights_RP.shape[1] if n is None else n
             value = Estimate(value=None if value is None else float(value), low=None, high=None, n=prompts)
+        place = {"domain": self.domain, "kind": self.kind, "temperature": self.temperature}
         tree, verifier = method
-        return Row(
-            figure=figure,
-            draft=draft,
-            domain=self.domain,
-            kind=self.kind,
-            temperature=self.temperature,
-            tree=tree,
-            verifier=verifier,
-            at=at,
-            part=part,
-            **value,
+        return cast(
+            Row,
+            {"figure": figure, "draft": draft, **place, "tree": tree, "verifier": verifier, "at": at, "part": part}
+            | value,
         )
 
 
@@ -152,7 +135,7 @@ class Setting:
 
 def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
     """Per-prompt numerators `above` and denominators `below`, pooled over all measurements."""
-    return pool_sums([PromptSums.of(part[above], part[below]) for part in parts])
+    return PromptSums.of(joined(parts, above), joined(parts, below))
 
 
 def joined(parts: Sequence[Any], key: str) -> list[Any]:
@@ -162,11 +145,11 @@ def joined(parts: Sequence[Any], key: str) -> list[Any]:
 
 def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
     """accept@depth. Prompts that never reached this depth contribute 0/0."""
-
-    def column(key: str) -> list[float]:
-        return [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
-
-    return PromptSums.of(column("accepted_by_depth"), column("reached_by_depth"))
+    accepted, reached = (
+        [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
+        for key in ("accepted_by_depth", "reached_by_depth")
+    )
+    return PromptSums.of(accepted, reached)
 
 
 def figure_rows(setting: Setting, measured: Measured) -> list[Row]:
@@ -178,9 +161,9 @@ def figure_rows(setting: Setting, measured: Measured) -> list[Row]:
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """alpha of every draft on every group, with its gain over the base."""
     for group in setting.groups():
-        base = ratio(group.alphas(measured, setting.base), "sum", "count")
+        base = ratio(group.parts(measured.alphas, setting.base), "sum", "count")
         for draft in setting.drafts:
-            parts = group.alphas(measured, draft)
+            parts = group.parts(measured.alphas, draft)
             sums = ratio(parts, "sum", "count")
             yield group.row("alpha", draft, estimate(sums, group.picks))
             yield group.row("alpha_per_prompt", draft, sums.mean_per_prompt)
@@ -195,15 +178,13 @@ def transfer_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """transfer of every aligned draft to every OOD suite and to all of them pooled."""
     home = {group.temperature: group for group in setting.groups() if group.domain == "id"}
     for group in setting.groups():
-        if group.kind == "id":
-            continue
-        sides = home[group.temperature], group
-        base_id, base_ood = (ratio(side.alphas(measured, setting.base), "sum", "count") for side in sides)
-        for draft in setting.drafts:
+        for draft in setting.drafts if group.kind == "ood" else ():
             if draft != setting.base:
-                new_id, new_ood = (ratio(side.alphas(measured, draft), "sum", "count") for side in sides)
-                share = transfer(new_id, base_id, sides[0].picks, new_ood, base_ood, group.picks)
-                yield group.row("transfer", draft, share)
+                sides: list[Any] = []
+                for side in (home[group.temperature], group):
+                    alphas = (ratio(side.parts(measured.alphas, d), "sum", "count") for d in (draft, setting.base))
+                    sides += [*alphas, side.picks]
+                yield group.row("transfer", draft, transfer(*sides))
 
 
 def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -211,9 +192,9 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups():
         for method in setting.methods:
             how = (method.tree, method.verifier)
-            base_tau = ratio(group.decodings(measured, setting.base, method), "emitted", "target_calls")
+            base_tau = ratio(group.parts(measured.decodings, setting.base, method), "emitted", "target_calls")
             for draft in setting.drafts:
-                parts = group.decodings(measured, draft, method)
+                parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
                 yield group.row("tau", draft, estimate(tau, group.picks), how)
                 yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, how)
@@ -225,37 +206,26 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     yield group.row("accept", draft, estimate(_at_depth(parts, depth), group.picks), how, at=depth)
                 for key in DECODED:
                     yield group.row(key, draft, sum(joined(parts, key)), how)
-                yield from _headroom(measured, group, draft, method)
-                yield from _identical(parts, group, draft, how)
-
-
-def _headroom(measured: Measured, group: Group, draft: str, method: Method) -> Iterator[Row]:
-    """The bound at the root over what the verifier accepts there, if the bound was taken."""
-    step, alphas = RootStep.of(method), group.alphas(measured, draft)
-    if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
-        roots = [alpha["roots"][step.name] for alpha in alphas]
-        headroom = quotient(ratio(roots, "bound", "count"), ratio(roots, "reached", "count"), group.picks)
-        yield group.row("headroom", draft, headroom, (method.tree, method.verifier))
-
-
-def _identical(parts: Sequence[DecodingMeasurement], group: Group, draft: str, how: tuple[str, str]) -> Iterator[Row]:
-    checks = [part["identical"] for part in parts if part["identical"] is not None]
-    if checks:
-        same, outputs = (sum(check[key] for check in checks) for key in ("same", "of"))
-        gaps = [check["largest_gap"] for check in checks if check["largest_gap"] is not None]
-        yield group.row("identical", draft, same, how, n=outputs)
-        if gaps:
-            yield group.row("largest_gap", draft, max(gaps), how, n=outputs)
+                step, alphas = RootStep.of(method), group.parts(measured.alphas, draft)
+                if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
+                    roots = [alpha["roots"][step.name] for alpha in alphas]
+                    bound, reached = ratio(roots, "bound", "count"), ratio(roots, "reached", "count")
+                    yield group.row("headroom", draft, quotient(bound, reached, group.picks), how)
+                if checks := [part["identical"] for part in parts if part["identical"] is not None]:
+                    same, outputs = (sum(check[key] for check in checks) for key in ("same", "of"))
+                    yield group.row("identical", draft, same, how, n=outputs)
+                    if gaps := [check["largest_gap"] for check in checks if check["largest_gap"] is not None]:
+                        yield group.row("largest_gap", draft, max(gaps), how, n=outputs)
 
 
 def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """tau and accept@d as predicted without decoding, on every group (law 10)."""
     for group in setting.groups():
         for draft in setting.drafts:
-            alphas = group.alphas(measured, draft)
+            alphas = group.parts(measured.alphas, draft)
             alpha = ratio(alphas, "sum", "count").pooled
             for method in predicted_methods(setting.methods, group.temperature == 0):
-                parts = [each["predicted"][method.name] for each in alphas if method.name in each["predicted"]]
+                parts = [part["predicted"][method.name] for part in alphas if method.name in part["predicted"]]
                 if len(parts) < len(alphas):
                     continue
                 how, depths = (method.tree, method.verifier), range(1, 1 + method.shape.depth)
@@ -265,9 +235,9 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 seed = row_seed(setting.seed, f"run/{draft}/{method.name}/{group.domain}/{group.temperature}")
                 low, high = run_interval(sums, joined(parts, "variance"), group.picks, seed)
                 yield group.row("tau_run", draft, {**tau, "low": low, "high": high}, how)
-                if alpha is not None and isinstance(method.shape, Tree) and method.shape.is_chain:
-                    if not method.shape.stop:
-                        yield group.row("tau_independent", draft, independent_tau([alpha] * len(depths)), how)
+                chain = isinstance(method.shape, Tree) and method.shape.is_chain and not method.shape.stop
+                if alpha is not None and chain:
+                    yield group.row("tau_independent", draft, independent_tau([alpha] * len(depths)), how)
                 for depth in depths:
                     accept = estimate(_at_depth(parts, depth), group.picks)
                     yield group.row("accept_predicted", draft, accept, how, at=depth)
@@ -276,11 +246,11 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
 def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """Tokens per second and speedup of every method, and of the target alone."""
     for group in setting.groups() if measured.speeds else ():
-        timed = [measured.speeds[suite.name, group.temperature] for suite in group.suites]
-        picks = setting.picks(group.suites, [len(each["prompt_ids"]) for each in timed])
-        alone = ratio([each["runs"][0] for each in timed], "emitted", "decode_s")
+        timed = group.parts(measured.speeds)
+        picks = setting.picks(group.suites, [len(part["prompt_ids"]) for part in timed])
+        alone = ratio([part["runs"][0] for part in timed], "emitted", "decode_s")
         for index, first in enumerate(timed[0]["runs"]):
-            runs = [each["runs"][index] for each in timed]
+            runs = [part["runs"][index] for part in timed]
             rate = ratio(runs, "emitted", "decode_s")
             figures: dict[str, Any] = {
                 "tokens_per_s": rate.pooled,
@@ -303,17 +273,17 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     forward of the draft, so the difference separates the two costs.
     """
     for group in setting.groups():
-        timed = measured.speeds.get((group.domain, group.temperature))
-        for level in timed["one_level"] if timed else ():
-            assert timed is not None
+        if (timed := measured.speeds.get((group.domain, group.temperature))) is None:
+            continue
+        for level in timed["one_level"]:
             how = (level["draft"], level["tree"], level["verifier"])
             run = next(run for run in timed["runs"] if (run["draft"], run["tree"], run["verifier"]) == how)
             count, runs = len(level["decode_s"]), (timed["runs"][0], run, level)
-            steps = [sum(each["target_calls"][:count]) for each in runs]
+            steps = [sum(run["target_calls"][:count]) for run in runs]
             calls = sum(run["depth_sum"][:count]) / max(1, steps[1])
             if not all(steps) or calls <= 1:
                 continue
-            alone, whole, flat = (sum(each["decode_s"][:count]) / n for each, n in zip(runs, steps, strict=True))
+            alone, whole, flat = (sum(run["decode_s"][:count]) / n for run, n in zip(runs, steps, strict=True))
             draft_call = max(0.0, (whole - flat) / (calls - 1)) / alone
             costs = {"draft_call": draft_call, "verify": max(0.0, flat / alone - draft_call)}
             for figure, cost in costs.items():
@@ -324,27 +294,26 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
     """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
     rows: list[Counts] = []
 
-    def add(of: str, part: Mapping[str, Any], keys: Sequence[str], *cell: Any) -> None:
-        names = ("of", "draft", "domain", "temperature", "tree", "verifier")
-        row: Any = dict(zip(names, (of, *cell), strict=True))
-        row["per_prompt"] = {key: part[key] for key in keys}
-        rows.append(row)
+    def add(of: str, part: Any, keys: Sequence[str], draft: str, how: _How = (None, None)) -> None:
+        place = {"of": of, "draft": draft, "domain": suite, "temperature": temperature}
+        place |= dict(zip(("tree", "verifier"), how, strict=True))
+        rows.append(cast(Counts, {**place, "per_prompt": {key: part[key] for key in keys}}))
 
     for (suite, temperature), baseline in measured.baselines.items():
         target = {
             "tokens": [len(ids) for ids in baseline["output_ids"]],
             "stopped": [reason == "stop" for reason in baseline["finish_reason"]],
         }
-        add("target", target, list(target), TARGET, suite, temperature, None, None)
+        add("target", target, list(target), TARGET)
         for draft in setting.drafts:
-            alphas = measured.alphas[suite, temperature, draft]
-            add("alpha", alphas, ("sum", "count"), draft, suite, temperature, None, None)
+            add("alpha", measured.alphas[suite, temperature, draft], ("sum", "count"), draft)
             for method in setting.methods:
                 decoded = measured.decodings[suite, temperature, draft, method]
-                add("decoding", decoded, DECODED_BY_PROMPT, draft, suite, temperature, method.tree, method.verifier)
+                keys = (*DECODED, "accepted_by_depth", "reached_by_depth")
+                add("decoding", decoded, keys, draft, (method.tree, method.verifier))
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
-            add("speed", run, TIMED, run["draft"] or TARGET, suite, temperature, run["tree"], run["verifier"])
+            add("speed", run, TIMED, run["draft"] or TARGET, (run["tree"], run["verifier"]))
     return rows
 
 

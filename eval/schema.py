@@ -32,6 +32,12 @@ class Estimate(TypedDict):
     n: int
 
 
+class _Place(TypedDict):
+    draft: str
+    domain: str
+    temperature: float
+
+
 class Row(TypedDict):
     """One figure. `domain` is a prompt set, or `id` or `ood` for all sets of the kind pooled.
 
@@ -55,16 +61,10 @@ class Row(TypedDict):
     n: int
 
 
-class Counts(TypedDict):
-    """Per-prompt sums behind the rows of one prompt set, in the order of its prompts.
-
-    `of` names the measurement: `target` (the target's continuations), `alpha`, `decoding` or `speed`.
-    """
+class Counts(_Place):
+    """Per-prompt sums behind the rows of one set, in the order of its prompts; of `target`, its continuations."""
 
     of: Literal["target", "alpha", "decoding", "speed"]
-    draft: str
-    domain: str
-    temperature: float
     tree: str | None
     verifier: str | None
     per_prompt: dict[str, list[Any]]
@@ -134,12 +134,9 @@ class Conditions(TypedDict):
     busy: bool
 
 
-class ViewedText(TypedDict):
+class ViewedText(_Place):
     """A continuation of the target token by token: text, alpha, p and q of it, and the draft's first guesses."""
 
-    draft: str
-    domain: str
-    temperature: float
     prompt_id: str
     tokens: list[dict[str, Any]]
 
@@ -147,15 +144,7 @@ class ViewedText(TypedDict):
 class Remark(TypedDict):
     """A reason to trust the figures less; `eval.remarks` makes them."""
 
-    about: Literal[
-        "trained_on",
-        "same_prompts",
-        "near_duplicates",
-        "large_draft",
-        "widened_target",
-        "options",
-        "busy_machine",
-    ]
+    about: str
     text: str
 
 
@@ -184,23 +173,17 @@ def definitions() -> dict[str, str]:
     """Return the meaning of every figure, from definitions.yaml."""
     import yaml
 
-    text = (Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(yaml.safe_load((Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8")))
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of results.json."""
+def json_schema_text() -> str:
+    """Return the JSON Schema of results.json, as docs/results.schema.json holds it."""
     from pydantic import TypeAdapter
 
     schema = TypeAdapter(ResultsDocument).json_schema()
     for each in (schema, *schema["$defs"].values()):
         each["additionalProperties"] = False
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def json_schema_text() -> str:
-    """Return that schema as docs/results.schema.json holds it."""
-    return json.dumps(json_schema(), indent=1) + "\n"
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -45,45 +45,38 @@ def headline_and_table(results: Results) -> list[str]:
 def summary(results: Results) -> dict[str, Any]:
     """Files, the decision, and the main figures with their intervals per draft, set and temperature."""
     document, decision = results.document, decide(results)
-    sets = results.domains()
+    decided = [
+        {"domain": cell.domain, "temperature": cell.temperature, "sign": cell.sign, "busy": cell.busy}
+        | _figure("speedup", cell.speedup)
+        for cell in decision.cells
+    ]
+    cells = [
+        _place(row, "kind")
+        | _figure("alpha", row)
+        | _figure("gain", results.beside(row, "gain"))
+        | {"decoding": [_decoding(results, row, *method) for method in results.methods]}
+        for row in results.rows("alpha")
+        if row["domain"] in results.domains()
+    ]
+    setting = decision.setting and asdict(decision.setting)
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
-        "decision": {
-            "verdict": decision.verdict,
-            "setting": asdict(decision.setting) if decision.setting else None,
-            "cells": [
-                {
-                    **{key: getattr(cell, key) for key in ("domain", "temperature", "sign")},
-                    **_figure("speedup", cell.speedup),
-                    "busy": cell.busy,
-                }
-                for cell in decision.cells
-            ],
-            **_figure("over_base", decision.over_base),
-        },
+        "decision": {"verdict": decision.verdict, "setting": setting, "cells": decided}
+        | _figure("over_base", decision.over_base),
         "remarks": [remark["text"] for remark in document["remarks"]],
         "peak_memory_bytes": document["clock"]["peak_memory_bytes"],
-        "cells": [
-            {
-                **{key: row[key] for key in ("draft", "domain", "kind", "temperature")},
-                **_figure("alpha", row),
-                **_figure("gain", results.gain(row["draft"], row["domain"], row["temperature"])),
-                "decoding": [_decoding(results, row, *method) for method in results.methods],
-            }
-            for row in results.rows("alpha")
-            if row["domain"] in sets
-        ],
+        "cells": cells,
         "transfer": [
-            {
-                **{key: row[key] for key in ("draft", "domain", "temperature")},
-                **_figure("transfer", row),
-                "undefined": results.why_undefined(row),
-            }
+            _place(row) | _figure("transfer", row) | {"undefined": results.why_undefined(row)}
             for row in results.rows("transfer")
         ],
     }
+
+
+def _place(row: Any, *more: str) -> dict[str, Any]:
+    return {key: row[key] for key in ("draft", "domain", *more, "temperature")}
 
 
 def _figure(name: str, row: Any) -> dict[str, Any]:
@@ -92,23 +85,23 @@ def _figure(name: str, row: Any) -> dict[str, Any]:
 
 
 def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str, Any]:
-    def figure(name: str) -> Row | None:
-        return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
-
-    def value(name: str) -> float | None:
-        return (other := figure(name)) and other["value"]
-
-    run, same = figure("tau_run"), figure("identical")
-    identical = same and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": value("largest_gap")}
+    names = ("tau", "tau_predicted", "tau_run", "identical", "largest_gap", "speedup", "tokens_per_s")
+    figures: dict[str, Any] = {
+        name: results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
+        for name in (*names, "latency_s_per_token")
+    }
+    values = {name: figure and figure["value"] for name, figure in figures.items()}
+    run, same = figures["tau_run"], figures["identical"]
     return {
         "tree": tree,
         "verifier": verifier,
         "lossless": results.lossless(verifier),
-        **_figure("tau", figure("tau")),
-        "tau_predicted": value("tau_predicted"),
+        **_figure("tau", figures["tau"]),
+        "tau_predicted": values["tau_predicted"],
         "tau_predicted_run": run and [run["low"], run["high"]],
-        "identical_outputs": identical,
-        **_figure("speedup", figure("speedup")),
-        "tokens_per_s": value("tokens_per_s"),
-        "latency_s_per_token": value("latency_s_per_token"),
+        "identical_outputs": same
+        and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": values["largest_gap"]},
+        **_figure("speedup", figures["speedup"]),
+        "tokens_per_s": values["tokens_per_s"],
+        "latency_s_per_token": values["latency_s_per_token"],
     }

@@ -185,7 +185,9 @@ def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
     page = render_page(shown)
     found = r'<label class="tok a(\d)"><input type="radio" name="(text\d+)">[^<]*<span class="tip">(.*?)</span></label>'
     tokens = re.findall(found, page, flags=re.DOTALL)
-    assert len(tokens) == 10 and tokens[1][:2] == ("1", "text1")
+    # Under both drafts, the decided one first.
+    assert len(tokens) == 20 and tokens[1][:2] == ("1", "text1")
+    assert re.findall(r"<summary>(\w+ on \w+), T", page) == ["mine on prose", "base on prose"]
     # What is pointed at is the name of its control, which is read aloud, and text of models is escaped.
     assert tokens[1][2].startswith("<span>&lt;b&gt;↵: acceptance .20, p .50, q .25</span><span>depth 1: ")
     refused, taken = "<s>␣a p .10, q .50</s>", "<strong>␣a p .10, q .50</strong>"

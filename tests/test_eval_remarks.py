@@ -42,7 +42,7 @@ def test_near_duplicates_share_most_of_their_runs_of_tokens() -> None:
     # One token at the end changed: 35 of 37 runs of five are shared. In the middle: 31 of 41.
     near, far = (*TEXT[:-1], 7), (*TEXT[:20], 7, *TEXT[21:])
     (remark,) = remarks.of_prompts([prose, suite("code", "ood", (1,) * 40, near)])
-    assert remark["about"] == "near_duplicates" and "1 prompts of the second" in remark["text"]
+    assert remark["about"] == "near_duplicates" and "1 prompt of the second" in remark["text"]
     assert "such as code1" in remark["text"]
     assert remarks.of_prompts([prose, suite("code", "ood", far, TEXT[:20], ())]) == []
 
@@ -81,7 +81,7 @@ def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
 def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     found = remarks.of_prompts([suite("prose", "id", TEXT), suite("code", "ood", TEXT)])
     assert remarks.announce(found, strict=False) == found
-    assert capsys.readouterr().err.startswith("remark: prose (ID) and code (OOD): 1 of 1 prompts")
+    assert capsys.readouterr().err.startswith("remark: prose (ID) and code (OOD): 1 of 1 prompt ")
     with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\): 1 of 1") as caught:
         remarks.announce(found * 2, strict=True)
     assert str(caught.value).endswith("(and 1 more)")

@@ -83,7 +83,9 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
             rows = series(draft, domain)
             for row in rows:
                 if row["low"] is not None and row["high"] is not None:
-                    ax.plot([row["at"]] * 2, [row["low"], row["high"]], color=look.colour(draft), lw=1.2, alpha=0.5)  # type: ignore[list-item]
+                    ax.plot(
+                        [row["at"] or 0] * 2, [row["low"], row["high"]], color=look.colour(draft), lw=1.2, alpha=0.5
+                    )
             if rows:
                 _line(ax, look, draft, _by_depth(rows))
         ax.set_ylim(*SHARES)

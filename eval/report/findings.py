@@ -12,8 +12,12 @@ from eval.results import Results
 
 @dataclass(frozen=True)
 class Lead:
-    """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ."""
+    """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ.
 
+    `draft` is the decided draft, or the best aligned one.
+    """
+
+    draft: str
     headline: str
     detail: str
     cells: list[tuple[str, str]]
@@ -29,6 +33,7 @@ def lead(results: Results) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
     return Lead(
+        draft=decision.setting.draft if decision.setting else best_aligned(results),
         headline=_fill(WORDS["headlines"][decision.verdict], decision),
         detail=_detail(decision, results),
         changes=[f"At T = {t:g}, {_change(results, t)}" for t in sorted(results.temperatures)],

@@ -72,7 +72,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         results=results.document,
         lead=head,
         tables=tables(results),
-        viewed=viewed_texts(results),
+        viewed=viewed_texts(results, head.draft),
         open_rows=OPEN_ROWS,
         prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in ("id", "ood")},
     )

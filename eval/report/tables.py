@@ -111,7 +111,7 @@ def _of_figures(results: Results, name: str) -> Table:
         if isinstance(column, str):
             columns[heading] = special[column]
             continue
-        figure, style, digits = (*column, *("plain", 3)[len(column) - 1 :])
+        figure, style, digits = column if len(column) == 3 else (*column, *("plain", 3)[len(column) - 1 :])
         depths = max((row["at"] or 0 for row in results.rows(figure)), default=0) if "{at}" in heading else 0
         for at in range(1, depths + 1) or (None,):
             columns[heading.format(at=at)] = _column(results, figure, at, style, digits)
@@ -171,7 +171,7 @@ def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
 def _suites(results: Results) -> Table:
     rows = [
         {"set": f"{suite['name']} ({suite['kind'].upper()})", "source": suite["source"]}
-        | {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}  # type: ignore[literal-required]
+        | {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}
         | {"why skipped (first two)": "; ".join(f"{s['row']}: {s['reason']}" for s in suite["skipped_rows"][:2])}
         for suite in results.document["suites"]
     ]

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.decision import decide
 from eval.report.formats import number
 from eval.results import Results
+from eval.schema import ViewedText
 
-# Tokens on the page in all (about 600 bytes each), levels of candidates below each, and colours.
-MOST_TOKENS, DEEPEST, LEVELS = 480, 4, 5
+# Tokens on the page for each draft and in all (about 600 bytes each), levels of candidates below each, and colours.
+MOST_OF_DRAFT, MOST_TOKENS, DEEPEST, LEVELS = 480, 1920, 4, 5
 RETURN = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 
 
@@ -28,28 +28,22 @@ class Token:
     tree: list[list[tuple[str, bool]]]
 
 
-@dataclass(frozen=True)
-class Text:
-    """One continuation with its heading."""
+def viewed_texts(results: Results, first: str) -> list[tuple[str, list[Token]]]:
+    """(title, tokens) of a text of every set, the highest temperature first, under each draft in turn."""
+    drafts, domains = sorted(results.drafts, key=lambda draft: draft != first), results.domains()
 
-    title: str
-    tokens: list[Token]
+    def order(row: ViewedText) -> tuple[float, int, int]:
+        return -row["temperature"], domains.index(row["domain"]), drafts.index(row["draft"])
 
-
-def viewed_texts(results: Results) -> list[Text]:
-    """Texts of one draft (the decided one, else the first aligned) on every set, the highest temperature first."""
-    setting = decide(results).setting
-    draft = setting.draft if setting is not None else [*results.aligned, results.base][0]
-    deepest = DEEPEST if results.document["models"][draft]["kind"] == "draft" else 1
-    rows = [row for row in results.document["texts"] if row["draft"] == draft]
-    texts: list[Text] = []
-    left = MOST_TOKENS
-    for row in sorted(rows, key=lambda row: -row["temperature"]):
-        tokens = [_token(row["tokens"][place : place + deepest]) for place in range(min(left, len(row["tokens"])))]
-        left -= len(tokens)
-        if tokens:
-            title = f"{row['domain']}, T = {row['temperature']:g}, {draft}, prompt {row['prompt_id']}"
-            texts.append(Text(title, tokens))
+    texts: list[tuple[str, list[Token]]] = []
+    left = dict.fromkeys(drafts, min(MOST_OF_DRAFT, MOST_TOKENS // len(drafts)))
+    for row in sorted(results.document["texts"], key=order):
+        deepest = DEEPEST if results.document["models"][row["draft"]]["kind"] == "draft" else 1
+        shown = min(left[row["draft"]], len(row["tokens"]))
+        left[row["draft"]] -= shown
+        if shown:
+            title = f"{row['draft']} on {row['domain']}, T = {row['temperature']:g}, prompt {row['prompt_id']}"
+            texts.append((title, [_token(row["tokens"][place : place + deepest]) for place in range(shown)]))
     return texts
 
 
