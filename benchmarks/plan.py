@@ -76,8 +76,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
         max_new_tokens=config.max_new_tokens,
         seed=0,
     )
-    with progress("plan", 6) as advance:
-        planned = plan_pair(planner, confirm_prompts=config.timed, advance=advance)
+    planned = plan_pair(planner, config.timed)
     chosen = planned["name"] if planned["pays"] is not False else ALONE
     shapes: dict[str, TreeShape | None] = {ALONE: None, planned["name"]: planned_tree(planned)}
     shapes |= {f"chain:{n}": kary((1,) * n) for n in range(1, 17)}

@@ -163,14 +163,14 @@ def transfer(
     The two sets of prompts are resampled independently.
     """
     gain_id, gain_ood = difference(new_id, base_id, picks_id), difference(new_ood, base_ood, picks_ood)
-    undefined = Estimate(value=None, low=None, high=None, n=gain_ood["n"])
-    if why_undefined(gain_id, gain_ood) is not None or gain_id["value"] is None or gain_ood["value"] is None:
-        return undefined
+    if why_undefined(gain_id, gain_ood) is not None:
+        return Estimate(value=None, low=None, high=None, n=gain_ood["n"])
+    assert gain_id["value"] is not None and gain_ood["value"] is not None
     id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
     ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(ood_R / id_R, picks_ood)
-    return {**undefined, "value": gain_ood["value"] / gain_id["value"], "low": low, "high": high}
+    return Estimate(value=gain_ood["value"] / gain_id["value"], low=low, high=high, n=gain_ood["n"])
 
 
 def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:
@@ -184,17 +184,19 @@ def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> st
     return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
 
 
-# A figure with its interval and the number of its prompts.
-Bounds = tuple[float, float, float, int]
-
-
-def signs(figures: Sequence[Bounds | None]) -> list[int | None]:
-    """For one family of figures: 1 above zero, -1 below it, 0 if neither can be told at 95 %, None without a figure.
+def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) -> list[int | None]:
+    """For one family of estimates: 1 above zero, -1 below it, 0 if neither can be told at 95 %, None without an
+    interval. Of `ratios`, such as speedups: above or below one, judged on the logarithm.
 
     A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family, by
     Student's t with the standard error that the interval implies.
     """
-    known = {index: figure for index, figure in enumerate(figures) if figure is not None}
+    known: dict[int, tuple[float, float, float, int]] = {}
+    for index, figure in enumerate(figures):
+        ends: list[Any] = [None] if figure is None else [figure["value"], figure["low"], figure["high"]]
+        if figure is not None and None not in ends and not (ratios and min(ends) <= 0):
+            value, low, high = map(math.log, ends) if ratios else ends
+            known[index] = value, low, high, figure["n"]
     result: list[int | None] = [0 if index in known else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
@@ -202,29 +204,10 @@ def signs(figures: Sequence[Bounds | None]) -> list[int | None]:
             student_cdf(-side * value * 2 * _half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1)
             for value, low, high, prompts in known.values()
         ]
-        for (index, figure), p in zip(known.items(), holm(p_values), strict=True):
-            if p <= (1 - LEVEL) / 2 and side * figure[1 if side == 1 else 2] > 0:
+        for (index, (_, low, high, _)), p in zip(known.items(), holm(p_values), strict=True):
+            if p <= (1 - LEVEL) / 2 and (low > 0 if side == 1 else high < 0):
                 result[index] = side
     return result
-
-
-def ratio_signs(ratios: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """`signs` of ratios (speedups), on the logarithm: 1 above one, -1 below it."""
-    return signs(
-        [
-            (math.log(ratio["value"]), math.log(ratio["low"]), math.log(ratio["high"]), ratio["n"])
-            if ratio["value"] and ratio["low"] and ratio["high"]
-            else None
-            for ratio in ratios
-        ]
-    )
-
-
-def bounds(figure: Mapping[str, Any] | None) -> Bounds | None:
-    """A difference as `signs` takes it; None where it has no interval."""
-    if figure is None or figure["value"] is None or figure["low"] is None or figure["high"] is None:
-        return None
-    return figure["value"], figure["low"], figure["high"], figure["n"]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

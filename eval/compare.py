@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftsmith_core.errors import InputError
-from eval.bootstrap import PromptSums, Resamples, bounds, interval, pooled_ratios, resamples, signs
+from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios, resamples, signs
 from eval.report.formats import CLEAR, NONE, named_set, number, text_table, tree_name, with_interval
 from eval.results import Cell, Results
 from eval.schema import TARGET, Estimate, Row
@@ -88,7 +88,7 @@ def compare(first: Results, second: Results, *, bootstrap: int = 2000, seed: int
     for figure in FIGURES:
         ours, theirs = _cells(first, figure), _cells(second, figure)
         rows = [_compared(figure, ours[key], theirs[key], bootstrap, seed) for key in ours if key in theirs]
-        clear = signs([bounds(row.difference) for row in rows])
+        clear = signs([row.difference for row in rows])
         compared += [replace(row, sign=sign) for row, sign in zip(rows, clear, strict=True)]
     if not compared:
         have = [

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, ratio_signs, resamples
+from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, resamples
+from eval.bootstrap import signs as signs_of
 from eval.results import Results
 from eval.schema import Estimate, Row
 
@@ -73,7 +74,7 @@ def decide(results: Results) -> Decision:
             by_setting.setdefault(setting, []).append(row)
     if not by_setting:
         return Decision("not_timed", None, [], None)
-    signs = {setting: ratio_signs(rows) for setting, rows in by_setting.items()}
+    signs = {setting: signs_of(rows, ratios=True) for setting, rows in by_setting.items()}
     means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
     chosen = max(by_setting, key=lambda setting: (signs[setting].count(1), means[setting]))
     cells = []

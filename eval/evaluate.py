@@ -25,13 +25,16 @@ from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.measure import Suite, decoder_of, fit, load_suites
 from eval.measure_all import Evaluation, measure_all
 from eval.model_rows import clock, identity, machine, model_row
-from eval.plan import NOW_PROMPTS, Planner, plan_now, planned_now
+from eval.plan import Planner, plan_pair
 from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark
 from eval.tracking import track
+
+# For `--tree auto`: prompts to plan on, and tokens per answer.
+PLANNED_PROMPTS, PLANNED_TOKENS = 8, 48
 
 
 def evaluate(config: EvalConfig) -> Results:
@@ -145,7 +148,7 @@ def _with_planned_tree(work: Evaluation) -> EvalConfig:
     draft = next((name for name in pair.drafts if name != work.request.base), work.request.base)
     sampling = max(work.request.samplings, key=lambda sampling: sampling.temperature)
     turns = zip_longest(*(suite.prompts for suite in work.suites if suite.kind == "id"))
-    prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:NOW_PROMPTS]
+    prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:PLANNED_PROMPTS]
     decides = {
         "what": "plan",
         "prompts": [list(prompt.ids) for prompt in prompts],
@@ -154,12 +157,17 @@ def _with_planned_tree(work: Evaluation) -> EvalConfig:
         "machine": machine(pair.target),
         "options": [config.max_new_tokens, config.seed],
     }
-    planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, config.max_new_tokens, config.seed)
-    plan = work.cell(decides, lambda _: plan_now(planner))
+    tokens = min(PLANNED_TOKENS, max(4, config.max_new_tokens))
+    planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, tokens, config.seed)
+    plan = work.cell(decides, lambda _: plan_pair(planner, len(prompts)))
     file = Path(config.out) / "plan.json"
     write_json_atomic(file, plan)
-    kept = " (kept from before)" * work.reused
-    say(f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}{kept}: {planned_now(plan)}")
+    when = "planned before" if work.reused else "planned now"
+    best = "no draft is faster; the best is " * (plan["pays"] is False) + plan["name"]
+    say(
+        f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}: {when}, on {plan['prompts']} prompts: "
+        f"{best} ({plan['speedup']['value']:.2f} times no draft)"
+    )
     tree = plan["tree"].get("spec") or f"auto:{file}"
     return replace(config, tree=[tree if spec == "auto" else spec for spec in config.tree])
 

@@ -14,29 +14,27 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, Proposer, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
+from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
 from decode.tree_spec import kary
 from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.processes import say
-from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.progress import progress
+from draftsmith_core.prompts import Prompt
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
-from eval.bootstrap import PromptSums, estimate, quotient, ratio_signs, resamples
+from eval.bootstrap import PromptSums, estimate, quotient, resamples, signs
 from eval.config import PlanConfig
 from eval.estimate import read_traces
 from eval.model_rows import machine, model_row
@@ -61,8 +59,6 @@ FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
 STEPS = 6
-# Prompts of a plan for `--tree auto`, and tokens per answer.
-NOW_PROMPTS, NOW_TOKENS = 8, 48
 # The rule by which an engine accepts above temperature 0: a verifier of ours, and words (engines' sources and
 # documentation, November 2026). At temperature 0 all of them accept what the target would have chosen.
 _GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
@@ -104,29 +100,26 @@ class Planner:
     max_new_tokens: int
     seed: int
 
-    @cached_property
-    def proposer(self) -> Proposer:
-        """The proposer for this kind of draft."""
-        return PROPOSERS[kind_of(self.draft)].make(self.draft)
-
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
         """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot draft this shape."""
         if shape is None:
             return SpeculativeDecoder(self.target)
-        return SpeculativeDecoder(self.target, self.proposer, shape, default_verifier(shape))
+        proposer = PROPOSERS[kind_of(self.draft)].make(self.draft)
+        return SpeculativeDecoder(self.target, proposer, shape, default_verifier(shape))
 
     def run(
         self, decoder: SpeculativeDecoder, contexts: Sequence[Sequence[int]], tokens: int, *, ends: bool
     ) -> tuple[int, float, int]:
         """Tokens emitted, seconds, and steps of one batch; `ends`: whether the target's end tokens end a row."""
         seeds = [generator(row_seed(self.seed, f"plan/{index}")) for index in range(len(contexts))]
+        tokens = min(tokens, self.max_new_tokens)
         batch = decoder.generate(contexts, self.sampling, tokens, seeds, eos_ids(self.target) if ends else ())
         steps = max(row.stats.target_calls for row in batch.generations)
         return sum(len(row.output_ids) for row in batch.generations), batch.decode_s, steps
 
     def batches(self, count: int) -> list[list[tuple[int, ...]]]:
-        """Token ids of the first prompts, in batches."""
-        ids = [prompt.ids for prompt in self.prompts[:count]]
+        """Token ids of the first `count` batches of prompts."""
+        ids = [prompt.ids for prompt in self.prompts[: count * self.batch_size]]
         return [ids[start : start + self.batch_size] for start in range(0, len(ids), self.batch_size)]
 
 
@@ -150,30 +143,30 @@ class _Expected:
         return tau / self.costs.step(tree), tau
 
 
-def plan_pair(planner: Planner, *, confirm_prompts: int, advance: Advance) -> dict[str, Any]:
+def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
     """Return the plan as JSON, without the names of the models and the machine."""
-    started = time.perf_counter()
-    sampling = planner.sampling
-    advance(1, "the target's answers")
-    options = {"max_new_tokens": planner.max_new_tokens, "batch_size": TEXT_BATCH, "seed": planner.seed}
-    rows = measure.answers(planner.target, planner.prompts, sampling, **options)
-    positions = sum(len(row.output_ids) for row in rows)
-    ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS or sampling.greedy else FEW_RANKS
-    deepest = depth_limit(planner.draft)
-    depth = min(DEPTH, deepest or DEPTH)
-    advance(1, "acceptance")
-    methods = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
-    read, _ = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)
-    advance(1, "costs of a step")
-    costs, timed = measure_costs(_stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), deepest)
-    expected = _Expected(sampling, read["d"], costs)
-    advance(1, "choosing")
-    static = _choose(planner, expected, ranks, depth)
-    advance(1, "trees that can only be tried")
-    tried, not_tried = _try(planner)
-    finalists = _finalists([*static, *tried])
-    advance(1, "confirming")
-    confirmed = _confirm(planner, finalists, confirm_prompts)
+    started, sampling = time.perf_counter(), planner.sampling
+    with progress("plan", STEPS) as advance:
+        advance(1, "the target's answers")
+        options = {"max_new_tokens": planner.max_new_tokens, "batch_size": TEXT_BATCH, "seed": planner.seed}
+        rows = measure.answers(planner.target, planner.prompts, sampling, **options)
+        positions = sum(len(row.output_ids) for row in rows)
+        ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS or sampling.greedy else FEW_RANKS
+        deepest = depth_limit(planner.draft)
+        depth = min(DEPTH, deepest or DEPTH)
+        advance(1, "acceptance")
+        methods = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
+        read, _ = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)
+        advance(1, "costs of a step")
+        costs, timed = measure_costs(_stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), deepest)
+        expected = _Expected(sampling, read["d"], costs)
+        advance(1, "choosing")
+        static = _choose(planner, expected, ranks, depth)
+        advance(1, "trees that can only be tried")
+        tried, not_tried = _try(planner)
+        finalists = _finalists([*static, *tried])
+        advance(1, "confirming")
+        confirmed = _confirm(planner, finalists, confirm_batches)
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
     winner = finalists[best]
     candidates = [
@@ -219,7 +212,7 @@ def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None]
     def seconds(tree: Tree | None) -> float:
         if tree not in decoders:
             decoders[tree] = planner.decoder(tree)
-        _, spent, steps = planner.run(decoders[tree], batch, min(STEP_TOKENS, planner.max_new_tokens), ends=False)
+        _, spent, steps = planner.run(decoders[tree], batch, STEP_TOKENS, ends=False)
         return spent / steps
 
     return seconds
@@ -253,10 +246,10 @@ def _try(planner: Planner) -> tuple[list[Candidate], list[dict[str, str]]]:
             not_tried.append({"tree": spec, "reason": str(error)})
             continue
         tokens, seconds = 0, 0.0
-        for index, batch in enumerate(planner.batches(TRY_PROMPTS * planner.batch_size)):
+        for index, batch in enumerate(planner.batches(TRY_PROMPTS)):
             if not index:
                 planner.run(decoder, batch, 4, ends=False)  # warm-up
-            emitted, spent, _ = planner.run(decoder, batch, min(TRY_TOKENS, planner.max_new_tokens), ends=True)
+            emitted, spent, _ = planner.run(decoder, batch, TRY_TOKENS, ends=True)
             tokens, seconds = tokens + emitted, seconds + spent
         candidates.append(Candidate("stop" if "stop" in spec else "grows", spec, shape, tokens / seconds, None))
     return candidates, not_tried
@@ -272,10 +265,10 @@ def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen + [candidate for candidate in ordered if candidate not in chosen][: FINALISTS - len(chosen)]
 
 
-def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: int) -> list[dict[str, Any]]:
+def _confirm(planner: Planner, finalists: Sequence[Candidate], count: int) -> list[dict[str, Any]]:
     """Time the target alone and every finalist, interleaved in rotating order, until each has run `CONFIRM_S`."""
     decoders = [planner.decoder(None), *(planner.decoder(finalist.shape) for finalist in finalists)]
-    batches = planner.batches(prompts)
+    batches = planner.batches(count)
     emitted, seconds = ([[0.0] * len(batches) for _ in decoders] for _ in range(2))
     for decoder in decoders:
         planner.run(decoder, batches[0], 8, ends=False)  # warm-up
@@ -291,25 +284,23 @@ def _confirm(planner: Planner, finalists: Sequence[Candidate], prompts: int) -> 
             break
     picks = resamples(len(batches), 2000, row_seed(planner.seed, "plan/confirm"))
     alone, *rates = [PromptSums.of(*counts) for counts in zip(emitted, seconds, strict=True)]
-    rows: list[dict[str, Any]] = [{"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}]
-    for finalist, rate in zip(finalists, rates, strict=True):
-        rows.append(
-            {
-                "tree": finalist.name,
-                "tokens_per_s": rate.pooled,
-                "speedup": quotient(rate, alone, picks),
-                "predicted_or_tried": finalist.rate,
-                "family": finalist.family,
-            }
-        )
-    return rows
+    return [{"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}] + [
+        {
+            "tree": finalist.name,
+            "tokens_per_s": rate.pooled,
+            "speedup": quotient(rate, alone, picks),
+            "predicted_or_tried": finalist.rate,
+            "family": finalist.family,
+        }
+        for finalist, rate in zip(finalists, rates, strict=True)
+    ]
 
 
 def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
     """Whether to draft: True if the best is significantly faster than the target alone (Holm's correction over all that
     were timed, because the best of three looks better than it is), False if it was not faster, else None.
     """
-    if ratio_signs(speedups)[best] == 1:
+    if signs(speedups, ratios=True)[best] == 1:
         return True
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
@@ -338,28 +329,23 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
 def plan(config: PlanConfig) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it with everything it is based on to `config.out`, and return that."""
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
-    read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts)
+    limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
+    suites = measure.load_suites({"prompts": config.prompts}, {}, tokenizer, **limits)
     pair = load_pair(
         config.target, {"draft": config.draft}, quantize=config.quantize, tokenizer=tokenizer, **loading(config)
     )
     draft = pair.drafts["draft"]
     take_over(pair.target, draft)
-    room = (pair.context or 2**31) - config.max_new_tokens
-    prompts = [prompt for prompt in read.prompts if len(prompt.ids) <= room]
-    for skip in read.skipped:
-        say(f"plan: row {skip.row} skipped: {skip.reason}")
-    if long := len(read.prompts) - len(prompts):
-        say(f"plan: {long} prompts skipped: longer than {room} tokens")
-    if not prompts:
-        raise InputError(f"--prompts {config.prompts}: none fits {room} tokens; lower --max_new_tokens")
+    (suite,) = measure.fit(suites, config.max_new_tokens, pair.context)
+    for place, reason in suite.skipped:
+        say(f"plan: {place} skipped: {reason}")
     resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if resolved.note:
         say(f"plan: {resolved.note}")
     planner = Planner(
-        pair.target, draft, prompts, resolved.sampling, config.batch_size, config.max_new_tokens, config.seed
+        pair.target, draft, suite.prompts, resolved.sampling, config.batch_size, config.max_new_tokens, config.seed
     )
-    with progress("plan", STEPS) as advance:
-        planned = plan_pair(planner, confirm_prompts=config.confirm_prompts * config.batch_size, advance=advance)
+    planned = plan_pair(planner, config.confirm_prompts)
     engines = []
     for row in planned["engines"]:
         serving = SERVING[row["engine"]][kind_of(draft)]
@@ -374,22 +360,6 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     }
     write_json_atomic(Path(config.out), document)
     return document
-
-
-def plan_now(planner: Planner) -> dict[str, Any]:
-    """Plan on the first prompts with short answers, for `--tree auto`."""
-    few, tokens = planner.prompts[:NOW_PROMPTS], min(NOW_TOKENS, max(4, planner.max_new_tokens))
-    with progress("plan", STEPS) as advance:
-        return plan_pair(
-            replace(planner, prompts=few, max_new_tokens=tokens), confirm_prompts=len(few), advance=advance
-        )
-
-
-def planned_now(plan: dict[str, Any]) -> str:
-    """One line about a plan of `plan_now`."""
-    best = "no draft is faster; the best is " * (plan["pays"] is False) + plan["name"]
-    times = plan["speedup"]["value"]
-    return f"planned now, on {plan['prompts']} prompts: {best} ({times:.2f} times no draft)"
 
 
 def plan_lines(document: dict[str, Any]) -> list[str]:

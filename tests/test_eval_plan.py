@@ -203,7 +203,7 @@ def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
     planned = plan["tree"].get("spec", f"auto:{tmp_path / 'out' / 'plan.json'}")
     assert trees == list(dict.fromkeys(["chain:1", planned]))
     code, _, err = door(*words)
-    assert code == 0 and "(kept from before): planned now" in err
+    assert code == 0 and "planned before, on 3 prompts: " in err
     assert json.loads((tmp_path / "out" / "plan.json").read_text()) == plan
 
 
@@ -212,7 +212,10 @@ def test_eval_plans_on_the_spot_says_so_and_keeps_the_plan(
     [
         ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
         ("plan --target {t} --draft {d} --prompts {p} --out .", "is no ordinary file"),
-        ("plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95", "none fits 1 tokens"),
+        (
+            "plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95",
+            "and 95 new ones exceed a context of",
+        ),
         ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto is the plan of one --draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
         ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
