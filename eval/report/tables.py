@@ -164,7 +164,7 @@ def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
     clear: dict[int, int | None] = {}
     for members in families.values():
         gains = [results.beside(row, "gain_by_part" if row["part"] else "gain") for row in members]
-        clear |= {id(row): each for row, each in zip(members, signs(list(map(bounds, gains))), strict=True)}
+        clear |= {id(row): each for row, each in zip(members, signs(gains), strict=True)}
     return lambda row: CLEAR[clear[id(row)]]
 
 
