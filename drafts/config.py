@@ -73,10 +73,9 @@ class MergeConfig(CodeOptions):
         if weights and len(weights) < len(drafts):
             without = next(source for source, weight in drafts if weight is None)
             raise InputError(f"--draft {without}: has no weight; write {without}=WEIGHT, or give no weights at all")
-        if self.base is not None and not weights and len(drafts) == 1:
-            raise InputError(f"--draft {drafts[0][0]}: give its weight, such as {drafts[0][0]}=0.5")
-        if self.base is None and len(drafts) == 1:
-            raise InputError("--draft: one draft and no base is a copy; name a second draft, or the base")
+        if len(drafts) == 1 and (self.base is None or not weights):
+            needed = "a second draft, or the base" if self.base is None else f"its weight, such as {drafts[0][0]}=0.5"
+            raise InputError(f"--draft {drafts[0][0]}: alone it would be copied; give {needed}")
         if self.base is None and weights and abs(sum(weights) - 1) > 1e-6:
             raise InputError(f"--draft: the weights add up to {sum(weights):g}; without --base they must add up to 1")
         names = [source for source, _ in drafts] + [self.base]
@@ -90,8 +89,8 @@ class MergeConfig(CodeOptions):
 
 
 def _source_and_weight(word: str) -> tuple[str, float | None]:
-    source, equals, text = word.rpartition("=")
+    source, _, text = word.rpartition("=")
     try:
-        return (source, float(text)) if equals else (word, None)
+        return source, float(text)
     except ValueError:
-        return word, None  # the name of the directory holds the sign
+        return word, None  # the name of the directory holds the sign, or there is none

@@ -4,7 +4,6 @@
 models only configs and tokenizers are read; a head is loaded with its target.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,15 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
             raise InputError(f"{config.plan}: has no 'engines'; name a plan of `draftsmith plan`")
         tokens = {row["engine"]: row["draft_tokens"] for row in plan["engines"]}
     kind = head_kind(config.draft) or "draft"
+    differs, reason = None, "its layout holds this head"
     if kind == "draft":
-        pair = Pair((_model(config.target, config.trust_remote_code), _model(config.draft, config.trust_remote_code)))
+        target, draft = (_model(name, config.trust_remote_code) for name in (config.target, config.draft))
+        pair = Pair((target, draft))
+        differs, reason = _meaning(target, draft)
     else:
         source = load_source(config.draft, config.target, trust_remote_code=config.trust_remote_code)
         assert source.target is not None
         pair = Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
-    differs, notes = _meaning(config, pair)
     verdicts = []
     for engine, kinds in SERVING.items():
         serving = kinds.get(kind)
@@ -69,9 +70,7 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
             verdicts.append(Verdict(engine, False, False, broken))
             continue
         exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, DRAFT_TOKENS))
-        holds = "its rules hold" if kind == "draft" else "its layout holds this head"
-        reason = differs or "; ".join([holds, *notes])
-        verdicts.append(Verdict(engine, True, differs is None, reason, command, exports))
+        verdicts.append(Verdict(engine, True, differs is None, differs or reason, command, exports))
     return {
         "target": config.target,
         "draft": config.draft,
@@ -93,24 +92,15 @@ def _model(name: str, trust_remote_code: bool) -> Model:
     return Model(name, text, find_tokenizer(name, trust_remote_code))
 
 
-def _meaning(config: DoctorConfig, pair: Pair) -> tuple[str | None, list[str]]:
-    """Why nothing would be accepted although an engine loads the pair, if so; and what else to know."""
-    if pair.source is not None:
-        return None, []
-    return _differs(*pair.models), list(_notes(config.draft, *pair.models))
-
-
-def _differs(target: Model, draft: Model) -> str | None:
-    if target.tokenizer is None or draft.tokenizer is None:
-        return None
-    token = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
-    if token is None:
-        return None
-    return f"loads it without an error, but token {token} is another one to the draft: nothing is accepted"
-
-
-def _notes(name: str, target: Model, draft: Model) -> Iterator[str]:
+def _meaning(target: Model, draft: Model) -> tuple[str | None, str]:
+    """Why nothing would be accepted although an engine loads the pair, if so; else what holds and what else to know."""
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        token = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
+        if token is not None:
+            return f"loads it without an error, but token {token} is another one to the draft: nothing is accepted", ""
+    notes = ["its rules hold"]
     if draft.size > target.size:
-        yield f"the {draft.size - target.size} ids that only the draft has must be padding"
-    if (ids_D := read_draft_vocabulary(name, draft.size)) is not None:
-        yield f"it drafts all {draft.size} tokens, not only the {len(ids_D)} of the draft's own vocabulary"
+        notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")
+    if (ids_D := read_draft_vocabulary(draft.name, draft.size)) is not None:
+        notes.append(f"it drafts all {draft.size} tokens, not only the {len(ids_D)} of the draft's own vocabulary")
+    return None, "; ".join(notes)

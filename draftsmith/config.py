@@ -97,7 +97,6 @@ _READ_BY = {
     "num_layers": ("prune", "transplant"),
     "keep": ("prune", "transplant"),
     "intermediate_size": ("prune",),
-    "num_heads": ("prune",),
     "cost": ("fresh",),
     "cost_by": ("fresh",),
 }
@@ -120,8 +119,6 @@ class InitConfig(ModelOptions, PromptOptions, RunOptions):
     falls most."""
     intermediate_size: AtLeast1 | None = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
-    num_heads: AtLeast1 | None = None
-    """prune: number of attention heads to keep, those that do most on --prompts."""
     cost: OpenShare | None = None
     """fresh: the largest cost of a forward, as a share of the target's. Default: 0.1."""
     cost_by: Literal["clock", "parameters"] | None = None
@@ -152,7 +149,6 @@ class InitConfig(ModelOptions, PromptOptions, RunOptions):
             raise InputError("draft_vocab_size: needs texts to count tokens in; add --data, or --prompts")
         for key, measures in (
             ("intermediate_size", self.intermediate_size is not None),
-            ("num_heads", self.num_heads is not None),
             ("keep", self.keep == "measured"),
         ):
             if measures:

@@ -135,7 +135,6 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
             num_layers=config.num_layers or max(1, depth // 4),
             keep=keep,
             intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
             texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
             score=_alpha_against(target, texts, config.temperature) if keep == "measured" else None,
         )

@@ -111,19 +111,6 @@ def test_neurons_that_do_nothing_go_first(name: str) -> None:
     assert read_per_token(small) < read_per_token(target)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.o])
-@torch.no_grad()
-def test_heads_that_do_nothing_go_first(name: str, tmp_path: Any) -> None:
-    target, family = build(name), FAMILIES[name]
-    size = getattr(target.config, "head_dim", None) or H // 4
-    for layer in cast(Any, target.get_submodule(family.layers)):
-        layer.get_submodule(family.o).weight[:, : 2 * size] = 0.0
-    small, _ = prune(target, num_heads=2, texts=TEXTS)
-    torch.testing.assert_close(small(IDS).logits, target(IDS).logits)
-    small.save_pretrained(tmp_path)
-    torch.testing.assert_close(load_model(str(tmp_path), device="cpu")(IDS).logits, target(IDS).logits)
-
-
 @torch.no_grad()
 def test_measured_keeps_the_layers_that_matter() -> None:
     target = build("llama")
@@ -146,10 +133,6 @@ def test_measured_keeps_the_layers_that_matter() -> None:
 def test_what_cannot_be_pruned_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="num_layers: 5 is not in 1 to 4"):
         prune(build("opt"), num_layers=5)
-    with pytest.raises(InputError, match="models of type opt cannot be cut by heads"):
-        prune(build("opt"), num_heads=2, texts=TEXTS)
-    with pytest.raises(InputError, match="num_heads: 3 of 4 heads cannot be kept"):
-        prune(build("llama"), num_heads=3, texts=TEXTS)
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:

@@ -109,8 +109,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
 ) -> None:
     out = str(tmp_path / "out")
     for words, said in (
-        (["--draft", draft_dir], "one draft and no base is a copy"),
-        (["--base", draft_dir, "--draft", draft_dir], "give its weight"),
+        (["--draft", draft_dir], "give a second draft, or the base"),
+        (["--base", draft_dir, "--draft", draft_dir], "alone it would be copied; give its weight"),
         (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight"),
         (["--draft", f"{draft_dir}=0.5", f"{target_dir}=0.6"], "the weights add up to 1.1"),
         (["--draft", draft_dir, draft_dir], "is named twice"),

@@ -45,21 +45,14 @@ def transplant(
     eos = donor_tokenizer.eos_token_id
     ends = eos_ids(donor)[:1] or (() if eos is None else (eos,))
     ends_of_target = set(eos_ids(target)) if ends else set()
-    rows: list[tuple[int, ...]] = []
-    shared = from_pieces = 0
-    for token in range(size):
-        if token in pairs or len(mapping.in_draft[token]) == 1 and token in texts:
-            rows.append(mapping.in_draft[token])
-            shared += 1
-        elif token in ends_of_target:
-            rows.append(ends)
-            shared += 1
-        elif token in texts:
-            rows.append(mapping.in_draft[token])
-            from_pieces += 1
-        else:
-            rows.append(())
+    rows = [mapping.in_draft[token] if token in pairs or token in texts else () for token in range(size)]
+    for token in ends_of_target - pairs.keys():
+        if len(rows[token]) != 1:
+            rows[token] = ends
+    # Of special tokens and ends there is one row or none, so that several are the pieces of a text.
+    from_pieces = sum(len(row) > 1 for row in rows)
     unmapped = tuple(names[token] for token, row in enumerate(rows) if not row and token in names)
+    shared = sum(len(row) == 1 for row in rows)
     embedding, output = donor.get_input_embeddings(), donor.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
     config = copy.deepcopy(donor.config)
