@@ -167,7 +167,7 @@ def _path_trap(pair: Pair) -> str | None:
 
 
 def _head_size(pair: Pair) -> tuple[int, int, int] | None:
-    layer = pair.head.config.layer
+    layer = pair.head.config
     sizes = (layer.head_dim, layer.hidden_size, layer.num_attention_heads)
     return None if sizes[0] * sizes[2] == sizes[1] else sizes
 
@@ -221,11 +221,11 @@ RULES: tuple[Rule, ...] = (
          "the head reads states {p.states}, and SGLang cannot give the embedding", "use --format speculators"),
     Rule({"eagle"}, _EAGLES, _head_size,
          "head size {x[0]} is not {x[1]} / {x[2]}, which SafeAILab's code assumes", _OTHER),
-    Rule({"eagle"}, _EAGLES, lambda p: _rope(p.head.config.layer, _AUTHORS_ROPES),
+    Rule({"eagle"}, _EAGLES, lambda p: _rope(p.head.config, _AUTHORS_ROPES),
          f"rope of type '{{x}}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})", _OTHER),
     Rule({"eagle"}, _EAGLE3, _fixed_states,
          "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers", _OTHER),
-    Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config.layer, ROPES),
+    Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config, ROPES),
          "rope of type '{x}' is not written here", _OTHER),
     Rule({"gguf"}, _EAGLE3, lambda p: p.source and _vocabulary_error(p.source, p.head.vocab_size), "{x}"),
 )

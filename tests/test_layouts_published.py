@@ -32,7 +32,6 @@ from drafts.heads import Head, head_kind, load_head, save_head
 from drafts.heads.eagle import EagleConfig, EagleHead
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafts.heads.hydra import HydraConfig, HydraHeads
-from drafts.heads.llama_layer import layer_like
 from drafts.heads.medusa import MedusaHeads
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError
@@ -113,14 +112,9 @@ def check(directory: Path, ours: Head, target: PreTrainedModel) -> None:
 
 
 def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant: Any) -> EagleHead:
-    layer = replace(
-        layer_like(target),
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
-        qkv_bias=variant.pop("qkv_bias", False),
-    )
-    head: EagleHead = stirred(EagleHead(EagleConfig(layer=layer, vocab_size=V, **variant), target)).eval()
-    return head
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
+    config = replace(EagleConfig.like(target), rms_norm_eps=1e-6, rope_parameters=rope, **variant)
+    return stirred(EagleHead(config, target)).eval()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -154,16 +148,13 @@ def test_eagle_for_other_families(family: str, tmp_path: Path) -> None:
 
 def eagle3(target: PreTrainedModel, ids: list[int] | None = DRAFT_VOCAB, hidden: int = H, **variant: Any) -> Eagle3Head:
     rope = {"rope_type": "default", "rope_theta": 10000.0} | variant.pop("rope", {})
-    layer = replace(layer_like(target), rms_norm_eps=1e-6, rope_parameters=rope)
-    layer = replace(layer, hidden_size=hidden, qk_norm=variant.pop("qk_norm", False))
-    config = Eagle3Config(
-        layer=layer,
-        vocab_size=V,
+    config = Eagle3Config.like(
+        target,
         draft_vocab_size=V if ids is None else len(ids),
         eagle_aux_hidden_state_layer_ids=variant.pop("aux", (2, 4, 5)),
         target_hidden_size=H,
-        **variant,
     )
+    config = replace(config, rms_norm_eps=1e-6, rope_parameters=rope, hidden_size=hidden, **variant)
     head = Eagle3Head(config, target)
     if ids is not None:
         head.set_draft_vocab(ids)

@@ -84,7 +84,7 @@ class HeadProposer(NetworkProposer):
 
 def feature_size(head: AnyHead) -> int:
     """Width of the features that a head drafts with. An EAGLE-3 head fuses them from states of the target's width."""
-    return head.config.layer.hidden_size if isinstance(head, EagleHead | Eagle3Head) else head.config.hidden_size
+    return head.config.hidden_size
 
 
 def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:

@@ -1,58 +1,215 @@
-"""EAGLE-1/2 head: predicts the target's next top feature from a feature and the token after it.
+"""EAGLE-1/2 head: predicts the target's next top feature from a feature and the token after it; and the LLaMA layer
+that it shares with EAGLE-3 heads.
 
-Legend: B rows, T tokens, H hidden size, V vocabulary.
+Legend: B rows, T tokens, P cached tokens, H hidden size, V vocabulary.
 
 Source: EAGLE (arXiv 2401.15077, section 4.1). On disk as its authors' checkpoints are: a Llama config of one layer with
 the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's embedding, which is not trained.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import Cache, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from drafts.heads.borrowed import ReadsLastState, borrow
-from drafts.heads.llama_layer import (
-    FeatureHead,
-    LayerConfig,
-    attention,
-    layer_from_json,
-    layer_like,
-    layer_to_json,
-    llama_parts,
-)
-from draftsmith_core.models import vocabulary_size
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.sampling import generator
+
+# Standard deviation of fresh weights, as in LLaMA.
+_INITIALIZER_RANGE = 0.02
+_SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
+_SIZES += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
-    """The layer, the target's vocabulary, and whether `fc` has a bias."""
+class LayerConfig:
+    """A head of one LLaMA decoder layer: its sizes, under the names that they have in a Llama config.json."""
 
-    layer: LayerConfig
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Any]
     vocab_size: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def like(cls, target: PreTrainedModel, **more: Any) -> Self:
+        """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
+        values = {key: getattr(text_config(target), key, None) for key in _SIZES if key != "hidden_act"}
+        return cls.read(values | {"vocab_size": vocabulary_size(target)}, **more)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], **more: Any) -> Self:
+        """The layer that a config.json of transformers 4 or 5 describes."""
+        present = {key: value for key, value in values.items() if value is not None}
+        if (layers := present.get("num_hidden_layers", 1)) != 1:
+            raise InputError(f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
+        hidden, heads = present["hidden_size"], present["num_attention_heads"]
+        o_bias = present.get("attention_bias", False)
+        rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
+        if "type" in rope:
+            rope.setdefault("rope_type", rope.pop("type"))
+        # Gemma 3 has one set per kind of layer; the head's layer has full attention.
+        rope = dict(rope.get("full_attention", rope))
+        # A head rotates all dimensions, even if its target rotates a part.
+        rope.pop("partial_rotary_factor", None)
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=present.get("intermediate_size", 4 * hidden),
+            num_attention_heads=heads,
+            num_key_value_heads=present.get("num_key_value_heads", heads),
+            head_dim=present.get("head_dim", hidden // heads),
+            hidden_act=present.get("hidden_act", "silu"),
+            max_position_embeddings=present.get("max_position_embeddings", 2048),
+            rms_norm_eps=float(present.get("rms_norm_eps", 1e-6)),
+            rope_parameters={"rope_type": "default", "rope_theta": float(present.get("rope_theta", 10000.0))} | rope,
+            vocab_size=values["vocab_size"],
+            qkv_bias=present.get("qkv_bias", o_bias),
+            o_bias=o_bias,
+            qk_norm=present.get("qk_norm", False),
+            **more,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """config.json, with rope also under the names that other engines and transformers 4 read."""
+        values, rope = asdict(self), dict(self.rope_parameters)
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{key: values[key] for key in _SIZES},
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+            "num_hidden_layers": 1,
+            "attention_bias": self.o_bias,
+            "mlp_bias": False,
+            **{key: True for key in ("qkv_bias", "qk_norm") if values[key]},
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+        }
+
+    def llama(self) -> Any:
+        """The config that transformers' modules of LLaMA and Qwen 3 take."""
+        values = {key: getattr(self, key) for key in _SIZES} | {"rope_parameters": dict(self.rope_parameters)}
+        config: Any = Qwen3Config(**values, vocab_size=self.vocab_size, num_hidden_layers=1, attention_bias=False)
+        config.mlp_bias = False
+        config._attn_implementation = "sdpa"
+        return config
+
+    def attention(self, inputs: int) -> nn.Module:
+        """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) asked for."""
+        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(self.llama(), 0)
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        module.q_proj = nn.Linear(inputs, queries, bias=self.qkv_bias)
+        module.k_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
+        module.v_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
+        module.o_proj = nn.Linear(queries, self.hidden_size, bias=self.o_bias)
+        return module
+
+
+class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
+    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision, as transformers loads them.
+
+    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class FeatureHead(nn.Module):
+    """A head that makes its next features, through one LLaMA layer, from features and the tokens after them."""
+
+    fc: nn.Linear
+    rotary: Rotary
+    states: Callable[..., Tensor]
+    logits: Callable[[Tensor], Tensor]
+
+    def forward(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> tuple[Tensor, Tensor]:
+        """Logits of the token after each input token, and the features `[B, T, H]` under them, for a next step.
+
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. `attending`: what the
+        method of this name takes after the states.
+        """
+        states_BTH = self.states(input_ids_BT, features_BTH, *attending)
+        return self.logits(states_BTH), states_BTH
+
+    def attending(
+        self,
+        states_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the P cached tokens.
+
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`.
+        """
+        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        queries = states_BTH.shape[1]
+        if mask is None and past > 0 and queries > 1:
+            # sdpa's own causal rule aligns the queries with the first keys; with a cache they belong to the last.
+            least = torch.finfo(states_BTH.dtype).min
+            mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
+            mask = mask.triu(past + 1)[None, None]
+        if positions is None:
+            positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
+        return {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary(states_BTH, positions),
+        }
+
+    def draw(self, layer: nn.Module, seed: int) -> None:
+        """Draw the weights of `fc`, whose outputs have the scale of its inputs, and of all linear maps in `layer`."""
+        random = generator(seed)
+        maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        for linear in (self.fc, *maps):
+            std = 1 / math.sqrt(linear.in_features) if linear is self.fc else _INITIALIZER_RANGE
+            nn.init.normal_(linear.weight, 0.0, std, generator=random)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerConfig):
+    """The layer, and whether `fc` has a bias."""
+
     bias: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **layer_to_json(self.layer),
-            "vocab_size": self.vocab_size,
-            "bias": self.bias,
-            "tie_word_embeddings": False,
-        }
+        return super().to_json() | {"bias": self.bias}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "EagleConfig":
         """Read config.json. Raises InputError if its sizes are not the target's."""
         borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
         # The authors' code gives `fc` a bias if the key is absent.
-        return cls(layer=layer_from_json(values), vocab_size=values["vocab_size"], bias=values.get("bias", True))
+        return cls.read(values, bias=values.get("bias", True))
 
 
 class EagleHead(ReadsLastState, FeatureHead):
@@ -63,21 +220,19 @@ class EagleHead(ReadsLastState, FeatureHead):
 
     def __init__(self, config: EagleConfig, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config = config
-        self.borrowed = borrow(target)
-        llama, rotary = llama_parts(config.layer, config.vocab_size)
-        hidden = config.layer.hidden_size
+        self.config, self.borrowed = config, borrow(target)
+        hidden = config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
-        layer = LlamaDecoderLayer(llama, 0)
+        layer = LlamaDecoderLayer(config.llama(), 0)
         layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
-        layer.self_attn = attention(config.layer, llama, hidden)  # type: ignore[assignment]
+        layer.self_attn = config.attention(hidden)  # type: ignore[assignment]
         self.layers = nn.ModuleList([layer])
-        self.rotary = rotary
+        self.rotary = Rotary(config.llama())
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "EagleHead":
         """An untrained head on the target's device, in its dtype and in training mode."""
-        head = cls(EagleConfig(layer=layer_like(target), vocab_size=vocabulary_size(target)), target)
+        head = cls(EagleConfig.like(target), target)
         head.draw(head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
 

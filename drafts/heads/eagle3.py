@@ -19,15 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import offsets, to_target
 from drafts.heads.borrowed import borrow
-from drafts.heads.llama_layer import (
-    FeatureHead,
-    LayerConfig,
-    attention,
-    layer_from_json,
-    layer_like,
-    layer_to_json,
-    llama_parts,
-)
+from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
 
@@ -48,11 +40,9 @@ def aux_layers(layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(LayerConfig):
     """The layer, both vocabularies, and which states of the target are fused."""
 
-    layer: LayerConfig
-    vocab_size: int
     draft_vocab_size: int
     eagle_aux_hidden_state_layer_ids: tuple[int, ...]
     target_hidden_size: int
@@ -68,38 +58,33 @@ class Eagle3Config:
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        values = {
+        values = super().to_json() | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            **layer_to_json(self.layer),
-            "vocab_size": self.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
             _AUX: list(self.eagle_aux_hidden_state_layer_ids),
             "norm_before_residual": self.norm_before_residual,
-            "tie_word_embeddings": False,
             **{key: True for key in _VARIANTS[1:] if getattr(self, key)},
         }
         if self.own_embedding:
             values["embed_requires_grad"] = True
-        if self.target_hidden_size != self.layer.hidden_size:
+        if self.target_hidden_size != self.hidden_size:
             values["target_hidden_size"] = self.target_hidden_size
         return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "Eagle3Config":
         """Read config.json. Raises InputError if it does not fit the target."""
-        parts, layer, vocab_size = borrow(target), layer_from_json(values), values["vocab_size"]
-        width = values.get("target_hidden_size") or layer.hidden_size
+        hidden, vocab_size = values["hidden_size"], values["vocab_size"]
+        width = values.get("target_hidden_size") or hidden
         own_embedding = bool(values.get("embed_requires_grad"))
-        parts.check_sizes(width, vocab_size)
-        if width != layer.hidden_size and not own_embedding:
+        borrow(target).check_sizes(width, vocab_size)
+        if width != hidden and not own_embedding:
             raise InputError(
-                f"'hidden_size' is {layer.hidden_size} and the target's is {width}, so the head needs an embedding of "
+                f"'hidden_size' is {hidden} and the target's is {width}, so the head needs an embedding of "
                 f"its own, and the file holds no 'embed_tokens.weight'; export it again with it"
             )
-        return cls(
-            layer=layer,
-            vocab_size=vocab_size,
+        return cls.read(
+            values,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
             eagle_aux_hidden_state_layer_ids=_aux_from_json(values, int(text_config(target).num_hidden_layers)),
             target_hidden_size=width,
@@ -124,15 +109,15 @@ def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 class _MidLayer(nn.Module):
     """A LLaMA layer whose attention reads the embedding beside the feature, each with its own norm."""
 
-    def __init__(self, config: Eagle3Config, llama: Any) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        layer, hidden = config.layer, config.layer.hidden_size
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
-        self.self_attn = attention(layer, llama, 2 * hidden)
-        self.mlp = LlamaMLP(llama)
+        self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
+        self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.self_attn = config.attention(2 * hidden)
+        self.mlp = LlamaMLP(config.llama())
 
     def forward(self, embedded_BTH: Tensor, features_BTH: Tensor, **attending: Any) -> Tensor:
         """The next features `[B, T, H]`, before the head's final norm."""
@@ -163,9 +148,8 @@ class Eagle3Head(FeatureHead):
         self.config, self.borrowed = config, borrow(target)
         self.vocab_size, self.hidden_layers = config.vocab_size, config.eagle_aux_hidden_state_layer_ids
         self.reduced = config.draft_vocab_size < config.vocab_size
-        llama, rotary = llama_parts(config.layer, config.vocab_size)
-        hidden = config.layer.hidden_size
-        fused, width, eps = len(self.hidden_layers), config.target_hidden_size, config.layer.rms_norm_eps
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        fused, width = len(self.hidden_layers), config.target_hidden_size
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if config.norm_before_fc:
@@ -173,10 +157,10 @@ class Eagle3Head(FeatureHead):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=eps) for _ in range(fused))
         self.fc = nn.Linear(fused * width, hidden, bias=False)
-        self.midlayer = _MidLayer(config, llama)
+        self.midlayer = _MidLayer(config)
         self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.rotary = rotary
+        self.rotary = Rotary(config.llama())
         ids = torch.arange(config.draft_vocab_size)
         self.register_buffer("target_ids_D", ids, persistent=False)
         if self.reduced:
@@ -192,9 +176,8 @@ class Eagle3Head(FeatureHead):
         """
         size = vocabulary_size(target)
         ids = list(range(size)) if draft_vocab is None else list(draft_vocab)
-        config = Eagle3Config(
-            layer=layer_like(target),
-            vocab_size=size,
+        config = Eagle3Config.like(
+            target,
             draft_vocab_size=len(ids),
             eagle_aux_hidden_state_layer_ids=aux_layers(int(text_config(target).num_hidden_layers)),
             target_hidden_size=borrow(target).hidden_size,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.heads.llama_layer import llama_parts
 from drafts.layouts.source import Proof, Source, probe_ids
 from drafts.neighbours import complete, llama_server, program
 from draftsmith_core.errors import InputError, RunError, require_package
@@ -56,7 +55,7 @@ def write(source: Source, out: Path) -> Proof:
             tensors.pop("lm_head.weight", None)
     else:
         head: Any = source.draft
-        config, _ = llama_parts(head.config.layer, head.config.vocab_size)
+        config = head.config.llama()
         arch, paired = "eagle3", True
         tensors.pop("t2d", None)
         if "d2t" in tensors:
