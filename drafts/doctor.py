@@ -1,10 +1,12 @@
-"""`draftsmith doctor`: each engine's own rules (`drafts/rules.py`), applied to a pair.
+"""`draftsmith doctor`, and what `export` cannot say: what each engine checks of a pair, in one table, `RULES`.
 
-`tests/test_doctor.py` has the engines that can be installed give their own verdicts on the same pairs. Of language
-models only configs and tokenizers are read; a head is loaded with its target.
+A rule of a language model is what the engine itself checks when it loads a pair (its sources, November 2026). A rule of
+a head names what a layout cannot express: its engine would compute other logits without an error. Of language models
+only configs and tokenizers are read; a head is loaded with its target.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +15,232 @@ from transformers import AutoConfig
 from drafts.config import DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
-from drafts.layouts.source import load_source
+from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
+from drafts.layouts.source import Source, load_source
 from drafts.load import first_difference
-from drafts.rules import Model, Pair, first_broken
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
 from draftsmith_core.io import read_json
 from draftsmith_core.models import text_config
-from draftsmith_core.tokenization import find_tokenizer
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
+# vLLM takes a draft for a head if its path contains one of these, whatever the files say.
+PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
+# common/speculative.cpp of llama.cpp.
+_LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
+# What the rotary embedding of the authors' code knows.
+_AUTHORS_ROPES = ("default", "linear", "dynamic")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one engine does with a pair. `loads`: without an error. `serves`: and the draft means what it drafts."""
+class Model:
+    """What the rules look at in a language model."""
 
-    engine: str
-    loads: bool
-    serves: bool
-    reason: str
-    command: str | None = None
-    exports: tuple[str, ...] = ()
-    """Commands that write what the engine reads, in order, if it does not read these directories."""
+    name: str
+    config: Any
+    tokenizer: Tokenizer | None
+
+    @property
+    def size(self) -> int:
+        """Size of the vocabulary, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of one attention head; None for a model without attention."""
+        if (size := getattr(self.config, "head_dim", None)) is not None:
+            return int(size)
+        heads = getattr(self.config, "num_attention_heads", None)
+        return None if heads is None else int(self.config.hidden_size // heads)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The language models of a pair, target first, and its head with the target if the draft is one."""
+
+    models: tuple[Model, ...]
+    source: Source | None = None
+
+    @property
+    def sizes(self) -> str | None:
+        """Both vocabulary sizes, in words, if they differ."""
+        target, draft = self.models[0].size, self.models[1].size
+        return None if target == draft else f"the draft's vocabulary has {draft} tokens and the target's {target}"
+
+    @property
+    def head(self) -> Any:
+        """The head, for rules that only apply to heads."""
+        assert self.source is not None
+        return self.source.draft
+
+    @property
+    def states(self) -> list[int]:
+        """Which of the target's hidden states the head reads."""
+        return list(self.head.hidden_layers)
+
+    @property
+    def target_layers(self) -> int:
+        """Layers of the head's target."""
+        assert self.source is not None and self.source.target is not None
+        return int(text_config(self.source.target).num_hidden_layers)
+
+    def first(self, breaks: Callable[[Model], Any]) -> tuple[Model, Any] | None:
+        """The first language model for which `breaks` gives something, with that."""
+        return next(((model, value) for model in self.models if (value := breaks(model))), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken` gives something true for a pair that breaks the rule; `message` shows it as {x} and the pair as {p}."""
+
+    where: Set[str]
+    """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF)."""
+    kinds: Set[str]
+    """Kinds of drafts, "draft" for a language model."""
+    broken: Callable[[Pair], Any]
+    message: str
+    fix: str = ""
+
+
+def first_broken(pair: Pair, where: Set[str]) -> str | None:
+    """What the first rule that a pair breaks in these engines and formats says, or None."""
+    kind = "draft" if pair.source is None else pair.source.kind
+    for rule in RULES:
+        if rule.where & where and kind in rule.kinds and (x := rule.broken(pair)):
+            return rule.message.format(x=x, p=pair) + (f"; {rule.fix}" if rule.fix else "")
+    return None
+
+
+def _vocabulary_error(model: Model | Source, size: int) -> str | None:
+    if model.tokenizer is None:
+        return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
+    try:
+        described(model.tokenizer, size)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _other_tokens(pair: Pair) -> str | None:
+    """How the vocabularies of target and draft differ by llama.cpp's rules."""
+    target, draft = (described(m.tokenizer, m.size) for m in pair.models if m.tokenizer is not None)
+    if target.model != draft.model:
+        return f"its vocabulary types are {target.model} (target) and {draft.model} (draft); they must be equal"
+    for flag in ("bos", "eos"):
+        if target.added[flag] != draft.added[flag]:
+            return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
+    if abs(len(target.tokens) - len(draft.tokens)) > _LLAMA_SIZES_APART:
+        return f"{pair.sizes}; they may differ by {_LLAMA_SIZES_APART}"
+    for i, (theirs, ours) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        if i >= _LLAMA_FIRST_TEXT and theirs != ours:
+            return f"token {i} is {ascii(theirs)} to the target and {ascii(ours)} to the draft"
+    return None
+
+
+def _sliding(model: Model) -> bool:
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    window = model.config.model_type == "mistral" and getattr(model.config, "sliding_window", None)
+    return kinds != {"full_attention"} or bool(window)
+
+
+def _biased(model: Model) -> bool:
+    return model.config.model_type != "qwen2" and bool(getattr(model.config, "attention_bias", False))
+
+
+def _variant(*keys: str) -> Callable[[Pair], str | None]:
+    return lambda pair: next((key for key in keys if getattr(pair.head.config, key)), None)
+
+
+def _rope(config: Any, known: Collection[str]) -> str | None:
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return None if kind in known else kind
+
+
+def _fixed_states(pair: Pair) -> list[int] | None:
+    """The states that the authors' code always gives, if the head reads others."""
+    fixed = [2, pair.target_layers // 2, pair.target_layers - 3]
+    return None if pair.states == fixed else fixed
+
+
+def _path_trap(pair: Pair) -> str | None:
+    path = str(Path(pair.models[1].name).resolve()).lower()
+    return next((word for word in PATH_TRAPS if word in path), None)
+
+
+def _head_size(pair: Pair) -> tuple[int, int, int] | None:
+    layer = pair.head.config
+    sizes = (layer.head_dim, layer.hidden_size, layer.num_attention_heads)
+    return None if sizes[0] * sizes[2] == sizes[1] else sizes
+
+
+_LM, _EAGLE3, _EAGLES, _HEADS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"eagle", "eagle3", "medusa"}
+_FORMATS = {"eagle", "sglang", "speculators", "medusa", "gguf"}
+_LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
+_NO_WORD = "this layout cannot say so, and its engine would compute other logits; use the head here"
+_CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
+_OTHER = "use --format sglang or speculators"
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    # Language models, by engine.
+    Rule({"transformers"}, _LM, lambda p: p.sizes,
+         "{x}", "it then wants both tokenizers (universal assisted decoding, another method)"),
+    Rule({"vllm"}, _LM, _path_trap,
+         "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
+    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
+         "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_biased), "{x[0].name} has biases in its attention", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _rope(m.config, ROPES)),
+         "{x[0].name}: rope of type '{x[1]}' is not written here", _CONVERT),
+    Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _vocabulary_error(m, m.size)), "{x[1]}"),
+    Rule({"llama.cpp"}, _LM, _other_tokens, "{x}"),
+    Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: m.head_size is None),
+         "{x[0].name} has no attention heads, and its builder makes such models only"),
+    Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: (m.head_size or 0) % 16),
+         "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16"),
+    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "it wants equal sizes"),
+    # Heads, by format: what the target does to logits and embeddings.
+    Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
+    Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
+         "the target scales its logits by {x:g}", _NO_WORD),
+    Rule(_FORMATS, {"eagle", "medusa"}, lambda p: p.head.borrowed.projection.bias_V is not None,
+         "the target has a bias in its output projection", _NO_WORD),
+    Rule({"sglang"}, _EAGLES, lambda p: p.head.borrowed.scales_embedding,
+         "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
+         "use --format speculators for an EAGLE-3 head, which has a table of its own"),
+    # Heads, by format: variants of the head.
+    Rule({"eagle", "sglang"}, _EAGLE3, _variant("norm_before_residual"),
+         "the head has '{x}', a norm in another place", _NO_WORD),
+    Rule(_FORMATS, _EAGLE3, _variant("norm_output", "norm_before_fc", "fc_norm"),
+         "the head has '{x}', a norm in another place", _NO_WORD),
+    Rule(_FORMATS, _EAGLE3, lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
+         "the head reads states {p.states} of a target of {p.target_layers} layers",
+         "engines give three different ones, each entering a layer, which needs a target of at least five layers"),
+    Rule({"sglang"}, _EAGLE3, lambda p: min(p.states) < 1,
+         "the head reads states {p.states}, and SGLang cannot give the embedding", "use --format speculators"),
+    Rule({"eagle"}, _EAGLES, _head_size,
+         "head size {x[0]} is not {x[1]} / {x[2]}, which SafeAILab's code assumes", _OTHER),
+    Rule({"eagle"}, _EAGLES, lambda p: _rope(p.head.config, _AUTHORS_ROPES),
+         f"rope of type '{{x}}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})", _OTHER),
+    Rule({"eagle"}, _EAGLE3, _fixed_states,
+         "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers", _OTHER),
+    Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config, ROPES),
+         "rope of type '{x}' is not written here", _OTHER),
+    Rule({"gguf"}, _EAGLE3, lambda p: p.source and _vocabulary_error(p.source, p.head.vocab_size), "{x}"),
+)
+# fmt: on
 
 
 def examine(config: DoctorConfig) -> dict[str, Any]:
-    """The verdict of every engine on a target and a draft."""
+    """The verdict of every engine on a target and a draft.
+
+    `loads`: without an error. `serves`: and the draft means what it drafts. `exports`: commands that write what the
+    engine reads, in order, if it does not read these directories.
+    """
     tokens = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
@@ -48,36 +248,32 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
             raise InputError(f"{config.plan}: has no 'engines'; name a plan of `draftsmith plan`")
         tokens = {row["engine"]: row["draft_tokens"] for row in plan["engines"]}
     kind = head_kind(config.draft) or "draft"
-    differs, reason = None, "its layout holds this head"
+    differs, holds = None, "its layout holds this head"
     if kind == "draft":
         target, draft = (_model(name, config.trust_remote_code) for name in (config.target, config.draft))
         pair = Pair((target, draft))
-        differs, reason = _meaning(target, draft)
+        differs, holds = _meaning(target, draft)
     else:
         source = load_source(config.draft, config.target, trust_remote_code=config.trust_remote_code)
         assert source.target is not None
         pair = Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
     verdicts = []
     for engine, kinds in SERVING.items():
-        serving = kinds.get(kind)
-        if serving is None:
-            if "draft" in kinds:
-                verdicts.append(Verdict(engine, False, False, f"reads no {kind} heads"))
+        if not {kind, "draft"} & kinds.keys():
             continue
-        # A head is judged by the layout that the engine reads; its target, if it must be written too, by the engine.
-        layout = {str(serving.draft_format)} | ({engine} if serving.target_format else set())
-        if broken := first_broken(pair, {engine} if kind == "draft" else layout):
-            verdicts.append(Verdict(engine, False, False, broken))
-            continue
-        exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, DRAFT_TOKENS))
-        verdicts.append(Verdict(engine, True, differs is None, differs or reason, command, exports))
-    return {
-        "target": config.target,
-        "draft": config.draft,
-        "kind": kind,
-        "plan": config.plan,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-    }
+        verdict: dict[str, Any] = {"engine": engine, "loads": False, "serves": False, "command": None, "exports": ()}
+        if (serving := kinds.get(kind)) is None:
+            verdict["reason"] = f"reads no {kind} heads"
+        else:
+            # A head is judged by the layout that the engine reads, and by the engine if its target must be written too.
+            layout = {str(serving.draft_format)} | ({engine} if serving.target_format else set())
+            verdict["reason"] = first_broken(pair, {engine} if kind == "draft" else layout)
+            if verdict["reason"] is None:
+                exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, DRAFT_TOKENS))
+                verdict |= {"loads": True, "serves": differs is None, "reason": differs or holds}
+                verdict |= {"command": command, "exports": exports}
+        verdicts.append(verdict)
+    return {"target": config.target, "draft": config.draft, "kind": kind, "plan": config.plan, "verdicts": verdicts}
 
 
 def _model(name: str, trust_remote_code: bool) -> Model:

@@ -366,13 +366,6 @@ def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp
         assert "\n" not in str(caught.value)
 
 
-def test_a_second_speculators_type_needs_only_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "head", SPECULATORS | {"speculators_model_type": "dflash"}, {}, "model.safetensors")
-    assert head_kind(path) == "speculators dflash"
-    monkeypatch.setitem(LAYOUTS, "dflash", replace(LAYOUTS["speculators"], speculators_type="dflash"))
-    assert head_kind(path) == "eagle3"
-
-
 @pytest.fixture(scope="module")
 def medusa(target: PreTrainedModel) -> MedusaHeads:
     heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3)).eval()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafts.config import ExportConfig
+from drafts.doctor import PATH_TRAPS, Model, Pair, first_broken
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
@@ -24,7 +25,6 @@ from drafts.layouts.source import Proof, Source, compared, load_source, probe_id
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
 from drafts.load import draft_fingerprint
 from drafts.neighbours import program, work
-from drafts.rules import PATH_TRAPS, Model, Pair, first_broken
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
@@ -110,7 +110,7 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     count = check_layout(out / "model.safetensors", expected)
     if layout.format == "speculators" and (python := program("speculators")) is not None:
         return _proven_by_speculators(source, out, python)
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those that {layout.readers}")
+    return Proof(None, f"published layout: names and shapes of {count} tensors are those of {layout.title}")
 
 
 def check_layout(file: Path, expected: dict[str, tuple[int, ...]]) -> int:

@@ -46,7 +46,7 @@ class Layout:
 
     title: str
     kind: str
-    names: Mapping[str, str]
+    names: Mapping[str, str] = field(default_factory=dict)
     """Name in the file -> name in our state dict. If several stand for one of ours, the first is written."""
     prefix: str = ""
     """Removed from the names in a file."""
@@ -54,12 +54,8 @@ class Layout:
     """Whether config.json describes such a head; asks for tensor names only if the config does not tell."""
     read: Callable[[HeadFiles], None] = lambda files: None
     """Complete config and tensors after renaming. Raises InputError for a variant that cannot be run."""
-    speculators_type: str | None = None
-    """The `speculators_model_type` that a config must have."""
     format: str | None = None
     """The `export --format` that writes it."""
-    readers: str = ""
-    """Who reads the layout, for the proof of an export: "vLLM reads"."""
     shapes: Mapping[str, str] = field(default_factory=dict)
     """Tensors that the readers' loaders look for, from their sources: name -> sizes, with a condition after `if`."""
     embedding: str = "never"
@@ -120,10 +116,9 @@ _EAGLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def _is_eagle(values: Values, names: Names) -> bool:
-    if "Eagle" in str(values.get("architectures")):
-        return True
     one_layer = values.get("num_hidden_layers") == 1 and values.get("model_type", "llama") in _EAGLE_FAMILIES
-    return one_layer and ("bias" in values or "fc.weight" in names())
+    named = "Eagle" in str(values.get("architectures"))
+    return named or (one_layer and ("bias" in values or "fc.weight" in names()))
 
 
 def _read_eagle(files: HeadFiles) -> None:
@@ -165,10 +160,9 @@ _EAGLE3_FLAGS = {"norm_before_fc", "norm_output", "norm_before_residual"}
 
 
 def _is_eagle3(values: Values, names: Names) -> bool:
-    if "draft_vocab_size" in values or "Eagle3" in str(values.get("architectures")):
-        return True
+    named = "draft_vocab_size" in values or "Eagle3" in str(values.get("architectures"))
     one_layer = values.get("num_hidden_layers", 1) == 1
-    return one_layer and any(name.endswith("midlayer.hidden_norm.weight") for name in names())
+    return named or (one_layer and any(name.endswith("midlayer.hidden_norm.weight") for name in names()))
 
 
 def _read_eagle3(files: HeadFiles) -> None:
@@ -237,6 +231,9 @@ def _read_speculators(files: HeadFiles) -> None:
     _read_eagle3(files)
 
 
+_GREEDY = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+
+
 def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
     outside = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
     path = Path(source.target_name)
@@ -248,9 +245,7 @@ def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-            ],
+            "proposal_methods": [_GREEDY],
             "verifier": {
                 # vLLM loads the target by this name from wherever it is started.
                 "name_or_path": str(path.resolve()) if path.is_dir() else source.target_name,
@@ -276,7 +271,7 @@ def _is_medusa(values: Values, names: Names) -> bool:
 
 
 def _read_medusa(files: HeadFiles) -> None:
-    """Keep the heads only, and count them in the file: published configs say two heads where their files hold five."""
+    """Keep the heads only, and count them: published configs say two heads where their files hold five."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if re.match(r"\d+\.\d+\.", name)}
     if others := len(files.tensors) - len(tensors):
         log.warning("Medusa: ignoring %d tensors of its base model", others)
@@ -296,10 +291,7 @@ def _read_medusa(files: HeadFiles) -> None:
 def _read_vllm_medusa(files: HeadFiles) -> None:
     tensors, values = files.tensors, files.values
     if "token_map" in tensors or values.get("truncated_vocab_size") not in (None, len(files.lm_head_VH)):
-        raise InputError(
-            "drafts only the tokens of its 'token_map'; Medusa heads with a part of the "
-            "vocabulary cannot be run, use the checkpoint that it was made from"
-        )
+        raise InputError("Medusa heads with a part of the vocabulary cannot be run; use the checkpoint before the cut")
     heads, layers = files.count(_MEDUSA_BLOCK)
     shared = tensors.pop("lm_head.weight", None)
     if shared is None and values.get("original_lm_head") is True:
@@ -309,7 +301,7 @@ def _read_vllm_medusa(files: HeadFiles) -> None:
     _read_medusa(files)
 
 
-# Another value means another network. Their config's default for an absent `grounded_heads` is false.
+# Another value means another network.
 _HYDRA_PLAIN = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 
 
@@ -317,13 +309,12 @@ def _read_hydra(files: HeadFiles) -> None:
     heads, layers = files.count(r"heads\.(\d+)\.(\d+)\..+")
     if "projections.0.weight" not in files.tensors or "hydra_own_projection" in files.values:
         return  # our own layout
-    for key, plain in _HYDRA_PLAIN.items():
-        value = files.values.get(key, False if key == "grounded_heads" else plain)
-        if value != plain:
-            raise InputError(
-                f"'{key}' is {value!r}; only Hydra's MLP heads that read the drafted tokens "
-                f"({key} {plain!r}) can be run"
-            )
+    # Their config's default for an absent `grounded_heads` is false.
+    values = {**_HYDRA_PLAIN, "grounded_heads": False, **files.values}
+    if changed := next((key for key, plain in _HYDRA_PLAIN.items() if values[key] != plain), None):
+        raise InputError(
+            f"'{changed}' is {values[changed]!r}; only Hydra's MLP heads that read drafted tokens can be run"
+        )
     files.values |= {"hidden_size": files.lm_head_VH.shape[-1], "vocab_size": len(files.lm_head_VH)}
     files.values |= {"hydra_num_heads": heads, "hydra_num_layers": layers}
     files.values |= {"hydra_own_projection": True, "hydra_skip_bias": True}
@@ -341,11 +332,9 @@ LAYOUTS: dict[str, Layout] = {
         kind="eagle3",
         names={"layers.0.{rest}": "midlayer.{rest}"} | _MIDLAYER | _AUX_NORMS,
         prefix="model.",
-        known=lambda values, names: "speculators_model_type" in values,
+        known=lambda values, names: values.get("speculators_model_type") == "eagle3",
         read=_read_speculators,
-        speculators_type="eagle3",
         format="speculators",
-        readers="speculators reads",
         shapes=_eagle3_shapes("layers.0."),
         embedding="always",
         config=_speculators_config,
@@ -359,7 +348,6 @@ LAYOUTS: dict[str, Layout] = {
         known=lambda values, names: _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names()),
         read=_read_vllm_medusa,
         format="medusa",
-        readers="vLLM reads",
         shapes={
             "blocks.{i}.layers.{j}.weight": "H H",
             "blocks.{i}.layers.{j}.bias": "H",
@@ -372,7 +360,6 @@ LAYOUTS: dict[str, Layout] = {
     "medusa": Layout(
         title="Medusa of its authors",
         kind="medusa",
-        names={},
         prefix="medusa_head.",
         known=_is_medusa,
         read=_read_medusa,
@@ -398,7 +385,6 @@ LAYOUTS: dict[str, Layout] = {
         known=_is_eagle3,
         read=_read_eagle3,
         format="eagle",
-        readers="SafeAILab/EAGLE and vLLM read",
         shapes=_eagle3_shapes("midlayer."),
         embedding="scaled",
         config=_authors_config,
@@ -408,7 +394,6 @@ LAYOUTS: dict[str, Layout] = {
         kind="eagle3",
         names=_MIDLAYER,
         format="sglang",
-        readers="SGLang reads",
         shapes=_eagle3_shapes("midlayer."),
         config=_sglang_eagle3_config,
     ),
@@ -416,11 +401,9 @@ LAYOUTS: dict[str, Layout] = {
     "eagle": Layout(
         title="EAGLE-1/2 of its authors",
         kind="eagle",
-        names={},
         known=_is_eagle,
         read=_read_eagle,
         format="eagle",
-        readers="SafeAILab/EAGLE and vLLM read",
         shapes=_EAGLE_SHAPES,
         embedding="always",
         config=_authors_config,
@@ -428,9 +411,7 @@ LAYOUTS: dict[str, Layout] = {
     "sglang-eagle": Layout(
         title="EAGLE-1/2 as SGLang reads it",
         kind="eagle",
-        names={},
         format="sglang",
-        readers="SGLang reads",
         shapes=_EAGLE_SHAPES,
         embedding="always",
         # SGLang's `fc` always has a bias, and one that is not in the file stays as it was drawn.
@@ -441,8 +422,7 @@ LAYOUTS: dict[str, Layout] = {
 
 def layout_of(values: Values, names: Names) -> Layout | None:
     """The layout of a directory with these values in config.json; None for a language model."""
-    kind = values.get("speculators_model_type")
-    layouts = (layout for layout in LAYOUTS.values() if layout.speculators_type == kind)
+    layouts = [LAYOUTS["speculators"]] if "speculators_model_type" in values else LAYOUTS.values()
     return next((layout for layout in layouts if layout.known(values, names)), None)
 
 
