@@ -315,7 +315,7 @@ def _busy(way: Callable[[], Any], prompts: int) -> float | None:
     begun, step, join = [0], BatchRun.step, BatchRun.__init__
 
     def counted(run: BatchRun) -> Any:
-        live.append((begun[0], run.live))
+        live.append((begun[0], len(run.batch)))
         return step(run)
 
     def counting(run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any, **named: Any) -> None:

@@ -166,11 +166,6 @@ class BatchRun:
         self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
         self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
 
-    @property
-    def live(self) -> int:
-        """Number of rows that have not ended."""
-        return len(self.batch)
-
     def join(self, other: "BatchRun") -> None:
         """Append the rows of another run of the same options, which has made no step."""
         self.runner.join(other.runner)
@@ -179,7 +174,10 @@ class BatchRun:
 
     def step(self) -> list[_Row]:
         """Draft, score, verify and record, with one forward of the target. Return the rows that ended."""
-        u_BU = self._uniforms()
+        u_BU = None
+        if not self.sampling.greedy:
+            # One transfer for all uniforms of a step, so that no rule waits for the host.
+            u_BU = uniforms([row.generator for row in self.batch], self.num_uniforms).to(self.runner.device)
         split = self.num_draft_uniforms
         proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
         u_BU = None if u_BU is None else u_BU[:, split:]
@@ -251,7 +249,13 @@ class BatchRun:
         blocks: list[list[int]] = []
         for row, finite, walk in zip(self.batch, finite_B, walks, strict=True):
             if finite != _ALL_FINITE:
-                self._refuse(finite, row)
+                target, proposer = self.decoder.target, self.decoder.proposer
+                drafts = finite & 1 and proposer is not None
+                name = proposer.name if drafts else f"target {target.name_or_path or type(target).__name__}"
+                raise InputError(
+                    f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index};"
+                    f" its weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"
+                )
             tokens = self._emit(row, walk)
             ended = bool(row.finish_reason)
             paths.append([] if ended else walk.path)
@@ -271,17 +275,6 @@ class BatchRun:
             self.batch = [self.batch[place] for place in left]
             self.session.select_rows(left)
         return ended_rows
-
-    def _refuse(self, finite: int, row: _Row) -> None:
-        """Raise InputError naming the model whose logits are NaN or infinite."""
-        target, proposer = self.decoder.target, self.decoder.proposer
-        name = f"target {target.name_or_path or type(target).__name__}"
-        if finite & 1 and proposer is not None:
-            name = proposer.name
-        raise InputError(
-            f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index}; its "
-            f"weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"
-        )
 
     def _emit(self, row: _Row, walk: Walk) -> list[int]:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
@@ -311,13 +304,6 @@ class BatchRun:
             # A copy, because the returned list goes on into the cache.
             self.on_tokens(row.index, list(tokens), from_draft)
         return tokens
-
-    def _uniforms(self) -> Tensor | None:
-        if self.sampling.greedy:
-            return None
-        fresh = uniforms([row.generator for row in self.batch], self.num_uniforms)
-        # One transfer for all uniforms of a step, so that no rule waits for the host.
-        return fresh.to(self.runner.device)
 
 
 def _judge(

@@ -18,46 +18,42 @@ from decode.native.large_pages import zeros
 from draftsmith_core.errors import InputError
 
 
-def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    # A forward reads all of a cache, as it does weights.
-    return zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
-
-
 class _Store:
-    """One allocation `[L, B, H, C, E]` for the keys and one for the values of all layers.
+    """One allocation `[L, B, H, C, E]` for the keys and one for the values of layers that are alike.
 
     `all_keys` and `all_values` are the allocation, `keys` and `values` its rows that are still in the batch.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, keys: Tensor, values: Tensor) -> None:
+        self.members: list[tuple[_TreeLayer, int]] = []  # with their places in the allocation
         # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
-        self.all_keys = _zeros(keys, (layers, rows, keys.shape[1], capacity, keys.shape[3]))
-        self.all_values = _zeros(values, (layers, rows, values.shape[1], capacity, values.shape[3]))
-        self.narrow(keys.shape[0])
+        self.all_keys = zeros((layers, rows, keys.shape[1], capacity, keys.shape[3]), keys)
+        self.all_values = zeros((layers, rows, values.shape[1], capacity, values.shape[3]), values)
+        self.show(keys.shape[0])
+
+    def show(self, rows: int) -> None:
+        """Use the first rows of the allocation."""
+        self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
+        for layer, place in self.members:
+            layer.keys, layer.values = self.keys[place], self.values[place]
 
     def grow(self, rows: int, capacity: int) -> None:
         """Use `rows` rows of at least `capacity` slots, in a larger copy if necessary."""
-        used = self.keys.shape[1]
-        most, slots = self.all_keys.shape[1], self.all_keys.shape[3]
-        if rows > most or capacity > slots:
-            sizes = max(rows, most), max(capacity, slots)
+        used, slots = self.keys.shape[1], self.all_keys.shape[3]
+        if rows > self.all_keys.shape[1] or capacity > slots:
             for name in ("all_keys", "all_values"):
                 old = getattr(self, name)
-                new = _zeros(old, (old.shape[0], sizes[0], old.shape[2], sizes[1], old.shape[4]))
-                new[:, :used, :, :slots] = old[:, :used]
-                setattr(self, name, new)
-        self.narrow(rows)
-
-    def narrow(self, rows: int) -> None:
-        """Use the first rows of the allocation."""
-        self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
+                layers, most, heads, _, size = old.shape
+                larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
+                larger[:, :used, :, :slots] = old[:, :used]
+                setattr(self, name, larger)
+        self.show(rows)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a layer with these states fits (some models vary heads by layer or span devices)."""
-        return (
-            self.keys.device == keys.device
-            and (self.keys.shape[2], self.keys.shape[4]) == (keys.shape[1], keys.shape[3])
-            and (self.values.shape[2], self.values.shape[4]) == (values.shape[1], values.shape[3])
+        pairs = ((self.keys, keys), (self.values, values))
+        return self.keys.device == keys.device and all(
+            (mine.shape[2], mine.shape[4]) == (theirs.shape[1], theirs.shape[3]) for mine, theirs in pairs
         )
 
 
@@ -104,53 +100,34 @@ class TreeCache(Cache):
 
     def __init__(self, layers: int, capacity: int, buffer_rows: int | None = None) -> None:
         self.capacity, self.buffer_rows = capacity, buffer_rows
-        self.column = 0
-        self.bytes_moved = 0
-        self._stores: list[tuple[_Store, list[tuple[_TreeLayer, int]]]] = []
+        self.column = self.bytes_moved = 0
+        self._stores: list[_Store] = []
         super().__init__(layers=[_TreeLayer(self, index) for index in range(layers)])
 
     def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer's memory, on the device and in the dtype of these states."""
-        if self._stores and self._stores[0][0].fits(keys, values):
-            store, members = self._stores[0]
-            place = layer.index
-        else:
+        if not self._stores or not self._stores[0].fits(keys, values):
             # The first store serves all layers; an odd layer gets a store of its own.
-            place = 0 if self._stores else layer.index
-            rows = self.buffer_rows or keys.shape[0]
-            store = _Store(1 if self._stores else len(self.layers), rows, self.capacity, keys, values)
-            members = []
-            self._stores.append((store, members))
-        members.append((layer, place))
-        layer.keys, layer.values = store.keys[place], store.values[place]
+            count = 1 if self._stores else len(self.layers)
+            store = _Store(count, self.buffer_rows or keys.shape[0], self.capacity, keys, values)
+            self._stores.append(store)
+        else:
+            store = self._stores[0]
+        store.members.append((layer, layer.index if store is self._stores[0] else 0))
+        store.show(keys.shape[0])
 
     def reuse(self, rows: int) -> None:
         """Begin another batch of `rows` rows in the same memory. Masks hide the old states, which are finite."""
         self.column = 0
-        for store, members in self._stores:
-            store.narrow(rows)
-            self._show(store, members)
-
-    def _show(self, store: _Store, members: "list[tuple[_TreeLayer, int]]") -> None:
-        for layer, place in members:
-            layer.keys, layer.values = store.keys[place], store.values[place]
+        for store in self._stores:
+            store.show(rows)
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
         """Return keys and values `[L, rows, H, slots, E]` at a fixed address. InputError if layers differ."""
         if len(self._stores) != 1:
             raise InputError("compile: layers of this model have caches of different shapes; leave compile out")
-        ((store, _),) = self._stores
+        (store,) = self._stores
         return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
-
-    def views(
-        self, rows: int, heads: int, size: int, queries: int, like: Tensor
-    ) -> tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Return, by layer, keys and values of the new slots to fill in, `[B, H, queries, E]`, and of all slots."""
-        keys, values = self.whole(rows, heads, size, like)
-        new = (keys.narrow(3, self.column, queries), values.narrow(3, self.column, queries))
-        end = self.column + queries
-        old = (keys.narrow(3, 0, end), values.narrow(3, 0, end))
-        return (new[0].unbind(0), new[1].unbind(0)), (old[0].unbind(0), old[1].unbind(0))
 
     def whole(self, rows: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers, `[L, B, H, C, E]`, of a model whose layers are alike."""
@@ -159,7 +136,7 @@ class TreeCache(Cache):
             for layer in self.layers:
                 assert isinstance(layer, _TreeLayer)
                 layer.lazy_initialization(states, states)
-        ((store, _),) = self._stores
+        (store,) = self._stores
         return store.keys, store.values
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
@@ -171,7 +148,7 @@ class TreeCache(Cache):
         if not moves:
             return
         rows, sources, targets = zip(*moves, strict=True)
-        for store, _ in self._stores:
+        for store in self._stores:
             index = torch.tensor([rows, sources, targets], device=store.keys.device)
             row_n, source_n, target_n = index[0], index[1] + column, index[2]
             for block in (store.keys, store.values):
@@ -181,24 +158,22 @@ class TreeCache(Cache):
 
     def select_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep only these rows, of which row b has `lengths[b]` slots. No row may move towards the end."""
-        for store, members in self._stores:
+        for store in self._stores:
             for block in (store.keys, store.values):
                 for target, (source, slots) in enumerate(zip(rows, lengths, strict=True)):
                     if source != target:
                         block[:, target, :, :slots] = block[:, source, :, :slots]
                         self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
-            store.keys, store.values = store.keys[:, : len(rows)], store.values[:, : len(rows)]
-            self._show(store, members)
+            store.show(len(rows))
 
     def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:
         """Append the rows of another cache of the same model, with `lengths[b]` slots in row b."""
         self.capacity = max(self.capacity, other.capacity)
-        for index, (store, members) in enumerate(self._stores):
+        for index, store in enumerate(self._stores):
             first = store.keys.shape[1]
             store.grow(first + len(lengths), self.capacity)
             # A cache of prompts without a token to forward has no memory yet.
-            for theirs, _ in other._stores[index : index + 1]:
+            for theirs in other._stores[index : index + 1]:
                 for mine, new in ((store.keys, theirs.keys), (store.values, theirs.values)):
                     for row, slots in enumerate(lengths):
                         mine[:, first + row, :, :slots] = new[:, row, :, :slots]
-            self._show(store, members)

@@ -126,7 +126,7 @@ class SpeculativeDecoder:
         with self._turn, torch.autocast(self.target.device.type, enabled=False):
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
-            while run.live:
+            while run.batch:
                 run.step()
         ended = self._clock()
         compile_s = sum(steps.take_seconds() for steps in self.every_steps)
@@ -156,18 +156,18 @@ class SpeculativeDecoder:
         keys: dict[int, Key] = {}
         count = 0
         while True:
-            free = rows - (run.live if run is not None else 0)
-            joining = source(free) if free == rows or free >= max(1, rows * _FREE) else ()
-            if not joining and (run is None or not run.live):
+            live = len(run.batch) if run is not None else 0
+            free = rows - live
+            joining = source(free) if not live or free >= max(1, rows * _FREE) else ()
+            if not joining and not live:
                 return
             with torch.autocast(self.target.device.type, enabled=False):
                 if joining:
-                    prompts = [prompt for _, prompt, _ in joining]
-                    generators = [generator for _, _, generator in joining]
+                    prompts, generators = [each[1] for each in joining], [each[2] for each in joining]
                     self._check(prompts, max_new_tokens)
-                    keys |= {count + place: key for place, (key, _, _) in enumerate(joining)}
+                    keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
                     runner = run.runner.fresh() if run is not None else None
-                    if run is not None and not run.live:
+                    if not live:
                         run = None  # frees its cache before another is made
                     joins = BatchRun(
                         self, prompts, sampling, max_new_tokens, generators, eos, first=count, runner=runner
@@ -197,7 +197,7 @@ class SpeculativeDecoder:
         block = self._blocks.get(tree)
         if block is None:
             offsets_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
-            block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1)
+            block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1 and not self.tree.grows)
             if tree.rows == 1:
                 # A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
                 if len(self._blocks) >= _KEPT_BLOCKS:

@@ -184,7 +184,7 @@ class LeanForward:
         positions_Bq: Tensor,
         top_position: int,
         masks: Mapping[str, Tensor | None] | Tensor | None,
-        cache: TreeCache,
+        cache: Any,
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
         *,
@@ -201,7 +201,6 @@ class LeanForward:
         if self._kernel is not None and not prefill and total <= _MOST_TOKENS:
             return self._call(tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers)
         cos_Bq1E, sin_Bq1E = self._rope(positions_Bq, top_position)
-        news, alls = cache.views(rows, groups, size, queries, self.norm_D)
         attend = self._attention(masks, queries)
         wanted = {layer % (len(self.layers) + 1) for layer in hidden_layers}
         states: dict[int, Tensor] = {}
@@ -223,12 +222,11 @@ class LeanForward:
                 )
             # The sine carries the sign of the half that is rotated in.
             qk_BqHE = (qk_BqHE * cos_Bq1E).addcmul_(qk_BqHE.roll(size // 2, -1), sin_Bq1E)
-            new_keys, new_values = news[0][index], news[1][index]
-            new_keys.copy_(qk_BqHE[:, :, heads:].transpose(1, 2))
-            new_values.copy_(qkv_BqHE[:, :, heads + groups :].transpose(1, 2))
+            keys_BGqE, values_BGqE = (qk_BqHE[:, :, heads:], qkv_BqHE[:, :, heads + groups :])
+            keys, values = cache.layers[index].update(keys_BGqE.transpose(1, 2), values_BGqE.transpose(1, 2))
             if prefill and index == last and last + 1 not in wanted:
                 break  # Only the last layer's keys and values are needed.
-            mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), alls[0][index], alls[1][index], layer.kind)
+            mixed_XD = attend(qk_BqHE[:, :, :heads].transpose(1, 2), keys, values, layer.kind)
             x_XD = layer.out.plus(mixed_XD, x_XD)
             h_XD = self._norm(x_XD, layer.ffn_norm_D)
             h_XI = self._inner(h_XD, layer)

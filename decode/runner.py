@@ -17,13 +17,13 @@ from inspect import signature
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from decode.attention_masks import GrowingMask, additive, causal_mask
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_weights import Packs, kernel_products
-from decode.static_steps import StaticForward, StaticSteps
+from decode.static_steps import StaticForward, StaticSteps, additive
 from draftsmith_core.models import text_config
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.
@@ -101,7 +101,6 @@ class Runner:
             if self._lean is None:
                 packs.prepare(model)
             packs.settle()
-        self._live: GrowingMask | None = None
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -142,18 +141,21 @@ class Runner:
     ) -> tuple[Tensor, ...]:
         if self._lean is None:
             return self._own(tokens, positions, None, 1, hidden_layers)[1]
-        masks = {
-            kind: causal_mask(begin, end, window, self.dtype, self.device)
-            if begin or (window is not None and end > window)
-            else None
-            for kind, window in self.windows.items()
-        }
+        masks = {kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()}
         return self._lean.run(tokens, positions, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)[1]
+
+    def _causal_mask(self, begin: int, end: int, window: int | None) -> Tensor | None:
+        if not begin and (window is None or end <= window):
+            return None
+        slots_C = torch.arange(end, device=self.device)
+        distance_qC = slots_C[begin:].unsqueeze(1) - slots_C
+        allowed_qC = (distance_qC >= 0) if window is None else (distance_qC >= 0) & (distance_qC < window)
+        return additive(allowed_qC[None, None], self.dtype)
 
     def open(self, lead: Sequence[int] | None = None) -> None:
         """Begin a step in which the first `lead[b]` slots of row b's blocks are padding (see `draft_model`)."""
         self.column = max(self.lengths)
-        self._advanced = False
+        self._prefix_B1P: Tensor | None = None
         self._lead = lead if lead is not None and any(lead) else None
         if self.steps is not None:
             leads = lead if lead is not None else [0] * len(self.lengths)
@@ -249,7 +251,6 @@ class Runner:
         """Continue with these rows, in this order. No row may move towards the end of the batch."""
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.select_rows(rows, self.lengths)
-        self._live = None
 
     def remove(self, ended: Sequence[int]) -> list[int]:
         """Remove rows from the batch; the last rows move into the gaps. Return the old indices in the new order."""
@@ -263,14 +264,13 @@ class Runner:
     def fresh(self) -> "Runner":
         """Return a runner of the same model without rows, for rows that will join."""
         other = copy.copy(self)
-        other.lengths, other._live = [], None
+        other.lengths = []
         return other
 
     def join(self, other: "Runner") -> None:
         """Append a copy of the rows of another runner of the same model."""
         self.cache.join(other.cache, other.lengths)
         self.lengths += other.lengths
-        self._live = None
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
         total = block.offsets_RT.shape[1]
@@ -280,16 +280,21 @@ class Runner:
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
         tree_RqT = additive(self._tree_sees(block, window), self.dtype)
-        if window is None:
-            return self._live_mask(tree_RqT)
-        # What a window hides depends on every query's position, so no mask can be reused.
-        query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
-        slot_P = torch.arange(self.column, device=self.device)
-        prefix_RqP = query_Rq.unsqueeze(2) - slot_P < window
-        if not self._aligned:
-            prefix_RqP = prefix_RqP & (slot_P < self._length_B11)
+        if window is not None:
+            # What a window hides depends on every query's position.
+            query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
+            slot_P = torch.arange(self.column, device=self.device)
+            near_RqP = query_Rq.unsqueeze(2) - slot_P < window
+            prefix_RqP = additive(near_RqP if self._aligned else near_RqP & (slot_P < self._length_B11), self.dtype)
+        elif self._aligned:
+            return F.pad(tree_RqT, (self.column, 0)).unsqueeze(1)
+        else:
+            if self._prefix_B1P is None:
+                slot_P = torch.arange(self.column, device=self.device)
+                self._prefix_B1P = additive(slot_P < self._length_B11, self.dtype)
+            prefix_RqP = self._prefix_B1P
         rows = max(prefix_RqP.shape[0], tree_RqT.shape[0])
-        parts = (additive(prefix_RqP, self.dtype).expand(rows, -1, -1), tree_RqT.expand(rows, -1, -1))
+        parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, tree_RqT)]
         return torch.cat(parts, dim=2).unsqueeze(1)
 
     def _tree_sees(self, block: Block, window: int | None) -> Tensor:
@@ -301,21 +306,6 @@ class Runner:
         # A padding slot is seen by itself only: a query with nothing to see would give NaN.
         itself_qT = slot_T[total - block.queries :].unsqueeze(1) == slot_T
         return sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
-
-    def _live_mask(self, tree_RqT: Tensor) -> Tensor:
-        rows = tree_RqT.shape[0] if self._aligned else len(self.lengths)
-        queries = tree_RqT.shape[1]
-        live = self._live
-        if live is None or live.rows != rows or live.queries < queries:
-            queries = queries if live is None else max(queries, live.queries)
-            live = self._live = GrowingMask(rows, queries, self.cache.capacity, self.dtype, self.device)
-            self._advanced = False
-        if not self._advanced:
-            live.advance([self.column] if rows == 1 else self.lengths, self.column)
-            self._advanced = True
-        mask = live.show(self.column, tree_RqT)
-        # CUDA's memory-efficient attention needs rows that begin at aligned addresses.
-        return mask if mask.device.type == "cpu" else mask.contiguous()
 
     def _own(
         self, tokens: Tensor, positions: Tensor, mask: object, keep_logits: int, hidden_layers: Sequence[int]

@@ -14,14 +14,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.attention_masks import additive
 from decode.cache import TreeCache
 from decode.llama_forward import LeanForward, lean_forward
 from draftsmith_core.errors import InputError, RunError, first_line
@@ -34,6 +34,11 @@ _VERSIONS = 512
 # Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first call.
 _WARM_UP = 2
 Function = Callable[..., tuple[Tensor, ...]]
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where allowed, else the most negative finite value. Eager attention adds its mask, so a bool would be wrong."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def bucket(size: int) -> int:
@@ -80,20 +85,17 @@ class StaticSteps:
             self._rows = max(bucket(rows), self._rows)
             known = 0 if self._cache is None else self._cache.capacity
             self._cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
-            self._allocate(self._cache)
+            # Only a forward knows the shape of the cache.
+            if isinstance(self.model, PreTrainedModel):
+                one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+                self.model(input_ids=one_11, position_ids=one_11, past_key_values=self._cache, use_cache=True)
+            else:
+                self.model.allocate(self._cache)
             if self.lean is not None:
                 # Make the table of rotary embeddings outside of steps.
                 self.lean.rotary_table(self._cache.capacity if limit is None else min(self._cache.capacity, limit - 1))
         self._cache.reuse(rows)
         return self._cache
-
-    def _allocate(self, cache: TreeCache) -> None:
-        """Allocate the cache by a forward of one token: only a forward knows its shape."""
-        if isinstance(self.model, PreTrainedModel):
-            one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-            self.model(input_ids=one_11, position_ids=one_11, past_key_values=cache, use_cache=True)
-        else:
-            self.model.allocate(cache)
 
     def _forget(self) -> None:
         self._steps.clear()
@@ -112,20 +114,20 @@ class StaticSteps:
         the bucket, and outputs are cut. No replay overwrites the outputs.
         """
         padded_rows = min(bucket(rows), self._rows)
-        padded = tuple(_pad_rows(tensor, padded_rows) for tensor in inputs)
+        missing = padded_rows - rows
+        padded = tuple(
+            F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor for tensor in inputs
+        )
         key = (name, tuple((tensor.shape, tensor.dtype) for tensor in padded))
-        step = self._steps.get(key)
-        if step is None:
-            began = time.perf_counter()
-            step = self._make(function, padded)
-            outputs = step(*padded)
+        began = time.perf_counter() if key not in self._steps else None
+        if began is not None:
+            self._steps[key] = self._make(function, padded)
+            self.count += 1
+        outputs = self._steps[key](*padded)
+        if began is not None:
             if outputs and outputs[0].device.type == "cuda":
                 torch.cuda.synchronize(outputs[0].device)
-            self._steps[key] = step
-            self.count += 1
             self.seconds += time.perf_counter() - began
-        else:
-            outputs = step(*padded)
         return outputs if padded_rows == rows else tuple(tensor[:rows] for tensor in outputs)
 
     def _make(self, function: Function, inputs: tuple[Tensor, ...]) -> Function:
@@ -204,12 +206,11 @@ class StaticForward:
             positions_Bq = positions_Bq.clamp(max=self.limit - 1)
         masks = self._masks(offsets_BT, sees_BqT, length_B1, lead_B1, column)
         at_q = column + torch.arange(total - queries, total, device=column.device)
-        cache = _StepCache(*self.steps.buffers(rows, self.slots), at_q)
+        keys, values = self.steps.buffers(rows, self.slots)
+        pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
+        cache = Cache(layers=[_StepLayer(*pair, at_q) for pair in pairs])
         if self.steps.lean is not None:
-            lean_cache = cast(TreeCache, cache)  # `_StepCache` has the methods that the lean forward calls
-            return self.steps.lean.run(
-                tokens_Bq, positions_Bq, 0, masks, lean_cache, self.keep_logits, self.hidden_layers
-            )
+            return self.steps.lean.run(tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers)
         if features_BqH is not None:
             self.steps.model.features_BTH = features_BqH
         options: dict[str, Any] = {"output_hidden_states": True} if self.hidden_layers else {}
@@ -255,27 +256,9 @@ def _slots(count: int) -> int:
     return bucket(-(-count // _SLOTS)) * _SLOTS
 
 
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    missing = rows - tensor.shape[0]
-    return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-
-
-class _StepCache(Cache):
-    """The buffers in one forward, which writes the slots `at_q` and attends to the first P."""
-
-    def __init__(self, keys_LBHPE: Tensor, values_LBHPE: Tensor, at_q: Tensor) -> None:
-        pairs = zip(keys_LBHPE.unbind(0), values_LBHPE.unbind(0), strict=True)
-        self.at_q = at_q
-        self.slots = [_StepLayer(keys, values, at_q) for keys, values in pairs]
-        super().__init__(layers=list(self.slots))
-
-    def views(self, rows: int, heads: int, size: int, queries: int, like: Tensor) -> Any:
-        """As `TreeCache.views`, for the lean forward."""
-        keys, values = [layer.keys for layer in self.slots], [layer.values for layer in self.slots]
-        return [[_Slots(states, self.at_q) for states in side] for side in (keys, values)], (keys, values)
-
-
 class _StepLayer(CacheLayerMixin):
+    """One layer's buffers in one forward, which writes the slots `at_q` and attends to the first P."""
+
     is_sliding = False
     keys: Tensor
     values: Tensor
@@ -303,16 +286,6 @@ class _StepLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
-
-
-class _Slots:
-    """The slots of a block in one layer, filled by `copy_` like a view of a `TreeCache`."""
-
-    def __init__(self, states_BHPE: Tensor, at_q: Tensor) -> None:
-        self.states_BHPE, self.at_q = states_BHPE, at_q
-
-    def copy_(self, states_BHqE: Tensor) -> None:
-        self.states_BHPE.index_copy_(2, self.at_q, states_BHqE)
 
 
 def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:

@@ -42,7 +42,7 @@ def test_places_are_filled_until_nothing_waits(rows: int, drafting: bool, monkey
 
     def counted(run: BatchRun) -> object:
         if waiting:
-            busy.append(run.live)
+            busy.append(len(run.batch))
         return step(run)
 
     monkeypatch.setattr(BatchRun, "step", counted)
@@ -61,7 +61,7 @@ def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch: pytest.MonkeyPatch
 
     def measured(run: BatchRun) -> object:
         ended = step(run)
-        sizes.update((s.all_keys.shape[1], s.all_keys.shape[3]) for s, _ in run.runner.cache._stores)
+        sizes.update((s.all_keys.shape[1], s.all_keys.shape[3]) for s in run.runner.cache._stores)
         return ended
 
     monkeypatch.setattr(BatchRun, "step", measured)

@@ -92,7 +92,7 @@ def watched_run(
     with torch.inference_mode():
         run = BatchRun(decoder, prompts, GREEDY, 40, generators, eos, None, None)
         cache, moved, places = run.runner.cache, [0], []
-        while run.live:
+        while run.batch:
             run.step()
             moved.append(cache.bytes_moved)
             places.append({keys_of(cache, i).data_ptr() for i in range(len(cache.layers))})
@@ -127,13 +127,13 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most() -> None:
         generators = [generator(0)] * len(prompts)
         with torch.inference_mode():
             run = BatchRun(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
-        while run.live:
+        while run.batch:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():
                 run.step()
-            if not run.live:
+            if not run.batch:
                 break
-            assert len(run.batch) == run.live == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
+            assert len(run.batch) == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
             gone = rows - len(run.batch)
             left += gone
             # Each row that leaves makes room for one other at most, and every row keeps its one new cell.

@@ -8,72 +8,50 @@ page: on a server CPU (AMD EPYC), large pages were 1.25 to 1.6 times as fast. Li
 import math
 import mmap
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-# Matrices of one model share areas of this size, so that few pages are partly unused.
+# Small matrices of one model share areas of this size.
 _AREA = 32 << 20
 _ALIGNMENT = 128
-# Zeros of fewer bytes are not worth whole pages.
-_WORTHWHILE = 4 * _PAGE
-
-
-@dataclass
-class _Area:
-    """Memory of which `used` of `size` bytes are taken. The tensors own it: it is freed with the last of them."""
-
-    memory: weakref.ref[mmap.mmap]
-    size: int
-    used: int
-
-    def take(self, size: int) -> Tensor | None:
-        """Return the next `size` bytes, or None if fewer are left."""
-        memory = self.memory()
-        if memory is None or self.used + size > self.size:
-            return None
-        taken = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=self.used)
-        self.used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return taken
-
-
 _lock = threading.Lock()
-_open: _Area | None = None
+_rest = torch.empty(0, dtype=torch.uint8)  # of the last area
 
 
 def empty_bytes(size: int) -> Tensor:
     """Return an uninitialised uint8 tensor of `size` bytes."""
-    global _open
-    if not hasattr(mmap, "MADV_HUGEPAGE") or size == 0:
-        return torch.empty(size, dtype=torch.uint8)
+    global _rest
+    if size >= _AREA:
+        return _mapped(size)
     with _lock:
-        taken = None if _open is None else _open.take(size)
-        if taken is None:
-            memory, first = _mapped(max(size, _AREA))
-            _open = _Area(weakref.ref(memory), len(memory), first)
-            taken = _open.take(size)
-        assert taken is not None
-        return taken
+        taken = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if len(_rest) < taken:
+            _rest = _mapped(_AREA)
+        piece, _rest = _rest[:size], _rest[taken:]
+    return piece
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in a mapping of their own, which takes memory as it is written; small ones in ordinary memory."""
-    size = math.prod(shape) * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE") or size < _WORTHWHILE:
-        return torch.zeros(*shape, dtype=dtype)
-    memory, first = _mapped(size)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)
+def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return zeros in the dtype and on the device of `like`. On a CPU they take memory only as it is written."""
+    size = math.prod(shape) * like.element_size()
+    # Less is not worth whole pages.
+    if like.device.type != "cpu" or size < 4 * _PAGE:
+        return like.new_zeros(shape)
+    return _mapped(size).view(like.dtype).view(shape)
 
 
-def _mapped(size: int) -> tuple[mmap.mmap, int]:
-    """Return a new mapping of zeros that holds `size` bytes from its first large page on, and that page's offset."""
+def _mapped(size: int) -> Tensor:
+    """Return zeros in a mapping of their own that begins with a large page."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=torch.uint8)
     # Large pages begin at multiples of their size. Not every kernel places a mapping there.
     memory = mmap.mmap(-1, -(-size // _PAGE) * _PAGE + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel that was built without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % _PAGE
+    return whole[first : first + size]
