@@ -250,8 +250,9 @@ class BatchRun:
         for row, finite, walk in zip(self.batch, finite_B, walks, strict=True):
             if finite != _ALL_FINITE:
                 target, proposer = self.decoder.target, self.decoder.proposer
-                drafts = finite & 1 and proposer is not None
-                name = proposer.name if drafts else f"target {target.name_or_path or type(target).__name__}"
+                name = f"target {target.name_or_path or type(target).__name__}"
+                if finite & 1 and proposer is not None:
+                    name = proposer.name
                 raise InputError(
                     f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index};"
                     f" its weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"

@@ -1,7 +1,7 @@
-"""fp32 weights on a CPU, packed once for the kernel (`decode.native`): in 16 bits if they fit, else in 32.
+"""Weights on a CPU, packed once for the kernel (`decode.native`): in 16 bits if they fit, else in 32.
 
-Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of reading the weights. For other dtypes
-and devices, or without a compiler, torch multiplies.
+Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of reading the weights. On other devices,
+or without a compiler, torch multiplies. Products are in fp32, also of models in bf16 and fp16.
 
 A model that is handed in is not changed: packed weights stand beside its own, for the lean forward of the LLaMA family;
 other architectures run their own forward. `take_over(model)` gives a model to its decoders: packed weights replace its
@@ -41,11 +41,12 @@ def kernel_products() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Place:
-    """Where a weight is: rows `first` to `first + count` of `matrix`, or their transpose `[I, O]`."""
+    """Where a weight of `dtype` is: rows `first` to `first + count` of `matrix`, or their transpose `[I, O]`."""
 
     matrix: PackedMatrix
     first: int
     count: int
+    dtype: torch.dtype
     transposed: bool = False
     _last: "weakref.ref[Tensor] | None" = None
 
@@ -55,10 +56,10 @@ class Place:
         return self.count == self.matrix.outputs
 
     def values(self) -> Tensor:
-        """Return the fp32 weight: one tensor as long as anybody holds it, so that a tied weight is saved once."""
+        """Return the weight: one tensor as long as anybody holds it, so that a tied weight is saved once."""
         values = self._last() if self._last is not None else None
         if values is None:
-            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count))
+            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count)).to(self.dtype)
             values = rows_OI.t().contiguous() if self.transposed else rows_OI
             self._last = weakref.ref(values)
         return values
@@ -72,8 +73,9 @@ class _KernelForward(nn.Module):
         if not _KERNEL_PRODUCTS.get() or not self.place.whole:
             product: Tensor = super().forward(x)
             return product
+        bias: Any = None if self.bias is None else self.bias.float()
         x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
-        return matrix.linear(x_XI, self.bias).view(*x.shape[:-1], -1).to(x.dtype)  # type: ignore[arg-type]
+        return matrix.linear(x_XI, bias).view(*x.shape[:-1], -1).to(x.dtype)
 
 
 class _Packed(nn.Module):
@@ -101,7 +103,8 @@ class PackedEmbedding(_Packed, nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows of the table."""
-        return self.place.matrix.rows(ids.reshape(-1).long() + self.place.first).view(*ids.shape, -1)
+        rows = self.place.matrix.rows(ids.reshape(-1).long() + self.place.first)
+        return rows.view(*ids.shape, -1).to(self.place.dtype)
 
 
 _PACKED: dict[type, type] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D, nn.Embedding: PackedEmbedding}
@@ -117,9 +120,10 @@ class Packs:
     """The packed weights of one model, shared by its decoders (`packs_of`)."""
 
     def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
-        parameters = list(model.parameters())
-        kinds = {(weight.device.type, weight.dtype) for weight in parameters if four_bit_state(weight) is None}
-        self.native = kinds <= {("cpu", torch.float32)} and bool(parameters) and kernel() is not None
+        weights = [weight for weight in model.parameters() if four_bit_state(weight) is None]
+        # A model in several dtypes decides itself where it rounds.
+        self.native = all(map(_on_cpu, weights)) and len({weight.dtype for weight in weights}) < 2
+        self.native = self.native and kernel() is not None
         self.owned = owned and self.native
         # Matrices that replaced nothing, with the stamp of their weights.
         self._beside: dict[str, tuple[object, PackedMatrix]] = {}
@@ -161,9 +165,15 @@ class Packs:
             return matrix
         first = 0
         for linear, weight in zip(linears, weights, strict=True):
-            place = Place(matrix, first, weight.shape[1 if transposed else 0], transposed)
-            self._replace(linear, weight.shape, place)
+            place = Place(matrix, first, weight.shape[1 if transposed else 0], weight.dtype, transposed)
             first += place.count
+            # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give the values.
+            nothing = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
+            stand_in = nn.Parameter(nothing, requires_grad=False)
+            for holder in self._sharing[id(linear)]:
+                holder._parameters["weight"] = stand_in
+                holder.place = place  # type: ignore[assignment]
+                holder.__class__ = _PACKED.get(type(holder), type(holder))
         self._freed = True
         return matrix
 
@@ -177,7 +187,7 @@ class Packs:
                 # bitsandbytes unpacks the matrix at every call, so no size is too small.
                 matrix = self.matrix(name, [module], any_size=True)
                 if matrix is not None and not isinstance(module, _KernelForward):
-                    module.place = Place(matrix, 0, matrix.outputs)
+                    module.place = Place(matrix, 0, matrix.outputs, torch.float32)
                     module.__class__ = type("Linear4bit", (_KernelForward, type(module)), {})
             elif type(module) in (nn.Linear, Conv1D):
                 self.matrix(name, [module])
@@ -198,14 +208,6 @@ class Packs:
         return self.owned and all(
             type(holder) in known and getattr(holder, "max_norm", None) is None for holder in holders
         )
-
-    def _replace(self, linear: nn.Module, shape: torch.Size, place: Place) -> None:
-        # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give the values.
-        stand_in = nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
-        for holder in self._sharing[id(linear)]:
-            holder._parameters["weight"] = stand_in
-            holder.place = place  # type: ignore[assignment]
-            holder.__class__ = _PACKED.get(type(holder), type(holder))
 
 
 _SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.WeakKeyDictionary()
@@ -235,47 +237,28 @@ def take_over(*models: nn.Module) -> None:
             model.__dict__["_packs"] = Packs(model, owned=True)
 
 
-def embedding_of(module: nn.Module) -> PackedMatrix | Tensor | None:
-    """Return the table in which the kernel looks tokens up: a packed matrix or `[V, D]`; None if it cannot."""
-    if isinstance(module, PackedEmbedding):
-        return module.place.matrix if module.place.whole else None
-    weight = module.weight
-    return weight if isinstance(weight, Tensor) and weight.is_contiguous() else None
-
-
-@dataclass(frozen=True)
 class FusedLinear:
-    """Linear layers with the same input, multiplied by the kernel (`matrix`) or by torch.
-
-    Valid until a weight changes: made for one `generate` call.
+    """Linear layers with the same input, multiplied by the kernel (`matrix`, all weights, one below the other) or by
+    torch. Valid until a weight changes: made for one `generate` call.
     """
 
-    outputs: tuple[int, ...]
-    matrix: PackedMatrix | None
-    bias_O: Tensor | None
-    weights_IO: tuple[Tensor, ...] = ()
-    biases_O: tuple[Tensor | None, ...] = ()
-
-    @staticmethod
-    def of(linears: Sequence[nn.Module], matrix: PackedMatrix | None) -> "FusedLinear":
-        """matrix: all weights, one below the other; None for torch."""
-        outputs: tuple[Any, ...] = tuple(linear.out_features for linear in linears)
-        biases: tuple[Any, ...] = tuple(linear.bias for linear in linears)
+    def __init__(self, linears: Sequence[nn.Module], matrix: PackedMatrix | None, dtype: torch.dtype) -> None:
+        layers: list[Any] = list(linears)
+        self.matrix, self.outputs = matrix, [layer.out_features for layer in layers]
+        self._biases_O = [None if layer.bias is None else layer.bias.detach().to(dtype) for layer in layers]
+        self._weights_IO, self.bias_O = [], None
         if matrix is None:
-            weights: list[Any] = [linear.weight for linear in linears]
-            return FusedLinear(outputs, None, None, tuple(weight.detach().t() for weight in weights), biases)
-        if all(bias is None for bias in biases):
-            return FusedLinear(outputs, matrix, None)
-        pairs = zip(outputs, biases, strict=True)
-        bias_O = torch.cat([torch.zeros(count) if bias is None else bias.detach() for count, bias in pairs])
-        return FusedLinear(outputs, matrix, bias_O)
+            self._weights_IO = [layer.weight.detach().to(dtype).t() for layer in layers]
+        elif any(bias is not None for bias in self._biases_O):
+            pairs = zip(self.outputs, self._biases_O, strict=True)
+            self.bias_O = torch.cat([torch.zeros(count) if bias is None else bias for count, bias in pairs])
 
     def parts(self, x_XI: Tensor) -> Sequence[Tensor]:
         """Each layer's outputs."""
         if self.matrix is not None:
-            all_XO = self(x_XI)
-            return (all_XO,) if len(self.outputs) == 1 else all_XO.split(self.outputs, dim=1)
-        pairs = zip(self.weights_IO, self.biases_O, strict=True)
+            parts: Sequence[Tensor] = torch.split(self(x_XI), self.outputs, dim=1)
+            return parts
+        pairs = zip(self._weights_IO, self._biases_O, strict=True)
         return [torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO) for w_IO, bias in pairs]
 
     def __call__(self, x_XI: Tensor) -> Tensor:
@@ -289,8 +272,8 @@ class FusedLinear:
         """`self(x_XI) + other_XO` of a single layer, added while the product is written."""
         if self.matrix is not None:
             return self.matrix.linear(x_XI.contiguous(), self.bias_O, other_XO.contiguous())
-        sum_XO = torch.addmm(other_XO, x_XI, self.weights_IO[0])
-        return sum_XO if self.biases_O[0] is None else sum_XO.add_(self.biases_O[0])
+        sum_XO = torch.addmm(other_XO, x_XI, self._weights_IO[0])
+        return sum_XO if self._biases_O[0] is None else sum_XO.add_(self._biases_O[0])
 
 
 def _one_matrix(linears: Sequence[nn.Module]) -> PackedMatrix | None:
@@ -302,9 +285,13 @@ def _one_matrix(linears: Sequence[nn.Module]) -> PackedMatrix | None:
     return matrix if sum(place.count for place in places) == matrix.outputs and places[0].first == 0 else None
 
 
+def _on_cpu(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _can_be_packed(weight: Tensor) -> bool:
     plain = type(weight) in (nn.Parameter, Tensor) and weight.ndim == 2 and not weight.is_inference()
-    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return plain and _on_cpu(weight)
 
 
 def _stamp(weights: Sequence[Tensor]) -> object:

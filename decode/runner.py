@@ -91,7 +91,6 @@ class Runner:
         """
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
-        self.dtype: torch.dtype = model.dtype
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self.steps = steps
@@ -101,6 +100,7 @@ class Runner:
             if self._lean is None:
                 packs.prepare(model)
             packs.settle()
+        self.dtype: torch.dtype = model.dtype if self._lean is None else self._lean.dtype  # of masks
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -121,7 +121,7 @@ class Runner:
         if longest == 0:
             size = int(text_config(self.model).hidden_size)
             return tuple(
-                torch.zeros(len(prompts), 0, size, dtype=self.dtype, device=self.device) for _ in hidden_layers
+                torch.zeros(len(prompts), 0, size, dtype=self.model.dtype, device=self.device) for _ in hidden_layers
             )
         padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)

@@ -1,6 +1,7 @@
 """The compiled linear layer: right for every shape, kept in the cache, and dispensable."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -189,19 +190,47 @@ def test_is_built_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(command, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "run", counting)
-    assert kernel.__wrapped__() is not None
+    assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
     assert [command[1:] for command in calls] == [["--version"]]
 
 
-@pytest.mark.parametrize("variables", [{"PATH": ""}, {"CC": "/bin/false"}])
+@built
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:4096], lambda whole: b"", lambda whole: whole[:-40] + b"x" * 40]
+)
+def test_a_damaged_library_is_built_anew(
+    damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
+    assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
+    (library,) = tmp_path.rglob("*.so")
+    whole = library.read_bytes()
+    library.unlink()
+    library.write_bytes(damage(whole))
+    assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
+    assert library.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"PATH": ""}, "no C compiler found; install gcc, or set CC"),
+        ({"CC": "/bin/false"}, "/bin/false cannot build it"),
+    ],
+)
 def test_without_a_compiler_there_is_none(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    assert kernel.__wrapped__() is None
+    monkeypatch.setattr(native, "_kernel_or_reason", native._kernel_or_reason.__wrapped__)
+    assert kernel() is None
+    line = native.missing_kernel()
+    assert line is not None and reason in line and "\n" not in line
+    assert native.missing_kernel("cuda") is None
 
 
 def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_right", lambda made: False)
-    assert kernel.__wrapped__() is None
+    monkeypatch.setattr(native, "_is_right", lambda made: False)
+    assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__()) or kernel() is None

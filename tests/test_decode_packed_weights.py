@@ -147,7 +147,7 @@ def test_fused_layers_lie_side_by_side_and_add(monkeypatch: pytest.MonkeyPatch) 
     with torch.no_grad():
         plain = torch.cat([layer(x) for layer in layers], dim=1)
         for matrix in (None, packs.matrix("both", list(layers))):
-            fused = FusedLinear.of(list(layers), matrix)
+            fused = FusedLinear(list(layers), matrix, torch.float32)
             torch.testing.assert_close(fused(x), plain)
             for part, wanted in zip(fused.parts(x), plain.split((7, 3), dim=1), strict=True):
                 torch.testing.assert_close(part, wanted)

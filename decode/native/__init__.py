@@ -15,13 +15,13 @@ Legend: X rows, I inputs, O outputs of a linear layer.
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from decode.native.large_pages import empty_bytes
+from draftsmith_core.errors import first_line
 from draftsmith_core.io import atomic_file
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -133,26 +132,20 @@ def four_bit_state(weight: object) -> Any:
     return state if state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0 else None
 
 
-def _scales(state: Any) -> Tensor:
-    absmax: Tensor = state.absmax
-    if not state.nested:
-        return absmax.float()
-    again = state.state2
-    outer = again.absmax.float().repeat_interleave(again.blocksize)[: absmax.numel()]
-    scales: Tensor = again.code.float()[absmax.reshape(-1).long()] * outer + state.offset
-    return scales
-
-
 def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix:
     """Return one matrix of all weights, one below the other; `four_bit_state` accepted each."""
     states = [four_bit_state(weight) for weight in weights]
     inputs = states[0].shape[1]
     codes = torch.cat([weight.detach().reshape(-1, inputs // 2) for weight in weights])
-    parts = [_scales(state).view(-1, inputs // state.blocksize) for state in states]
-    spread = [
-        part.repeat_interleave(state.blocksize // _BLOCK, dim=1) for part, state in zip(parts, states, strict=True)
-    ]
-    return PackedMatrix.of_codes(functions, codes, torch.cat(spread), states[0].code)
+    parts = []
+    for state in states:
+        scales = state.absmax.float()
+        if state.nested:
+            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)[: scales.numel()]
+            scales = state.state2.code.float()[state.absmax.reshape(-1).long()] * outer + state.offset
+        scales = scales.view(-1, inputs // state.blocksize)
+        parts.append(scales.repeat_interleave(state.blocksize // _BLOCK, dim=1))
+    return PackedMatrix.of_codes(functions, codes, torch.cat(parts), states[0].code)
 
 
 def release_freed_memory() -> None:
@@ -164,10 +157,11 @@ def release_freed_memory() -> None:
 
 def narrowest(weight_OI: Tensor) -> Tensor:
     """Return the same values in bf16 or fp16 if that dtype holds each of them to the bit, else `weight_OI` itself."""
-    for convert in (_to_bfloat16, _to_float16):
-        # Most matrices that do not fit show it in their first rows.
-        if convert(weight_OI[:4]) is not None and (narrow_OI := convert(weight_OI)) is not None:
-            return narrow_OI
+    if weight_OI.dtype == torch.float32:
+        for convert in (_to_bfloat16, _to_float16):
+            # Most matrices that do not fit show it in their first rows.
+            if convert(weight_OI[:4]) is not None and (narrow_OI := convert(weight_OI)) is not None:
+                return narrow_OI
     return weight_OI
 
 
@@ -179,66 +173,67 @@ def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:
 
 def _to_float16(weight_OI: Tensor) -> Tensor | None:
     half_OI = weight_OI.to(torch.float16)
-    back_OI, bits_OI = half_OI.float().view(torch.int32), weight_OI.contiguous().view(torch.int32)
-    return half_OI if torch.equal(back_OI, bits_OI) else None
+    same = torch.equal(half_OI.float().view(torch.int32), weight_OI.contiguous().view(torch.int32))
+    return half_OI if same else None
+
+
+def kernel() -> Kernel | None:
+    """Return the kernel, built if it is not cached; None if it cannot be built or gives wrong products."""
+    kernel_or_reason = _kernel_or_reason()
+    return kernel_or_reason if isinstance(kernel_or_reason, Kernel) else None
+
+
+def missing_kernel(device: torch.device | str = "cpu") -> str | None:
+    """Return one line for the user if decoding on this device is slower for want of the kernel, else None."""
+    reason = _kernel_or_reason() if torch.device(device).type == "cpu" else None
+    return f"decoding without its compiled kernel, several times slower: {reason}" if isinstance(reason, str) else None
 
 
 @cache
-def kernel() -> Kernel | None:
-    """Return the kernel, built if it is not cached; None if it cannot be built or gives wrong products."""
+def _kernel_or_reason() -> Kernel | str:
     # With another OpenMP runtime than torch's, two pools of threads would compete for the cores.
     if platform.system() != "Linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return None
+        return "it needs Linux and a torch with GNU's OpenMP"
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        return None
+        return "no C compiler found; install gcc, or set CC"
     try:
         built = Kernel(_load(compiler))
-    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
-        log.info("no native linear layer: %s", error)
-        return None
-    return built if _right(built) else None
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return f"{compiler} cannot build it: {first_line(error)}"
+    return built if _is_right(built) else f"{compiler} built it wrongly"
 
 
 def _load(compiler: str) -> ctypes.CDLL:
+    """Build the library, or load it from the cache if it is there whole: its last 32 bytes are its hash."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
-    key = hashlib.sha256(
-        b"\0".join(
-            [
-                *(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))),
-                version,
-                " ".join(_FLAGS).encode(),
-                _processor(),
-            ]
-        )
-    ).hexdigest()
+    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))]
+    key = hashlib.sha256(b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
-    if cached.is_file():
-        return ctypes.CDLL(str(cached))
+    with suppress(OSError):
+        content = cached.read_bytes()
+        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+            return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "linear.so"
         command = [compiler, *_FLAGS, "-o", str(library), str(SOURCE)]
         subprocess.run(command, capture_output=True, check=True, timeout=300)  # seconds, on a busy machine minutes
-        try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(cached) as beside:
-                shutil.copyfile(library, beside)
-        except OSError as error:
-            log.info("the native linear layer is not kept: %s", error)
+        content = library.read_bytes()
+        with suppress(OSError), atomic_file(cached) as unfinished:  # a directory that cannot be written
+            unfinished.write_bytes(content + hashlib.sha256(content).digest())
         return ctypes.CDLL(str(library))
 
 
 def _processor() -> bytes:
     """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.machine().encode()
     names = (b"model name", b"flags", b"CPU part", b"Features")
-    return b"\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        return b"\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    return platform.machine().encode()
 
 
-def _right(built: Kernel) -> bool:
+def _is_right(built: Kernel) -> bool:
     """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight_OI, x_XI = torch.randn(83, 320, generator=generator), torch.randn(7, 320, generator=generator)
@@ -247,15 +242,13 @@ def _right(built: Kernel) -> bool:
     matrices = [PackedMatrix(built, weight) for weight in weights]
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
     scales, table = weight_OI[:, :5].abs(), weight_OI[0, :16]
-    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).reshape(83, 320).long()
-    weights.append(table[indices_OI] * scales.repeat_interleave(64, dim=1))
+    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).flatten(1).long()
+    weights.append(table[indices_OI] * scales.repeat_interleave(_BLOCK, dim=1))
     matrices.append(PackedMatrix.of_codes(built, codes, scales, table))
+    right = True
     for weight, matrix in zip(weights, matrices, strict=True):
         x = x_XI[:, : matrix.inputs].contiguous()
         wanted = torch.nn.functional.linear(x, weight, bias_O) + other_XO
-        product = matrix.linear(x, bias_O, other_XO)
-        if not torch.allclose(product, wanted, atol=1e-4, rtol=1e-5) or not torch.equal(
-            matrix.rows(torch.arange(83)), weight
-        ):
-            return False
-    return True
+        right = right and torch.allclose(matrix.linear(x, bias_O, other_XO), wanted, atol=1e-4, rtol=1e-5)
+        right = right and torch.equal(matrix.rows(torch.arange(83)), weight)
+    return right
