@@ -64,6 +64,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         return None
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
+    epsilons = set()
     for module in model.modules():
         kind = type(module)
         known = kind in _PLAIN or vars(family).get(kind.__name__) is kind
@@ -73,10 +74,10 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         known = known and all(getattr(hook, "__module__", "") in _KNOWN_HOOKS for hook in hooks)
         if not known or "forward" in module.__dict__ or module.training or module._compiled_call_impl is not None:
             return None
+        epsilons.add(vars(module).get("variance_epsilon"))
     # The lean forward reads one of each for all layers.
     constants = {(layer.self_attn.head_dim, layer.self_attn.scaling, type(layer.mlp.act_fn)) for layer in inner.layers}
-    epsilons = {module.variance_epsilon for module in model.modules() if hasattr(module, "variance_epsilon")}
-    if len(constants) > 1 or len(epsilons) > 1:
+    if len(constants) > 1 or len(epsilons - {None}) > 1:
         return None
     parameters = [weight for weight in model.parameters() if four_bit_state(weight) is None]
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
@@ -127,7 +128,7 @@ class LeanForward:
         self._any_size = self.silu and sum(weight.numel() for weight in weights) >= _SMALLEST_MODEL
         self._any_size |= self.dtype != self._state_dtype
         self._any_size |= any(four_bit_state(weight) is not None for weight in weights)
-        self.norm_D: Tensor = body.norm.weight.detach().to(self.dtype)
+        self.norm_D: Tensor = body.norm.weight.to(self.dtype)
         self.head = self._fused("head", head)
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D, self._vocabulary = draft_vocabulary(model), vocabulary_size(model)
@@ -150,7 +151,7 @@ class LeanForward:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        norm_D, ffn_norm_D, *head_norms_E = [norm.weight.detach().to(self.dtype) for norm in norms]
+        norm_D, ffn_norm_D, *head_norms_E = [norm.weight.to(self.dtype) for norm in norms]
         return _Layer(
             kind=kind,
             norm_D=norm_D,
