@@ -81,11 +81,8 @@ class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
             raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
-        for key, name, known in (
-            ("proposer", self.proposer, [*PROPOSERS, "none"]),
-            ("verifier", self.verifier, VERIFIERS),
-        ):
-            if name is not None and name not in known:
+        for key, known in (("proposer", [*PROPOSERS, "none"]), ("verifier", VERIFIERS)):
+            if (name := getattr(self, key)) is not None and name not in known:
                 raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
         if self.out is not None:
             check_out(self.out, [self.prompts, self.datastore], file=True)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,8 +123,7 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
     """The draft, and one line for each choice."""
     target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":
-        cost = _DEFAULT_COST if config.cost is None else config.cost
-        draft, share = fresh(target, cost, by=config.cost_by or "clock", seed=config.seed)
+        draft, share = fresh(target, config.cost or _DEFAULT_COST, by=config.cost_by or "clock", seed=config.seed)
         text = draft.config
         shape = f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward {text.intermediate_size}"
         clock = "" if share.measured is None else f", {share.measured:.3f} of the time of a forward here"
@@ -160,20 +160,18 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
         return []
     limit = context_length(target)
     longest = None if limit is None else limit - config.max_new_tokens
-    read = read_prompts(
-        config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=longest, limit=config.max_prompts
-    )
+    limits: dict[str, Any] = {"max_tokens": longest, "limit": config.max_prompts}
+    read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     if read.skipped:
         first = read.skipped[0]
         say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})")
     decoder, sampling = SpeculativeDecoder(target), Sampling(temperature=config.temperature)
-    texts: list[Continuation] = []
-    for start in range(0, len(read.prompts), _BATCH):
-        prompts = [prompt.ids for prompt in read.prompts[start : start + _BATCH]]
-        answers = decoder.generate(prompts, sampling, config.max_new_tokens, seed=config.seed + start).generations
-        pairs = enumerate(zip(prompts, answers, strict=True), start)
-        texts += [Continuation(str(row), ids, answer.output_ids) for row, (ids, answer) in pairs]
-    return texts
+    ids, answers = [prompt.ids for prompt in read.prompts], []
+    for start in range(0, len(ids), _BATCH):
+        batch = ids[start : start + _BATCH]
+        answers += decoder.generate(batch, sampling, config.max_new_tokens, seed=config.seed + start).generations
+    pairs = enumerate(zip(ids, answers, strict=True))
+    return [Continuation(str(row), prompt, answer.output_ids) for row, (prompt, answer) in pairs]
 
 
 def alphas(
@@ -188,13 +186,13 @@ def alphas(
     return count, (speculative, greedy, match, missing)
 
 
+@torch.inference_mode()
 def _alpha_against(
     target: PreTrainedModel, texts: Sequence[Continuation], temperature: float
 ) -> Callable[[PreTrainedModel], float]:
     """A score for `prune`: alpha of a changed target against the target as it is now."""
     size, sampling = vocabulary_size(target), Sampling(temperature=temperature)
 
-    @torch.inference_mode()
     def distribution(model: PreTrainedModel, text: Continuation) -> Tensor:
         """The distributions `[N, V]` at the tokens of the answer."""
         ids = torch.tensor([[*text.prompt_ids, *text.output_ids][:-1]], device=model.device)
@@ -204,10 +202,11 @@ def _alpha_against(
     # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
     before = [distribution(target, text).to(target.dtype) for text in texts]
 
+    @torch.inference_mode()
     def score(changed: PreTrainedModel) -> float:
-        pairs = zip(before, texts, strict=True)
-        return math.fsum(
-            float(acceptance(p_NV.float(), distribution(changed, text)).double().sum()) for p_NV, text in pairs
+        alphas = (
+            acceptance(p_NV.float(), distribution(changed, text)) for p_NV, text in zip(before, texts, strict=True)
         )
+        return math.fsum(float(alpha_N.double().sum()) for alpha_N in alphas)
 
     return score
