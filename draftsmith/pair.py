@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +10,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from decode import (
-    PROPOSERS,
-    DecodeStats,
-    Proposer,
-    SpeculativeDecoder,
-    StopStrings,
-    TreeShape,
-    Verifier,
-    take_over,
-)
+from decode import PROPOSERS, DecodeStats, Proposer, SpeculativeDecoder, StopStrings, TreeShape, Verifier, take_over
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
 from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
@@ -66,7 +56,7 @@ class Output:
     output_ids: new tokens only, EOS included if the model ended. finish_reason: "stop" (EOS or a stop text) or
     "length". from_draft[i]: whether token i was drafted and accepted, or added by the target. stats: counts of this
     output alone; `stats.tau` is tokens per target call. prefill_s, decode_s: this output's share of its batch's wall
-    clock. waited_s: seconds from the end of prefill to its own last token.
+    clock.
     """
 
     id: str
@@ -79,24 +69,13 @@ class Output:
     stats: DecodeStats
     prefill_s: float
     decode_s: float
-    waited_s: float
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Output":
-        """Undo `dataclasses.asdict` and a round trip through JSON."""
-        counts: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values["stats"].items()
-        }
-        return Output(**{**values, "stats": DecodeStats(**counts)})
 
     def row(self) -> dict[str, Any]:
         """The row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
         stats: dict[str, Any] = {key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")}
-        stats |= {
-            "accepted_by_depth": list(self.stats.accepted_by_depth),
-            "seconds": self.prefill_s + self.decode_s,
-        }
+        stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)
+        stats["seconds"] = self.prefill_s + self.decode_s
         return {key: getattr(self, key) for key in keys} | {"stats": stats}
 
 
@@ -217,11 +196,10 @@ class Pair:
         sampling = resolve_sampling(
             self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
         ).sampling
-        one = _is_one_prompt(prompts)
+        one, repeats = _is_one_prompt(prompts), Counter[str]()
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
-            repeats: Counter[str] = Counter()
             encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
             named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
         batches = self.decode(
@@ -308,17 +286,8 @@ class Pair:
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
         """Decode requests batch by batch; yield the outputs of each batch in order."""
-        ends: list[float] = []
-
-        def note(row: int, ids: list[int], from_draft: list[bool]) -> None:
-            ends[row] = time.perf_counter()
-            if on_tokens is not None:
-                on_tokens(row, ids, from_draft)
-
         for start in range(0, len(requests), batch_size):
             rows = requests[start : start + batch_size]
-            ends[:] = [0.0] * len(rows)
-            began = time.perf_counter()
             try:
                 batch = decoder.generate(
                     [prompt.ids for prompt, _ in rows],
@@ -326,7 +295,7 @@ class Pair:
                     max_new_tokens,
                     [generator(row_seed(seed, f"{prompt.id}/{sample}")) for prompt, sample in rows],
                     () if ignore_eos else eos_ids(self.target),
-                    note,
+                    on_tokens,
                     StopStrings(self.tokenizer, stop) if stop else None,
                 )
             except ValueError as error:
@@ -343,9 +312,8 @@ class Pair:
                     stats=generation.stats,
                     prefill_s=batch.prefill_s / len(rows),
                     decode_s=batch.decode_s / len(rows),
-                    waited_s=end - began - batch.prefill_s,
                 )
-                for (prompt, sample), generation, end in zip(rows, batch.generations, ends, strict=True)
+                for (prompt, sample), generation in zip(rows, batch.generations, strict=True)
             ]
 
 

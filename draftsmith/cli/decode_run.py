@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from decode import PROPOSERS, DecodeStats
 from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
@@ -143,7 +145,7 @@ def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
     with Run(out, file=True) as run:
         run.begin()
         with run.journal(partial, head) as journal:
-            outputs = [Output.from_json(row) for batch in journal.rows for row in batch]
+            outputs = TypeAdapter(list[Output]).validate_python([row for batch in journal.rows for row in batch])
             for batch in batches(len(outputs)):
                 outputs += batch
                 journal.append([dataclasses.asdict(output) for output in batch])
@@ -183,7 +185,6 @@ def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outpu
         "tokens_per_s": stats.emitted / seconds if seconds else None,
         "recorded_steps": sum(steps.count for steps in decoding.decoder.every_steps),
         "recording_s": decoding.decoder.compile_s,
-        "latency_s_per_token": sum(o.waited_s for o in outputs) / stats.emitted if stats.emitted else None,
         "peak_memory_bytes": peak,
         "peak_memory_kind": kind,
     }
