@@ -85,8 +85,8 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
         assert [out.output_ids for out in outputs] == [row["output_ids"] for row in rows]
         assert [out.id for out in outputs] == [row["id"] for row in rows]
     # Token ids in place of texts are the same prompts; a prompt that comes again draws anew.
-    ids = [load_tokenizer(target_dir)(text)["input_ids"] for text in texts]
-    again = pair.generate(ids, temperature=1, max_new_tokens=9)
+    ids = [np.array(load_tokenizer(target_dir)(text)["input_ids"]) for text in texts]
+    again = pair.generate(cast(Any, ids), temperature=1, max_new_tokens=9)
     assert [out.output_ids for out in again] == [row["output_ids"] for row in rows]
     assert outputs[0].output_ids != outputs[2].output_ids
 
@@ -129,7 +129,7 @@ def test_parts_of_ones_own_are_passed_as_objects(pair: Pair, draft_dir: str) -> 
 
 
 def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabulary_dir: str) -> None:
-    several = ds.load_pair(target_dir, draft={"a": draft_dir, "b": other_vocabulary_dir}, device="cpu")
+    several = ds.load_pair(Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu")
     greedy = several.generate("dog", proposer="none", max_new_tokens=8)
     assert greedy.stats.proposed == 0
     together = several.decoding()
@@ -143,29 +143,11 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
         several.generate("dog", draft="c")
 
 
-def test_paths_name_models(target_dir: str, draft_dir: str) -> None:
-    pair = ds.load_pair(Path(target_dir), draft={"small": Path(draft_dir)}, device="cpu")
-    assert list(pair.drafts) == ["small"] and pair.target_name == target_dir
-    assert list(ds.load_pair(target_dir, Path(draft_dir), device="cpu").drafts) == [draft_dir]
-
-
-def test_numbers_of_numpy_are_token_ids(pair: Pair) -> None:
-    ids = [3, 4, 5]
-    alone = pair.generate(ids, max_new_tokens=4).output_ids
-    for same in ([np.int64(each) for each in ids], np.array(ids)):
-        assert pair.generate(cast(Any, same), max_new_tokens=4).output_ids == alone
-    assert pair.generate(cast(Any, np.array([ids])), max_new_tokens=4)[0].prompt_ids == ids
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "tree": "chian:3"}, "unknown kind 'chian'"),
-    ({"prompts": "a", "verifier": "specinfr"}, "verifier: 'specinfr' is unknown"),
-    ({"prompts": "a", "proposer": "eagle"}, "needs a head of kind eagle"),
     ({"prompts": "a", "temperature": -1}, "temperature: -1"),
-    ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
     ({"prompts": "dog " * 200, "max_new_tokens": 5}, "context"),
     ({"prompts": [1, 2, 999]}, "each from 0 to 289"),
-    ({"prompts": [{"role": "user"}]}, "content"),
 ]
 
 
@@ -173,8 +155,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_is_one_line(pair: Pair, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ds.InputError, match=told) as caught:
         pair.generate(**options)
-    assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, ds.DraftsmithError) and isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
 
 
 @pytest.mark.usefixtures("undrawn")

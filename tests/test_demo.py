@@ -1,4 +1,4 @@
-"""The demo in its short form: `align` on the shipped pair, from prompts to report, in any directory."""
+"""The demo in its short form, from prompts to report, in any directory; and the corpus that every Python carries."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.demo import demo_run
+from draftsmith.demo import corpus, demo_run
+from draftsmith.demo.corpus import Split
 from eval.results import Results
 
 
@@ -57,3 +58,55 @@ def test_demo_from_prompts_to_report(
     words = summary["decode"].split()[1:]
     code, out, err = door(*words, "--max_new_tokens", "4")
     assert code == 0, err
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, Split]:
+    return {domain: corpus.split(domain) for domain in corpus.DOMAINS}
+
+
+@pytest.mark.slow
+def test_every_document_is_on_one_side_by_its_name(splits: dict[str, Split]) -> None:
+    assert list(splits) == ["prose", "code", "unicode"]
+    for domain, (train, heldout, dropped) in splits.items():
+        assert sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000, domain
+        assert not any(corpus.is_heldout(d.name) for d in train)
+        held = [*(d.name for d in heldout), *dropped]
+        assert all(map(corpus.is_heldout, held))
+        names = [*(d.name for d in train), *held]
+        assert len(set(names)) == len(names)
+        assert 0.04 < len(held) / len(names) < 0.2, domain
+
+
+def test_the_side_of_a_name_follows_from_its_hash() -> None:
+    heldout = [number for number in range(40) if corpus.is_heldout(f"module m{number}")]
+    assert heldout == [6, 10, 13, 24, 38]
+
+
+@pytest.mark.slow
+def test_nothing_held_out_mostly_repeats_training_text(splits: dict[str, Split]) -> None:
+    trained: set[int] = set()
+    for split in splits.values():
+        for document in split.train:
+            trained |= corpus.shingles(document.text)
+    checked = 0
+    for split in splits.values():
+        for document in split.heldout:
+            own = corpus.shingles(document.text)
+            assert len(own & trained) <= corpus.DUPLICATE_SHARE * len(own), document.name
+            checked += 1
+    assert checked > 50
+
+
+@pytest.mark.slow
+def test_passages_are_pieces_of_their_documents(splits: dict[str, Split]) -> None:
+    for domain, split in splits.items():
+        rows = corpus.passages(domain, split.heldout)
+        assert len({row["id"] for row in rows}) == len(rows)
+        assert all(row["text"].strip() and row["domain"] == domain for row in rows)
+        texts = {d.name: d.text for d in split.heldout}
+        for row in rows:
+            assert row["text"] in texts[row["id"].rpartition(" #")[0]]
+        assert rows == corpus.passages(domain, split.heldout[::-1])
+        kept = sum(len("".join(row["text"].split())) for row in rows)
+        assert kept == sum(len("".join(text.split())) for text in texts.values())

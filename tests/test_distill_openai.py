@@ -14,7 +14,7 @@ from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.serving import EOS, Server, answer_of, serving, wait_until
-from tests.test_docs import ROOT, commands, run_apart
+from tests.test_docs import ROOT, commands, run_line
 
 Door = Callable[..., tuple[int, str, str]]
 Serve = Callable[..., Server]
@@ -326,7 +326,7 @@ def test_the_commands_of_the_page_on_data_work_in_order(
             if line.startswith("draftsmith "):
                 code, _, err = door(*line.split()[1:])
             else:
-                code, err = run_apart(line)
+                code, err = run_line(line)
             assert code == 0, f"{line}\n{err}"
         assert len(one.answered) > 20 and len(other.answered) > 20
     decoded = json.loads(Path("out/served/decoded.jsonl").read_text().splitlines()[0])

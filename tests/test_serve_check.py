@@ -66,16 +66,8 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "Return the"}\n')
     server.write_text("#!/bin/sh\necho 'no GPU here' >&2\nexit 1\n")
     server.chmod(0o755)
-    words = [
-        "--engine",
-        "vllm",
-        "--target",
-        str(PAIR / "target"),
-        "--draft",
-        str(PAIR / "base"),
-        "--max_new_tokens",
-        "2",
-    ]
+    words = ["--engine", "vllm", "--target", str(PAIR / "target"), "--draft", str(PAIR / "base")]
+    words += ["--max_new_tokens", "2"]
     options = serve_check._options([*words, "--prompts", str(prompts), "--program", str(server)])
     with pytest.raises(ds.RunError, match="did not serve: no GPU here"):
         serve_check.check(options)
