@@ -227,7 +227,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_made(
     words: list[object] = ["--target", target_dir, "--draft", draft_dir, "--out", tmp_path / "out", *SMALL]
     code, _, err = door("align", *words, "--prompts", files["own"], "--ood", f"far={long}")
     assert code == 2 and "long.jsonl: none of its 9 rows can be used" in err and "that fit" in err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "align.yaml").exists()
 
 
 @pytest.mark.slow

@@ -147,4 +147,4 @@ def test_a_policy_needs_a_language_model_to_go_back_to(
     words: list[Any] = ["--target", target_dir, "--prompts", prompts, "--out", tmp_path / "out", *SMALL]
     code, _, err = door("align", *words, "--policy", "no_loss")
     assert code == 2 and "policy: no_loss cannot be followed (a head has no language model to go back to)" in err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "align.yaml").exists()
