@@ -1,8 +1,4 @@
-"""README.md of a checkpoint or a distilled set: YAML header for the Hugging Face hub, and Markdown from `templates/`.
-
-A card depends only on the record beside it (`draftsmith.json`, `manifest.json`) and on the cards of the models that the
-record names, not on a clock or path. So a resumed run writes the same bytes.
-"""
+"""README.md of a checkpoint or a distilled set: a YAML header for the hub, and Markdown from `templates/`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,10 +23,9 @@ _MEASURED = {
 
 
 def checkpoint_card(record: Values, results: Values | None = None, draft: str | None = None) -> str:
-    """Return the card of a draft checkpoint.
+    """Return the card of a draft checkpoint from its `draftsmith.json`.
 
-    record: its `draftsmith.json`. results: a `results.json` of `draftsmith eval` in which it is called `draft`; its
-    figures replace the held-out ones of training.
+    results: a `results.json` of `draftsmith eval` in which it is called `draft`; its figures replace those of training.
     """
     config, kind = record.get("config", {}), record["kind"]
     is_lm = kind == "draft-lm"
@@ -100,13 +95,10 @@ def licence_of(name: str) -> str | None:
 def _licence(names: Sequence[str]) -> tuple[str | None, str]:
     """Return the licence that all these models share, and a sentence for the card."""
     licences = {name: licence_of(name) for name in names}
-    sources = "; ".join(
-        f"`{name}`: {licence or 'states none that could be read'}" for name, licence in licences.items()
-    )
-    shared = next(iter(licences.values()), None)
-    if shared is not None and set(licences.values()) == {shared}:
-        return shared, f"As the models it was made from ({sources})."
-    return None, f"Not set: it does not follow from the models it was made from ({sources or 'none is recorded'})."
+    sources = "; ".join(f"`{name}`: {licence or 'none that can be read'}" for name, licence in licences.items())
+    shared = licences[names[0]] if len(set(licences.values())) == 1 else None
+    start = "As the models" if shared else "Not set: it does not follow from the models"
+    return shared, f"{start} it was made from ({sources or 'none is recorded'})."
 
 
 def _hub_dataset(source: str) -> str | None:
@@ -121,13 +113,11 @@ def _hub_dataset(source: str) -> str | None:
 def _made(record: Values, config: Values, sets: Sequence[str]) -> list[tuple[str, Any]]:
     merged = record.get("merged_from", [])
     rows: list[tuple[str, Any]] = [(f"weight of {part['draft']}", part["weight"]) for part in merged]
-    if merged:
-        rows += [("weight of the rest", f"on {record['merge_base']}" if record["merge_base"] else None)]
-    else:
+    if not merged:
         rows += [("started from", config.get("draft") or "fresh weights"), ("data", ", ".join(sets))]
     rows += [("response tokens", record.get("data", {}).get("response_tokens"))]
     rows += [("learning rate", config.get("optim", {}).get("lr")), ("seed", config.get("seed"))]
-    keys = ("objective", "steps", "best_step", "fingerprint", "target_fingerprint")
+    keys = ("merge_base", "objective", "steps", "best_step", "fingerprint", "target_fingerprint")
     rows += [(key.replace("_", " "), record.get(key)) for key in keys]
     return [row for row in rows if row[1] is not None]
 

@@ -3,16 +3,16 @@
 The token is read from the environment variable HF_TOKEN and from nowhere else; it is neither logged nor saved.
 """
 
+import contextlib
 import os
 import re
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
@@ -52,13 +52,11 @@ def check_source(name: str) -> None:
 
 def hub_has_address() -> bool:
     """Whether the hub can be asked at all. Its client would retry for a minute before saying that it cannot."""
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    try:
-        socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return not constants.HF_HUB_OFFLINE and bool(
+            getproxies() or socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+        )
+    return False
 
 
 def why_not(name: str, error: Exception) -> str:
@@ -125,13 +123,11 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
     try:
         api = HfApi(token=os.environ["HF_TOKEN"])
         repository = api.create_repo(name, repo_type=repo_type, private=True, exist_ok=True)
-        operations = []
-        for file in sorted(directory.iterdir()):
-            if file.is_file() and not file.name.startswith("."):
-                content: str | bytes = str(file)
-                if file.name == "README.md":
-                    content = file.read_text(encoding="utf-8").replace(PLACEHOLDER, repository.repo_id).encode()
-                operations.append(CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=content))
+        files = [file for file in sorted(directory.iterdir()) if file.is_file() and not file.name.startswith(".")]
+        contents: dict[str, Any] = {file.name: file for file in files}
+        card = (directory / "README.md").read_text(encoding="utf-8").replace(PLACEHOLDER, repository.repo_id)
+        contents["README.md"] = card.encode()
+        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in contents.items()]
         message = f"Upload by draftsmith: {directory.name}"
         api.create_commit(repository.repo_id, operations, repo_type=repo_type, commit_message=message)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:

@@ -18,12 +18,10 @@
 
     config, as_json = command_line.parse(TrainConfig, "train", argv)
 
-`@options` makes a pydantic dataclass: frozen, keyword-only, no unknown keys. The constructor checks bounds and choices;
-a wrong value is an InputError of one line. Python callers may pass paths for texts and tuples for lists.
+`@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one line, from Python too.
 The docstring under a field is its help. `Rare[...]` hides an option from `--help` (`--help=all` shows it);
-`NotIdentity[...]` marks an option that does not change the result, and keeps it out of `identity(config)`. The first
-docstring line of an inherited or nested class is the heading of its section.
-`Annotated[dict[str, Any], Given(DistillConfig, without=("out",))]` nests the options of a config, all of them open.
+`NotIdentity[...]` marks an option that does not change the result. The first docstring line of an inherited or nested
+class is the heading of its section. `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
 import dataclasses
@@ -48,9 +46,9 @@ T = TypeVar("T")
 
 
 class Given:
-    """Marks a dict that holds options of other configs: those that were given; the others are left open.
+    """Marks a dict that holds those options of other configs that were given.
 
-    without: fields that are no options, because the outer config sets them. shown: options for the short --help.
+    without: fields that the outer config sets. shown: options for the short --help.
     """
 
     def __init__(self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()) -> None:

@@ -36,10 +36,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised.
-
-    id: the row's explicit id (then `own_id`), or a hash of the content. row: line or row number.
-    """
+    """One prompt, tokenised. id: the row's explicit id (then `own_id`), or a hash of the content. row: from 1."""
 
     id: str
     domain: str
@@ -59,10 +56,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a source. `len(prompts) + len(skipped) == rows`.
-
-    more: whether the source has rows beyond the limit.
-    """
+    """The prompts of a source. `len(prompts) + len(skipped) == rows`. more: whether it has rows beyond the limit."""
 
     source: str
     prompts: tuple[Prompt, ...]
@@ -81,25 +75,22 @@ class Reasons:
     """Counts of reasons. Reasons that differ only in their numbers count as one."""
 
     def __init__(self) -> None:
-        self._first: dict[str, tuple[int, str]] = {}
-        self._counts: Counter[str] = Counter()
+        self._kinds: dict[str, list[Any]] = {}  # count, first row, its reason
 
     def add(self, row: int, reason: str) -> None:
         """Count one row."""
-        kind = re.sub(r"\d+", "N", reason)
-        self._first.setdefault(kind, (row, reason))
-        self._counts[kind] += 1
+        self._kinds.setdefault(re.sub(r"\d+", "N", reason), [0, row, reason])[0] += 1
 
     def total(self) -> int:
         """Number of rows, whatever the reason."""
-        return self._counts.total()
+        return sum(count for count, _, _ in self._kinds.values())
 
     def lines(self, outcome: str) -> list[str]:
         """One line per reason: the number of rows with this `outcome`, and the first of them."""
-        lines = []
-        for (row, reason), count in zip(self._first.values(), self._counts.values(), strict=True):
-            lines.append(f"{count} {outcome}: {reason} (row {row}{', the first' if count > 1 else ''})")
-        return lines
+        return [
+            f"{count} {outcome}: {reason} (row {row}{', the first' if count > 1 else ''})"
+            for count, row, reason in self._kinds.values()
+        ]
 
 
 @dataclass
@@ -123,8 +114,11 @@ class PromptReader:
         row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
         if free_rows(self.source) is not None:
             return Prompt(f"free-{record.number}", "general", self._begun(record.number), record.number, True)
-        for name in _unread(row):
-            _warn_unread(self.source, name)
+        present = [key for key in KEYS if row.get(key) is not None]
+        unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
+        # Only a chat template knows what to do with tools.
+        for key in unread + ["tools"] * (bool(row.get("tools")) and present[:1] != ["messages"]):
+            _warn_unread(self.source, key)
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
         row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
@@ -133,9 +127,8 @@ class PromptReader:
         limited = self.whole_chats or row.get("messages") is None
         if limited and self.max_tokens is not None and len(ids) > self.max_tokens:
             return Skipped(record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit")
-        chat = None
-        if row.get("messages") is not None:
-            chat = Chat(tuple(check_turns(row["messages"], where)), row.get("tools") or None)
+        is_chat = row.get("messages") is not None
+        chat = Chat(tuple(check_turns(row["messages"], where)), row.get("tools") or None) if is_chat else None
         return Prompt(row_id or content_id(ids), domain, tuple(ids), record.number, bool(row_id), chat)
 
     def _begun(self, number: int) -> tuple[int, ...]:
@@ -165,9 +158,8 @@ def read_prompts(
 ) -> PromptSet:
     """Read all prompts of `source` (a file, `owner/name[:split]` on the hub or a suite), as `PromptReader` makes them.
 
-    Rows that are empty, too short or longer than `max_tokens` are skipped with their reason. A row without an `id`
-    gets a hash of its tokens, with a count if the same prompt came before. `limit` stops after that many rows.
-    Raise InputError that names file, line and key of a row that cannot be read.
+    A row without an `id` gets a hash of its tokens, with a count if the same prompt came before. `limit` stops after
+    that many rows. Raise InputError that names file, line and key of a row that cannot be read.
     """
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
@@ -231,15 +223,6 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
     return hashes
 
 
-def _unread(row: dict[str, Any]) -> list[str]:
-    """The keys of a row that could be meant for the prompt and are not read: a second text, images."""
-    present = [key for key in KEYS if row.get(key) is not None]
-    unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
-    if row.get("tools") and present[:1] != ["messages"]:
-        unread.append("tools")  # only a chat template knows what to do with them
-    return unread
-
-
 @cache
 def _warn_unread(source: str, key: str) -> None:
     log.warning("%s: key %r is ignored; prompts do not contain it", source, key)
@@ -280,10 +263,7 @@ def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
 def answered(
     value: Any, where: str, tokenizer: Tokenizer, tools: list[Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS.
-
-    tools: definitions for the chat template. Raise InputError for another chat.
-    """
+    """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS; InputError for others."""
     messages, turns = check_messages(value, where), check_turns(value, where)
     if len(messages) == len(turns):
         raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
@@ -299,10 +279,7 @@ def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return all messages without keys that are null. Raise InputError if `value` is not a chat.
-
-    Content may be missing only beside tool calls.
-    """
+    """All messages without null keys; InputError if `value` is not a chat. Only tool calls may lack content."""
     try:
         turns = [{key: item for key, item in turn.items() if item is not None} for turn in value]
         turns = [{**({"content": ""} if turn.get("tool_calls") else {}), **turn} for turn in turns]

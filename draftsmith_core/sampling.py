@@ -18,9 +18,8 @@ from draftsmith_core.settings import Sampling as Sampling
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution that is sampled from, fp32 `[..., V]`, for logits `[..., V]` of any float type.
 
-    Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass reaches
-    `top_p` (the token that crosses it included); ties are broken by token id, so that the support is a function
-    of the logits alone. min-p keeps the tokens of at least `min_p` times the greatest probability (Nguyen et al.,
+    Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`;
+    ties are broken by token id. min-p keeps tokens of at least `min_p` times the greatest probability (Nguyen et al.,
     ICLR 2025).
     """
     logits = logits.float()
@@ -52,10 +51,7 @@ def _drop_below(p: Tensor, least: Tensor) -> Tensor:
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """sum_x min(p, q) over the last axis: the chance that one draft token drawn from q is accepted against p.
-
-    Equals 1 - TV(p, q) (Leviathan et al. 2023, section 3). Both are `probs(...)` under the same sampling.
-    """
+    """sum_x min(p, q) = 1 - TV(p, q) over the last axis: the chance that a token drawn from q is accepted against p."""
     return torch.minimum(p, q).sum(-1)
 
 
@@ -76,28 +72,20 @@ def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """One token per distribution `p` `[..., V]` from a uniform `u` `[...]`; int64 `[...]`.
-
-    `p` need not sum to one (a residual may be passed as it is) but must have mass. A token of probability zero
-    is never drawn.
-    """
+    """One token per distribution `p` `[..., V]` (any mass above 0) from a uniform `u` `[...]`; int64 `[...]`."""
     return _inverse(p.cumsum(-1, dtype=torch.double), u.unsqueeze(-1)).squeeze(-1)
 
 
 def draw_with_replacement(p: Tensor, u: Tensor) -> Tensor:
-    """K independent tokens per distribution: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; they may repeat.
-
-    All are -1 where `p` has no mass.
-    """
+    """K independent tokens: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; -1 where `p` has no mass."""
     cdf = p.cumsum(-1, dtype=torch.double)
     return _inverse(cdf, u).masked_fill(cdf[..., -1:] <= 0, -1)
 
 
 def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
-    """K distinct tokens per distribution, in drawing order: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`.
+    """K distinct tokens, in drawing order: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`.
 
-    Each draw is from `p` with the tokens drawn before it removed and the rest renormalised. When the support is
-    smaller than K the missing draws are -1.
+    Each draw is from `p` without the tokens drawn before it. Draws beyond the support are -1.
     """
     # Summed anew for each draw. Subtracting from one running sum would round a mass of 1e-30 to nothing, and tokens
     # that small must keep their shares once the large ones are drawn.

@@ -1,8 +1,4 @@
-"""How tokens are sampled and models are loaded, without torch, so that options are checked before anything loads.
-
-What the user leaves open comes from the target's generation_config.json, key by key, as in transformers' `generate` and
-vLLM. Keys of that file that change outputs and are not followed here are named in one warning.
-"""
+"""How tokens are sampled and models are loaded, without torch, so that options are checked before anything loads."""
 
 import logging
 import math
@@ -91,11 +87,10 @@ def resolve_sampling(
     min_p: float | None = None,
     default_temperature: float = 0.0,
 ) -> ResolvedSampling:
-    """The options that were given, and for those that are None the generation config of the target `name`.
+    """The given options; for those that are None, as in `generate` and vLLM, the generation config of target `name`.
 
-    A file that does not say `do_sample: true` leaves the temperature at `default_temperature`, as long as that is 0;
-    a command that samples by default takes the file's temperature either way. Without sampling the other three are
-    not looked up. Raise InputError for values that no sampling can have.
+    Without `do_sample: true` in that file the temperature is `default_temperature` if that is 0; a command that samples
+    by default takes the file's temperature either way. Without sampling the other three are not looked up.
     """
     config: Any = target.generation_config
     if ignored := ignored_keys(target):

@@ -63,19 +63,15 @@ def check_vocabulary(tokenizer: Tokenizer, sample: dict[str, str], where: str) -
     ids = [int(i) for i in sample if int(i) < len(tokenizer)]
     for i, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         if token != sample[str(i)]:
-            raise InputError(
-                f"{where}: its token {i} is {sample[str(i)]!r}, which is {token!r} to the tokenizer of this run; "
-                f"use that of the target that wrote it"
-            )
+            differs = f"its token {i} is {sample[str(i)]!r}, which is {token!r} to the tokenizer of this run"
+            raise InputError(f"{where}: {differs}; use the tokenizer of the target that wrote it")
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of a plain text, with the special tokens (such as BOS) that the tokenizer adds by itself."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     # Some tokenizers end every text with EOS. A prompt must not: the model would take it for finished.
-    if ids and ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id is not None:
-        ids = ids[:-1]
-    return ids
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def encode_messages(
@@ -85,9 +81,7 @@ def encode_messages(
 
     Raise InputError, beginning with `where`, without a template and for a chat that it refuses.
     """
-    encoded = _apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)
-    ids: list[int] = list(encoded["input_ids"])
-    return ids
+    return list(_apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)["input_ids"])
 
 
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str) -> str:
@@ -96,21 +90,17 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where
 
 
 def _apply_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
+    where = f"{where}: key 'messages'"
     if tokenizer.chat_template is None:
-        raise InputError(
-            f"{where}: key 'messages': the tokenizer has no chat template; name one with --chat_template FILE"
-        )
+        raise InputError(f"{where}: the tokenizer has no chat template; name one with --chat_template FILE")
     try:
-        return tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, **options
-        )
+        turns = [dict(message) for message in messages]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         # Besides its own errors a template raises whatever Python raises for a turn of a kind that it did not expect.
-        raise InputError(f"{where}: key 'messages': the chat template refuses it ({error})") from None
+        raise InputError(f"{where}: the chat template refuses it ({error})") from None
 
 
 def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Text of tokens, without special tokens and with the spacing as it is."""
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
