@@ -1,17 +1,14 @@
 """Cards say what the records say and no more; an upload to a stand-in of the hub arrives, or fails in one line."""
 
-import base64
 import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import HfApi, RepoUrl
 
 from draftsmith.__main__ import main
 from draftsmith_core import cards, hub
@@ -64,100 +61,25 @@ def split(card: str) -> tuple[dict[str, Any], str]:
     return values, body
 
 
-class Hub(ThreadingHTTPServer):
-    """The endpoints of the hub that an upload calls. It keeps what was committed, and the tokens it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.blobs: dict[str, bytes] = {}
-        self.created: list[dict[str, Any]] = []
-        self.tokens: set[str | None] = set()
-        self.refuse: dict[str, int] = {}
-        self.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass
-
-    def answer(self, value: Any, status: int = 200) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"]))
-
-    def do_HEAD(self) -> None:
-        self.answer({}, 404)
-
-    def do_PUT(self) -> None:
-        self.server.blobs[self.path.rpartition("/")[2]] = self.body()
-        self.answer({})
-
-    def do_POST(self) -> None:
-        body, path = self.body(), self.path.partition("?")[0]
-        self.server.tokens.add(self.headers["Authorization"])
-        for part, status in self.server.refuse.items():
-            if part in path:
-                return self.answer({"error": "the stand-in refuses this"}, status)
-        if path == "/api/repos/create":
-            asked = json.loads(body)
-            self.server.created.append(asked)
-            name = f"{asked['organization']}/{asked['name']}"
-            prefix = "datasets/" if asked["type"] == "dataset" else ""
-            return self.answer({"url": f"{self.server.url}/{prefix}{name}", "name": name})
-        if path == "/api/validate-yaml":
-            return self.validate(json.loads(body))
-        name = "/".join(path.removeprefix("/datasets").removeprefix("/api").split("/")[-4:-2])
-        if path.endswith("/preupload/main"):
-            modes = [(file["path"], file["size"] > 1000) for file in json.loads(body)["files"]]
-            files = [{"path": p, "uploadMode": "lfs" if big else "regular", "shouldIgnore": False} for p, big in modes]
-            return self.answer({"files": files})
-        if path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}}
-                for each in json.loads(body)["objects"]
-            ]
-            return self.answer({"objects": objects})
-        assert path.endswith("/commit/main"), path
-        committed = self.server.files.setdefault(name, {})
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                committed[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                committed[value["path"]] = self.server.blobs[value["oid"]]
-        self.answer({"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": "1" * 40})
-
-    def validate(self, asked: dict[str, Any]) -> None:
-        """As the hub does it: names of models and data sets must be names, not paths."""
-        header, _ = split(asked["content"])
-        names = [header.get("base_model", "a/b"), *header.get("datasets", []), *(header.get("source_datasets") or [])]
-        wrong = [name for name in names if not re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
-        self.answer({"errors": [{"message": f"{name} is no name"} for name in wrong]}, 400 if wrong else 200)
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        yield server
-        server.shutdown()
+def uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
+    """What was committed to each repository of a stand-in of the hub."""
+    committed: dict[str, dict[str, bytes]] = {}
+
+    def create_repo(api: HfApi, name: str, *, repo_type: str, private: bool, exist_ok: bool) -> RepoUrl:
+        assert private and exist_ok and api.token == "hf_secret"
+        return RepoUrl(f"https://huggingface.co/{'datasets/' if repo_type == 'dataset' else ''}{name}")
+
+    def create_commit(api: HfApi, name: str, operations: list[Any], **options: str) -> None:
+        committed[name] = {}
+        for operation in operations:
+            with operation.as_file() as file:
+                committed[name][operation.path_in_repo] = file.read()
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return committed
 
 
 @pytest.fixture
@@ -183,7 +105,7 @@ def test_header_of_a_draft_has_what_the_hub_reads() -> None:
     }
     assert "0.1992" in body and "1.2487" in body and "| steps | 112 |" in body
     assert "/somewhere/out" not in body
-    assert "`org/target-7b`: states none that could be read" in body
+    assert "`org/target-7b`: none that can be read" in body
 
 
 def test_a_head_belongs_to_its_target() -> None:
@@ -230,7 +152,7 @@ def test_licence_only_where_all_models_agree(
     assert values.get("license") == header
     assert ("Not set" in body) == (header is None)
     assert all(
-        f"`{names[n]}`: {licence or 'states none'}" in body for n, licence in (("target", target), ("draft", draft))
+        f"`{names[n]}`: {licence or 'none that can'}" in body for n, licence in (("target", target), ("draft", draft))
     )
 
 
@@ -274,66 +196,52 @@ def test_the_example_for_transformers_runs(target_dir: str, draft_dir: str, caps
     assert capsys.readouterr().out.strip()
 
 
-def test_upload_of_a_checkpoint(server: Hub, checkpoint: Path) -> None:
-    before = {file: file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
+def test_upload_of_a_checkpoint(uploads: dict[str, dict[str, bytes]], checkpoint: Path) -> None:
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file()}
     hub.check_push("org/draft")
-    assert hub.push(checkpoint, "org/draft", "model") == f"{server.url}/org/draft"
-    sent = server.files["org/draft"]
-    here = {file.name: content for file, content in before.items() if file.parent == checkpoint}
-    assert set(sent) == set(here) - {".hidden"}
-    assert sent["README.md"].decode() == here["README.md"].decode().replace(hub.PLACEHOLDER, "org/draft")
+    assert hub.push(checkpoint, "org/draft", "model") == "https://huggingface.co/org/draft"
+    sent = uploads["org/draft"]
+    assert set(sent) == set(files) - {".hidden"}
+    assert sent["README.md"].decode() == files["README.md"].decode().replace(hub.PLACEHOLDER, "org/draft")
     assert b"org/draft" in sent["README.md"] and hub.PLACEHOLDER.encode() not in sent["README.md"]
-    assert all(sent[name] == here[name] for name in sent if name != "README.md")
-    assert server.blobs, "the weights went the way of large files"
-    assert server.tokens == {"Bearer hf_secret"}
-    assert server.created[0]["visibility"] == "private"
-    assert before == {file: file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()}
+    assert all(sent[name] == files[name] for name in sent if name != "README.md")
+    assert files == {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "status", "said"),
-    [("/repos/create", 401, "401"), ("/preupload/", 403, "403"), ("/validate-yaml", 400, "Invalid metadata")],
-)
-def test_a_refusal_is_one_line(server: Hub, checkpoint: Path, endpoint: str, status: int, said: str) -> None:
-    server.refuse = {endpoint: status}
-    with pytest.raises(RunError) as caught:
+def test_a_refusal_is_one_line(
+    uploads: dict[str, dict[str, bytes]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("403 Forbidden\nfor this token")
+
+    monkeypatch.setattr(HfApi, "create_commit", refuse)
+    with pytest.raises(RunError, match="^push_to_hub org/draft: 403 Forbidden for this token; .* again to upload it$"):
         hub.push(checkpoint, "org/draft", "model")
-    message = str(caught.value)
-    assert message.startswith("push_to_hub org/draft: ") and said in message and "\n" not in message
-    assert "run the same command again to upload it" in message and "hf_secret" not in message
-    assert not server.files
 
 
 def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
-    server: Hub, tmp_path: Path, target_dir: str, draft_dir: str, prompts_file: str, capsys: pytest.CaptureFixture[str]
+    uploads: dict[str, dict[str, bytes]],
+    tmp_path: Path,
+    target_dir: str,
+    draft_dir: str,
+    prompts_file: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, draft = tmp_path / "data", tmp_path / "draft"
-    words = [
-        "--target",
-        target_dir,
-        "--prompts",
-        prompts_file,
-        "--out",
-        str(data),
-        "--max_new_tokens",
-        "6",
-        "--num_samples",
-        "4",
-    ]
-    assert main(["distill", *words, "--push_to_hub", "org/set", "--json"]) == 0, capsys.readouterr().err
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"] == f"{server.url}/datasets/org/set"
-    assert {"README.md", "errors.jsonl", "manifest.json", "part-00000.parquet"} == set(server.files["org/set"])
-    words = ["--target", target_dir, "--draft", draft_dir, "--data", str(data), "--out", str(draft), "--steps", "2"]
-    assert main(["train", *words, "--max_length", "64"]) == 0
-    assert "org/draft" not in server.files
+    words = f"distill --target {target_dir} --prompts {prompts_file} --out {data} --max_new_tokens 6 --num_samples 4"
+    assert main([*words.split(), "--push_to_hub", "org/set", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"].endswith("/datasets/org/set")
+    assert {"README.md", "errors.jsonl", "manifest.json", "part-00000.parquet"} == set(uploads["org/set"])
+    words = f"train --target {target_dir} --draft {draft_dir} --data {data} --out {draft} --steps 2 --max_length 64"
+    assert main(words.split()) == 0
+    assert "org/draft" not in uploads
     whole = {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()}
-    # Finished already: nothing is trained again, what is there goes up.
-    assert main(["train", *words, "--max_length", "64", "--push_to_hub", "org/draft"]) == 0
+    # The run is finished: nothing is trained again, its files are uploaded.
+    assert main([*words.split(), "--push_to_hub", "org/draft"]) == 0
     assert {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()} == whole
-    assert set(server.files["org/draft"]) == {name for name in whole if not name.startswith(".")}
-    header, body = split(server.files["org/draft"]["README.md"].decode())
+    assert set(uploads["org/draft"]) == {name for name in whole if not name.startswith(".")}
+    header, body = split(uploads["org/draft"]["README.md"].decode())
     assert header["library_name"] == "transformers" and "| steps | 2 |" in body and "alpha: expected" in body
     assert str(draft) not in body
-    capsys.readouterr()
-    assert main(["train", *words, "--push_to_hub", "draft"]) == 2
+    assert main([*words.split(), "--push_to_hub", "draft"]) == 2
     assert "write owner/name" in capsys.readouterr().err

@@ -1,6 +1,9 @@
-"""Models: what is loaded, what is refused, and how two are told apart."""
+"""Models: what is loaded, what is refused, how two are told apart, and how much memory was held."""
 
 import importlib.util
+import mmap
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from draftsmith_core.models import (
     load_model,
     memory_bytes,
     parameter_count,
+    peak_memory,
     quantization,
+    reset_peak_memory,
     resolve_device,
     vocabulary_size,
 )
@@ -183,14 +188,6 @@ def test_quantisation_that_cannot_be_is_one_line(target_dir: str, monkeypatch: p
         load_model(target_dir, device="cpu", quantize="nf4")
 
 
-@bnb
-def test_nf4_on_a_device_without_it_is_one_line(target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitsandbytes.supported_torch_devices", {"cuda"})
-    with pytest.raises(InputError, match="^--quantize nf4: bitsandbytes runs on cuda, not on cpu") as caught:
-        load_model(target_dir, device="cpu", quantize="nf4")
-    assert "\n" not in str(caught.value)
-
-
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     """transformers loads BERT as a causal model; it would be trained and measured on what it peeks at."""
     torch.manual_seed(0)
@@ -204,3 +201,20 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads tokens ahead, as encoders do; name a causal model"):
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is reset through /proc")
+def test_peak_memory_sees_what_was_held_since_the_reset() -> None:
+    reset_peak_memory("cpu")
+    before, kind = peak_memory(torch.device("cpu"))
+    assert kind == "process_rss"
+    size = 200 * 2**20
+    # Pages of its own: what tests before this one have freed may be kept, and would be used again.
+    with mmap.mmap(-1, size) as held:
+        for page in range(0, size, mmap.PAGESIZE):
+            held[page] = 1
+    risen = peak_memory("cpu")[0]
+    assert risen - before > size * 0.9
+    reset_peak_memory("cpu")
+    assert peak_memory("cpu")[0] < risen - size * 0.9
+    assert peak_memory("cpu")[0] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""What a launcher's environment says, and what is said where it is wrong."""
+"""Several processes, signals, and what is set for OpenMP before torch starts its threads."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.__main__ import main
-from draftsmith_core.processes import divided, on_main
+from draftsmith_core.processes import divided, on_main, settle_threads
 
 
 def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +56,53 @@ def test_a_process_that_waits_for_others_can_be_ended(number: int) -> None:
     assert waiting.stdout.readline().split() == [str(signal.SIG_DFL)] * 2
     waiting.send_signal(number)
     assert waiting.wait() == -number
+
+
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OPENMP:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(
+    ("command", "name"), [("train", "OMP_WAIT_POLICY"), ("eval", "GOMP_SPINCOUNT"), ("decode", None), ("plan", None)]
+)
+def test_how_threads_wait_depends_on_the_command(command: str, name: str | None, tmp_path: Path) -> None:
+    settle_threads(command, tmp_path)
+    assert [variable for variable in OPENMP if variable in os.environ] == ([name] if name else [])
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    settle_threads("train", tmp_path)
+    values = {name: os.environ[name] for name in OPENMP if name in os.environ}
+    assert values == {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "5"}
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(
+    ("limit", "threads"),
+    [("250000 100000\n", "2"), ("50000 100000\n", "1"), ("max 100000\n", None), ("1600000 100000\n", None)],
+)
+def test_a_container_gets_the_threads_of_its_share(limit: str, threads: str | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(limit)
+    settle_threads("decode", tmp_path)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+def test_commands_settle_it_before_torch_is_imported() -> None:
+    program = (
+        "import os, sys, draftsmith.__main__ as door\n"
+        "door.run = lambda name, argv: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "door.main(['train'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "PASSIVE"]

@@ -149,7 +149,11 @@ def test_rows_of_something_else_are_refused_in_one_line(tmp_path: Path) -> None:
     for name, row, message in (
         ("gsm8k", {"messages": []}, r"rows\.jsonl:1: lacks 'ques"),
         ("mt-bench", {"prompt": []}, "which suite mt-bench reads"),
-        ("spec-bench-qa", {"turns": ["a"]}, r"lacks 'category' \(it has 'turns'\); name a file of prompts without @"),
+        (
+            "spec-bench-qa",
+            {"turns": ["a"]},
+            r"lacks 'category', which suite spec-bench-qa reads; name a file of prompts without @",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             list(iterate_rows(f"@{name}:{write(tmp_path / 'rows.jsonl', [row])}"))
