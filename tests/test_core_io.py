@@ -1,9 +1,5 @@
 """Files are whole or absent, whatever happens while they are written."""
 
-import datetime
-import decimal
-import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,13 +13,9 @@ from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
     check_out,
-    hash_json,
     make_dir,
     read_json,
     remove_leftovers,
-    sha256_file,
-    write_json_atomic,
-    write_rows,
 )
 
 Writer = Callable[[Path], AbstractContextManager[Path]]
@@ -86,15 +78,6 @@ def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "a.tmp1", "part.parquet"]
 
 
-def test_hashes_follow_values_and_not_their_order(tmp_path: Path) -> None:
-    assert hash_json({"a": 1, "b": [1, 2]}) == hash_json({"b": [1, 2], "a": 1})
-    assert hash_json({"a": 1, "b": [1, 2]}) != hash_json({"a": 1, "b": [2, 1]})
-    path = tmp_path / "x.json"
-    write_json_atomic(path, {"π": "é"})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"π": "é"} == read_json(path, "anything")
-    assert sha256_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def test_reading_json_names_the_place(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file; expected a manifest"):
         read_json(tmp_path / "none.json", "a manifest")
@@ -120,11 +103,3 @@ def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pyt
         make_dir(Path("../file/sub"), "--out")
     for out in ("b", "c", "c/d", "../e"):
         check_out(out)
-
-
-def test_rows_of_dates_and_decimals_are_written_as_their_text(tmp_path: Path) -> None:
-    row = {"at": datetime.date(2020, 1, 2), "turns": [{"cost": decimal.Decimal("1.50"), "content": "\u03bb"}]}
-    write_rows(tmp_path / "rows.jsonl", [row])
-    assert (tmp_path / "rows.jsonl").read_text() == (
-        '{"at": "2020-01-02", "turns": [{"cost": "1.50", "content": "\u03bb"}]}\n'
-    )

@@ -1,7 +1,5 @@
 """One run at a time writes a directory, and only a run of the same options continues it."""
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -88,18 +86,6 @@ def test_a_file_has_its_lock_beside_it(tmp_path: Path, start: Start) -> None:
         pass
     with hold(tmp_path / "other.jsonl", file=True):
         pass
-
-
-def test_a_file_system_without_locks_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with hold(tmp_path):
-        pass
-    assert "its file system has no locks (No locks available); start no second run there" in caplog.text
 
 
 def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model
+from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.tokenization import load_tokenizer
 
 Tensors = dict[str, torch.Tensor]
@@ -32,12 +33,6 @@ def change_weights(directory: Path, change: Callable[[Tensors], Any]) -> None:
 
 def spoil(key: str, value: float) -> Callable[[Path], None]:
     return lambda d: change_weights(d, lambda weights: weights[key].view(-1)[3:5].fill_(value))
-
-
-def only(directory: Path, *kept: str) -> None:
-    for file in directory.iterdir():
-        if file.name not in kept:
-            file.unlink()
 
 
 def with_remote_code(directory: Path) -> None:
@@ -80,54 +75,51 @@ def cut(name: str, size: int) -> Callable[[Path], Any]:
     return lambda d: (d / name).write_bytes((d / name).read_bytes()[:size])
 
 
-def adapter(d: Path) -> None:
-    (d / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+def tokenizer_with_code(d: Path) -> None:
+    set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]})
+    (d / "mine.py").write_text("raise SystemExit('ran')")
 
 
-def pointer(d: Path) -> None:
-    (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+def load_on_cpu(name: str) -> Any:
+    return load_model(name, device="cpu")
 
 
-# What is done to a good directory, and what load_model says of it.
-MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "NaN": (spoil("model.layers.1.mlp.up_proj.weight", float("nan")), r": its weight model\.layers\.1\.mlp\.up_proj"),
-    "inf": (spoil("lm_head.weight", float("inf")), r": its weight lm_head\.weight holds NaN or inf; .* copy it again$"),
-    "shape": (
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+CODE = r"it needs the Python code that comes with it; read that, and add --trust_remote_code to run it$"
+# By what loads it: what is done to a good directory, and what is said of it.
+MODELS: list[tuple[Callable[[Path], Any], str]] = [
+    (spoil("model.layers.1.mlp.up_proj.weight", float("nan")), r": its weight model\.layers\.1\.mlp\.up_proj"),
+    (spoil("lm_head.weight", float("inf")), r": its weight lm_head\.weight holds NaN or inf; .* copy it again$"),
+    (
         lambda d: set_keys(d / "config.json", vocab_size=300),
         r": 2 weights .*\(such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by the config\)",
     ),
-    "lacks": (
+    (
         lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
         r": lacks 1 weights of a LlamaForCausalLM \(such as lm_head\.weight\)",
     ),
-    "torn": (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
-    "shards": (sharded, "model-00002"),
-    "git-lfs": (pointer, r": model\.safetensors is a pointer of git-lfs .*; run git lfs pull there"),
-    "pickle with code": (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
-    "type": (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
-    "code": (
-        with_remote_code,
-        r"it needs the Python code that comes with it; read that, and add --trust_remote_code to run it$",
+    (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
+    (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+    (sharded, "model-00002"),
+    (
+        lambda d: (d / "model.safetensors").write_text(LFS),
+        r": model\.safetensors is a pointer of git-lfs .*; run git lfs",
     ),
-}
-# As above, said by load_model and load_tokenizer alike.
-BOTH: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "broken config": (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
-    "generation": (lambda d: (d / "generation_config.json").write_text("{"), r"/generation_config\.json:1: not valid"),
-    "adapter beside": (adapter, r": holds a LoRA adapter; merge it into its base model with peft"),
-}
-TOKENIZERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "none": (lambda d: only(d, "config.json", "model.safetensors"), r"it holds no tokenizer\.json$"),
-    "torn": (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
-    "code": (
-        lambda d: (
-            set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]}),
-            (d / "mine.py").write_text("raise SystemExit('ran')"),
-        ),
-        r"it needs the Python code that comes with it; read that, and add --trust_remote_code to run it$",
-    ),
-}
+    (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
+    (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
+    (with_remote_code, CODE),
+]
+BOTH: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
+    (lambda d: (d / "generation_config.json").write_text("{"), r"/generation_config\.json:1: not valid"),
+    (lambda d: (d / "adapter_config.json").write_text("{}"), r": holds a LoRA adapter; merge it into its base model"),
+]
+TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda d: [file.unlink() for file in d.glob("tokenizer*")], r"it holds no tokenizer\.json$"),
+    (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
+    (tokenizer_with_code, CODE),
+]
+LOADERS = ((load_on_cpu, [*MODELS, *BOTH]), (load_tokenizer, [*TOKENIZERS, *BOTH]))
 
 
 @pytest.fixture
@@ -138,43 +130,21 @@ def copy(tmp_path: Path, target_dir: str) -> Path:
 def refusal(load: Callable[[str], Any], name: str) -> str:
     with pytest.raises(InputError) as refused:
         load(name)
-    assert "\n" not in str(refused.value)
-    assert str(refused.value).startswith(name)
+    assert "\n" not in str(refused.value) and str(refused.value).startswith(name)
     return str(refused.value)
 
 
-def load_on_cpu(name: str) -> Any:
-    return load_model(name, device="cpu")
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_directory_that_is_no_model(copy: Path, case: str) -> None:
-    change, message = MODELS[case]
+@pytest.mark.parametrize(
+    ("load", "change", "message"), [(load, *case) for load, cases in LOADERS for case in cases], ids=lambda _: ""
+)
+def test_a_directory_that_cannot_be_loaded(
+    copy: Path, load: Callable[[str], Any], change: Callable[[Path], Any], message: str
+) -> None:
     change(copy)
-    with pytest.raises(InputError, match=message):
-        load_on_cpu(str(copy))
-    refusal(load_on_cpu, str(copy))
+    assert re.search(message, refusal(load, str(copy)))
 
 
-@pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
-@pytest.mark.parametrize("case", BOTH)
-def test_a_directory_that_is_something_else(copy: Path, case: str, load: Callable[[str], Any]) -> None:
-    change, message = BOTH[case]
-    change(copy)
-    with pytest.raises(InputError, match=f"^{copy}{message}"):
-        load(str(copy))
-
-
-@pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_directory_that_is_no_tokenizer(copy: Path, case: str) -> None:
-    change, message = TOKENIZERS[case]
-    change(copy)
-    refusal(load_tokenizer, str(copy))
-    with pytest.raises(InputError, match=message):
-        load_tokenizer(str(copy))
-
-
-@pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made", "x" * 200])
+@pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made"])
 @pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
 def test_a_name_that_is_no_model(name: str, load: Callable[[str], Any]) -> None:
     refusal(load, name)
@@ -184,8 +154,8 @@ def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCapture
     change_weights(copy, lambda weights: weights.update({"vision.weight": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
-    said = [each.getMessage() for each in caplog.records if each.name == "draftsmith_core.models"]
-    assert said == [f"{copy}: 1 of its weights have no place in a LlamaForCausalLM (such as vision.weight)"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "draftsmith_core.models"]
+    assert warnings == [f"{copy}: 1 of its weights have no place in a LlamaForCausalLM (such as vision.weight)"]
 
 
 def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:
@@ -198,3 +168,9 @@ def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:
 def test_code_that_comes_with_a_model_runs_if_it_is_allowed(copy: Path) -> None:
     with_remote_code(copy)
     assert type(load_model(str(copy), device="cpu", trust_remote_code=True)).__name__ == "Model"
+
+
+def test_a_pickle_of_tensors_is_the_same_model(copy: Path, target_dir: str) -> None:
+    """As LLaMA-68M is published."""
+    as_pickle(copy)
+    assert fingerprint(load_on_cpu(str(copy))) == fingerprint(load_on_cpu(target_dir))
