@@ -75,6 +75,11 @@ def cut(name: str, size: int) -> Callable[[Path], Any]:
     return lambda d: (d / name).write_bytes((d / name).read_bytes()[:size])
 
 
+def without_tokenizer(d: Path) -> None:
+    for file in d.glob("tokenizer*"):
+        file.unlink()
+
+
 def tokenizer_with_code(d: Path) -> None:
     set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]})
     (d / "mine.py").write_text("raise SystemExit('ran')")
@@ -115,7 +120,7 @@ BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: (d / "adapter_config.json").write_text("{}"), r": holds a LoRA adapter; merge it into its base model"),
 ]
 TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda d: [file.unlink() for file in d.glob("tokenizer*")], r"it holds no tokenizer\.json$"),
+    (without_tokenizer, r"it holds no tokenizer\.json$"),
     (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
     (tokenizer_with_code, CODE),
 ]
