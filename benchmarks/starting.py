@@ -107,7 +107,7 @@ def _starts(out: Path, target: str, seed: int) -> dict[str, str]:
     words: dict[str, dict[str, Any]] = {
         "prune": {"method": "prune", "num_layers": 1, "keep": "first"},
         "transplant": {"method": "transplant", "donor": donor},
-        "fresh": {"method": "fresh", "cost": 0.15, "cost_by": "parameters", "seed": seed},
+        "fresh": {"method": "fresh", "cost": 0.15, "seed": seed},
     }
     found = {"base": str(_PAIR / "base")} if target == str(_PAIR / "target") else {}
     for name, options in words.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaForCausalLM
 
-from drafts.make.widen import Sizes, widen
+from drafts.make.widen import SIZES, widen
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
@@ -38,7 +38,7 @@ def main() -> None:
     model = load_model(options.model, device="cpu", dtype="float32")
     if not isinstance(model, LlamaForCausalLM):
         raise InputError(f"{options.model}: is a {type(model).__name__}; only LLaMAs can be widened")
-    wide = widen(model, **{key: size for key in Sizes.__annotations__ if (size := getattr(options, key)) is not None})
+    wide = widen(model, **{key: size for key in SIZES if (size := getattr(options, key)) is not None})
     wide.save_pretrained(options.out)
     load_tokenizer(options.model).save_pretrained(options.out)
     sys.stderr.write(f"{options.out}: {wide.num_parameters():,} parameters, from {model.num_parameters():,}\n")

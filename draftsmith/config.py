@@ -95,7 +95,6 @@ _READ_BY = {
     "keep": ("prune", "transplant"),
     "intermediate_size": ("prune",),
     "cost": ("fresh",),
-    "cost_by": ("fresh",),
 }
 
 
@@ -117,9 +116,7 @@ class InitConfig(ModelOptions, PromptOptions, RunOptions):
     intermediate_size: AtLeast1 | None = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     cost: OpenShare | None = None
-    """fresh: the largest cost of a forward, as a share of the target's. Default: 0.1."""
-    cost_by: Literal["clock", "parameters"] | None = None
-    """fresh: unit of the cost: clock (time on this machine, the default), or parameters (read per token)."""
+    """fresh: the largest number of parameters to read per token, as a share of the target's. Default: 0.1."""
     draft_vocab_size: AtLeast1 | None = None
     """Draft only this number of tokens, the most frequent ones in --data, and skip the other output rows."""
     data: list[str] = field(default_factory=list)

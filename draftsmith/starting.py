@@ -123,11 +123,10 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
     """The draft, and one line for each choice."""
     target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":
-        draft, share = fresh(target, config.cost or _DEFAULT_COST, by=config.cost_by or "clock", seed=config.seed)
+        draft, share = fresh(target, config.cost or _DEFAULT_COST, config.seed)
         text = draft.config
         shape = f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward {text.intermediate_size}"
-        clock = "" if share.measured is None else f", {share.measured:.3f} of the time of a forward here"
-        return draft, [f"shape: {shape}; {share.parameters:.3f} of the target's parameters per token{clock}"]
+        return draft, [f"shape: {shape}; {share:.3f} of the target's parameters per token"]
     if config.method == "prune":
         depth = int(target.config.get_text_config().num_hidden_layers)
         draft, layers = prune(

@@ -48,7 +48,7 @@ def test_what_is_made_decodes_losslessly(
     words: dict[str, tuple[object, ...]] = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
         "measured": ("--method", "prune", "--num_layers", 1, "--keep", "measured"),
-        "fresh": ("--method", "fresh", "--cost", 0.6, "--cost_by", "parameters"),
+        "fresh": ("--method", "fresh", "--cost", 0.6),
         "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
     }
     out = tmp_path / "draft"
@@ -89,7 +89,7 @@ def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly
     [
         (["--method", "transplant"], "donor: --method transplant moves a model; name it with --donor"),
         (["--method", "prune", "--cost", "0.1"], "cost: --method prune does not read it"),
-        (["--method", "fresh", "--cost", "0.0001", "--cost_by", "parameters"], "cost: no shape costs as little as"),
+        (["--method", "fresh", "--cost", "0.0001"], "cost: no shape costs as little as"),
         (["--method", "prune", "--num_layers", "3"], "num_layers: 3 is not in 1 to 2"),
         (["--method", "prune", "--keep", "measured"], "keep: is measured on texts; add --prompts"),
         (["--method", "prune", "--draft_vocab_size", "9"], "draft_vocab_size: needs texts to count tokens in"),

@@ -4,9 +4,8 @@ Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V
 
 Source: Hydra (arXiv 2402.05109, section 3), the grounded MLP. Head d reads the target's feature h_t beside the
 embeddings of tokens t + 1 .. t + d + 1 and predicts token t + d + 2. Logits go through the target's own output
-projection, where the authors' code gives every head one of its own: a projection has V * H parameters and a head about
-2 * (d + 2) * H^2, so K projections would be most of what is trained, stored and read per draft step. A checkpoint of
-theirs keeps its own. A fresh head gives the target's logits at t, as Medusa's do.
+projection; the authors' code gives every head one of its own (V * H parameters each), and a checkpoint of theirs keeps
+them. A fresh head gives the target's logits at t, as Medusa's do.
 """
 
 from collections.abc import Mapping
@@ -19,6 +18,8 @@ from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
 from drafts.heads.medusa import HeadsConfig, ResBlock
+
+_EXTRAS = ("own_projection", "skip_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +36,11 @@ class HydraConfig(HeadsConfig):
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
         """Read config.json. Raises InputError if its sizes are not the target's."""
-        extras = {key: bool(values.get(f"hydra_{key}")) for key in ("own_projection", "skip_bias")}
-        return replace(super().from_json(values, target), **extras)
+        return replace(super().from_json(values, target), **{key: bool(values.get(f"hydra_{key}")) for key in _EXTRAS})
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        extras = {f"hydra_{key}": True for key in ("own_projection", "skip_bias") if getattr(self, key)}
-        return super().to_json() | extras
+        return super().to_json() | {f"hydra_{key}": True for key in _EXTRAS if getattr(self, key)}
 
 
 class _FirstBlock(ResBlock):
@@ -56,8 +55,7 @@ class _FirstBlock(ResBlock):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map states `[..., inputs]` to `[..., outputs]`."""
-        out: Tensor = self.skip(states) + nn.functional.silu(self.linear(states))
-        return out
+        return self.skip(states) + nn.functional.silu(self.linear(states))  # type: ignore[no-any-return]
 
 
 class HydraHeads(ReadsLastState, nn.Module):

@@ -5,11 +5,7 @@ weights and starting layers. Of those that cost at most the given share, the one
 is taken.
 """
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,9 +20,6 @@ _FROM_TARGET = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "m
 COSTLY = 0.5
 _HEAD = 64
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-_WARMUP, _REPEATS = 3, 15
-# A search measures at most this many shapes, the most promising first.
-_MEASURED = 12
 
 
 def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -68,49 +61,25 @@ def too_costly(draft: int, target: int) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a draft as a share of its target's: parameters read per token; seconds of a forward if measured."""
+def fresh(target: PreTrainedModel, cost: float, seed: int = 0) -> tuple[PreTrainedModel, float]:
+    """An untrained draft that reads at most `cost` of the target's parameters per token, and the share that it reads.
 
-    parameters: float
-    measured: float | None
-
-
-def fresh(
-    target: PreTrainedModel,
-    cost: float,
-    *,
-    by: str = "clock",
-    seed: int = 0,
-    time_of: Callable[[PreTrainedModel], float] | None = None,
-) -> tuple[PreTrainedModel, Cost]:
-    """An untrained draft whose forward costs at most `cost` of the target's, and what it costs.
-
-    by: "clock", the time of a forward of one token on this machine, or "parameters", those that it reads. time_of:
-    measures a model in seconds instead. Raises InputError if the smallest shape still costs more.
+    Raises InputError if the smallest shape still costs more.
     """
-    target_cost = read_per_token(target)
-    shapes = sorted(_shapes(target), key=lambda config: -_layer_parameters(config))
-    candidates = [config for config in shapes if _read(config) <= cost * target_cost]
-    if by == "parameters":
-        if candidates:
-            return _built(candidates[0], target, seed), Cost(_read(candidates[0]) / target_cost, None)
-        least = min(map(_read, shapes)) / target_cost
-    else:
-        clock = time_of or _seconds_per_token
-        base, least = clock(target), math.inf
-        # A share of the time is rarely less than the share of the parameters, and on small models much more.
-        candidates = candidates or shapes[-1:]
-        for config in candidates[:: max(1, len(candidates) // _MEASURED)] + candidates[-1:]:
-            model = _built(config, target, seed)
-            share = clock(model) / base
-            least = min(least, share)
-            if share <= cost:
-                return model, Cost(_read(config) / target_cost, share)
-    other = "" if by == "parameters" else "; --cost_by parameters counts parameters instead"
-    raise InputError(
-        f"cost: no shape costs as little as {cost} of the target, the least found was {least:.3f}; raise it{other}"
-    )
+    shares = [(_read(config) / read_per_token(target), config) for config in _shapes(target)]
+    affordable = [(share, config) for share, config in shares if share <= cost]
+    if not affordable:
+        least = min(share for share, _ in shares)
+        raise InputError(
+            f"cost: no shape costs as little as {cost} of the target, the least found was {least:.3f}; raise it"
+        )
+    share, config = max(affordable, key=lambda shape: _layer_parameters(shape[1]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    nn.Module.to(model, dtype=target.dtype, device=target.device)
+    model.eval()
+    return model, share
 
 
 def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
@@ -143,28 +112,3 @@ def _layer_parameters(config: LlamaConfig) -> int:
 def _read(config: LlamaConfig) -> int:
     with torch.device("meta"):
         return read_per_token(LlamaForCausalLM(config))
-
-
-def _built(config: LlamaConfig, target: PreTrainedModel, seed: int) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    nn.Module.to(model, dtype=target.dtype, device=target.device)
-    model.eval()
-    return model
-
-
-@torch.inference_mode()
-def _seconds_per_token(model: PreTrainedModel) -> float:
-    """Median time of a forward of one token behind a short cached text."""
-    ids = torch.ones(1, 33, dtype=torch.long, device=model.device)
-    wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(_WARMUP + _REPEATS):
-        cache = model(input_ids=ids[:, :32], use_cache=True).past_key_values
-        wait()
-        began = time.perf_counter()
-        model(input_ids=ids[:, 32:], past_key_values=cache, use_cache=True)
-        wait()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[_WARMUP:])

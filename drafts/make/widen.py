@@ -15,25 +15,22 @@ Legend: h the old width, H the new one.
 """
 
 import copy
-from typing import TypedDict, Unpack
+from bisect import bisect_right
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-
-class Sizes(TypedDict, total=False):
-    """What can be larger, under the names of a Llama config; what is left out stays as it is."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    max_position_embeddings: int
+# What can be larger, under the names of a Llama config.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
 
 
 @torch.no_grad()
-def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
-    """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device."""
+def widen(model: LlamaForCausalLM, **sizes: int) -> LlamaForCausalLM:
+    """A larger LLaMA with the logits of `model` (equal up to rounding), of its dtype and on its device.
+
+    sizes: new values for some of `SIZES`.
+    """
     old = model.config
     new = wide_config(old, **sizes)
     # Built whole: the buffers of RoPE depend on the head size alone and come out as the old model's.
@@ -41,14 +38,15 @@ def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
     new.widened_from = getattr(old, "widened_from", model.num_parameters())
     nn.Module.to(wide, device=model.device, dtype=model.dtype)
     norm_scale = (old.hidden_size / new.hidden_size) ** 0.5
-    copies_of = spread(old.num_hidden_layers, new.num_hidden_layers)
+    # Where the trained layers stand, evenly spread; after each stand the ones added to it.
+    places = [layer * new.num_hidden_layers // old.num_hidden_layers for layer in range(old.num_hidden_layers)]
     weights = dict(model.named_parameters())
     for name, value in wide.named_parameters():
         source, is_added = name, False
         if name.startswith("model.layers."):
             _, _, index, rest = name.split(".", 3)
-            layer, is_added = copies_of[int(index)]
-            source = f"model.layers.{layer}.{rest}"
+            source = f"model.layers.{bisect_right(places, int(index)) - 1}.{rest}"
+            is_added = int(index) not in places
         value.zero_()
         if is_added and ("o_proj" in name or "down_proj" in name):
             continue
@@ -59,7 +57,7 @@ def widen(model: LlamaForCausalLM, **sizes: Unpack[Sizes]) -> LlamaForCausalLM:
     return wide
 
 
-def wide_config(old: LlamaConfig, **sizes: Unpack[Sizes]) -> LlamaConfig:
+def wide_config(old: LlamaConfig, **sizes: int) -> LlamaConfig:
     """The configuration of the widened model. Raises ValueError for a shape that heads of the same size do not fill."""
     new = copy.deepcopy(old)
     for key, value in sizes.items():
@@ -76,12 +74,3 @@ def wide_config(old: LlamaConfig, **sizes: Unpack[Sizes]) -> LlamaConfig:
     new.num_attention_heads, new.num_key_value_heads, new.head_dim = heads, heads // group, head
     new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
     return new
-
-
-def spread(old: int, new: int) -> list[tuple[int, bool]]:
-    """For every new layer the trained layer it comes from and whether it is an added one; evenly interleaved."""
-    places: list[tuple[int, bool]] = []
-    for layer in range(old):
-        copies = (layer + 1) * new // old - layer * new // old
-        places += [(layer, place > 0) for place in range(copies)]
-    return places
