@@ -17,7 +17,7 @@ import torch
 from benchmarks.methods import Method, Pair
 from benchmarks.sections import Bench
 from drafts.layouts import gguf_file
-from drafts.layouts.source import Source
+from drafts.load import Source
 from drafts.neighbours import complete, how_to_get, llama_server, program, work
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer

@@ -16,8 +16,7 @@ from drafts.config import DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
-from drafts.layouts.source import Source, load_source
-from drafts.load import first_difference
+from drafts.load import Source, first_difference, load_source
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not

@@ -3,16 +3,19 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoConfig, PreTrainedModel
 
-from drafts.draft_vocabulary import FILE, draft_vocabulary, read_draft_vocabulary, trim
+from drafts.draft_vocabulary import FILE, attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary, trim
 from drafts.heads import Head, head_kind, load_head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
+    DTYPES,
     Quantize,
     check_finite,
     check_tokenizer,
@@ -23,6 +26,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
+from draftsmith_core.runs import read_record
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 
 Draft = PreTrainedModel | Head
@@ -197,3 +201,56 @@ def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
         if tokens_a.get(token_id) != tokens_b.get(token_id) and token_id not in added:
             return token_id
     return None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an export starts from: a draft, its weights rounded to `dtype` and held in fp32."""
+
+    name: str
+    draft: Draft
+    dtype: torch.dtype
+    tokenizer: Tokenizer | None
+    target: PreTrainedModel | None = None
+    target_name: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """`draft` for a language model, else the kind of head."""
+        return kind_of(self.draft)
+
+
+@torch.no_grad()
+def load_source(
+    name: str, target_name: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+) -> Source:
+    """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its target's."""
+    kind = head_kind(name)
+    options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
+    target, tokenizer = None, None
+    target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
+    if target_name is not None:
+        target, tokenizer = load_model(target_name, **options), find_tokenizer(target_name, trust_remote_code)
+    draft: Draft
+    if kind is not None:
+        if target is None:
+            raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
+        draft = load_head(name, target)
+    else:
+        draft = load_model(name, **options, quantize="none")
+        if (ids_D := read_draft_vocabulary(name, vocabulary_size(draft))) is not None:
+            attach_draft_vocabulary(draft, ids_D)
+        if target is not None and tokenizer is not None:
+            check_draft_vocabulary(name, draft, target, tokenizer, trust_remote_code)
+        tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
+        target = None
+    if dtype == "auto":
+        model = name if kind is None else str(target_name)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        weights_dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+    else:
+        weights_dtype = DTYPES[dtype]
+    # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written.
+    for parameter in draft.parameters():
+        parameter.copy_(parameter.to(weights_dtype))
+    return Source(name, draft, weights_dtype, tokenizer, target, target_name)

@@ -1,6 +1,6 @@
-"""Other engines on this machine: where their programs are, and running them. `make engines` installs them.
+"""Other engines on this machine: where their programs are, running them, and what that proves of an export.
 
-They need other versions of our libraries, so each lives in an environment of its own and runs as a process.
+`make engines` installs them. They need other versions of our libraries, so each lives in an environment of its own.
 """
 
 import json
@@ -13,10 +13,16 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from draftsmith_core.errors import RunError
+from draftsmith_core.models import vocabulary_size
 
 # Engine: (environment variable that names its program, that program in the directory of engines).
 _PROGRAMS = {
@@ -110,3 +116,31 @@ def complete(port: int, prompt: Sequence[int], max_new_tokens: int) -> dict[str,
     """llama-server's greedy answer to token ids, past any end: `tokens`, and `timings` with its counts of drafts."""
     wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0, "ignore_eos": True}
     return ask(port, "completion", wanted | {"return_tokens": True, "cache_prompt": False})
+
+
+# The largest difference of an engine's logits from ours.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What shows that an engine reads an export as it was meant. `engine` is None if only the layout was compared."""
+
+    engine: str | None
+    how: str
+    max_difference: float | None = None
+    """The largest difference of the engine's logits from ours, in fp32."""
+
+
+def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> Proof:
+    """The proof that an engine computes our logits from `out`. Raises RunError if it does not."""
+    difference = float((theirs - ours).abs().max())
+    if not difference <= TOLERANCE:
+        raise RunError(f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing was written")
+    return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)
+
+
+def probe_ids(model: PreTrainedModel, count: int = 24) -> Tensor:
+    """Token ids `[1, T]` spread over the vocabulary, for comparing logits."""
+    size = vocabulary_size(model)
+    return (torch.arange(count) * max(1, size // count) + 7)[None] % size

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from distill.config import DistillConfig
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.command_line import parse
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size

@@ -15,8 +15,7 @@ import draftsmith as ds
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.neighbours import complete, how_to_get, llama_server, program, work
 from draftsmith.__main__ import main
 from draftsmith_core.models import load_model

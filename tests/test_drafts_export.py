@@ -28,8 +28,7 @@ import draftsmith as ds
 from drafts.heads import Head, load_head, save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.layouts.export import WRITERS, check_layout
 from drafts.layouts.table import LAYOUTS
 from draftsmith.__main__ import main

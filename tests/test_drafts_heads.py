@@ -30,8 +30,7 @@ from transformers import (
 from drafts.heads import Head, head_kind, load_head, save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head, aux_layers
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.layouts.export import check_layout
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError

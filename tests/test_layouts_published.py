@@ -31,8 +31,7 @@ from decode.propose.head_proposers import HeadProposer
 from drafts.heads import Head, head_kind, load_head, save_head
 from drafts.heads.eagle import EagleConfig, EagleHead
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafts.heads.hydra import HydraConfig, HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraConfig, HydraHeads, MedusaHeads
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError
 from tests.tiny_models import DRAFT_VOCAB, stirred

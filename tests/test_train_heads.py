@@ -13,8 +13,7 @@ from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM, L
 
 from drafts.draft_vocabulary import count_vocabulary
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith_core.models import fingerprint
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from train.batch import IGNORE, Batch, LossSums

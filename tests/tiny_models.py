@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 
 M = TypeVar("M", bound=nn.Module)
 V = 23

@@ -29,8 +29,7 @@ from decode.static_steps import steps_for
 from decode.tree import Tree, TreeShape
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.load import depth_limit
 
 AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads

@@ -25,7 +25,9 @@ from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
-_SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
+
+
+_SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
 _SIZES += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
 
 
@@ -38,11 +40,11 @@ class LayerConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    hidden_act: str
     max_position_embeddings: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
     vocab_size: int
+    hidden_act: str = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
@@ -50,7 +52,7 @@ class LayerConfig:
     @classmethod
     def like(cls, target: PreTrainedModel, **more: Any) -> Self:
         """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
-        values = {key: getattr(text_config(target), key, None) for key in _SIZES if key != "hidden_act"}
+        values = {key: getattr(text_config(target), key, None) for key in _SIZES}
         return cls.read(values | {"vocab_size": vocabulary_size(target)}, **more)
 
     @classmethod
@@ -60,7 +62,6 @@ class LayerConfig:
         if (layers := present.get("num_hidden_layers", 1)) != 1:
             raise InputError(f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
         hidden, heads = present["hidden_size"], present["num_attention_heads"]
-        o_bias = present.get("attention_bias", False)
         rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
@@ -68,20 +69,17 @@ class LayerConfig:
         rope = dict(rope.get("full_attention", rope))
         # A head rotates all dimensions, even if its target rotates a part.
         rope.pop("partial_rotary_factor", None)
+        defaults = {"intermediate_size": 4 * hidden, "num_key_value_heads": heads, "head_dim": hidden // heads}
+        defaults |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "qk_norm": False}
+        o_bias = present.get("attention_bias", False)
         return cls(
+            **{key: present.get(key, default) for key, default in defaults.items()},
             hidden_size=hidden,
-            intermediate_size=present.get("intermediate_size", 4 * hidden),
             num_attention_heads=heads,
-            num_key_value_heads=present.get("num_key_value_heads", heads),
-            head_dim=present.get("head_dim", hidden // heads),
-            hidden_act=present.get("hidden_act", "silu"),
-            max_position_embeddings=present.get("max_position_embeddings", 2048),
-            rms_norm_eps=float(present.get("rms_norm_eps", 1e-6)),
             rope_parameters={"rope_type": "default", "rope_theta": float(present.get("rope_theta", 10000.0))} | rope,
             vocab_size=values["vocab_size"],
             qkv_bias=present.get("qkv_bias", o_bias),
             o_bias=o_bias,
-            qk_norm=present.get("qk_norm", False),
             **more,
         )
 
@@ -92,7 +90,7 @@ class LayerConfig:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **{key: values[key] for key in _SIZES},
+            **{key: values[key] for key in (*_SIZES, "hidden_act")},
             "rope_theta": rope["rope_theta"],
             "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
             "num_hidden_layers": 1,
@@ -105,8 +103,9 @@ class LayerConfig:
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""
-        values = {key: getattr(self, key) for key in _SIZES} | {"rope_parameters": dict(self.rope_parameters)}
-        config: Any = Qwen3Config(**values, vocab_size=self.vocab_size, num_hidden_layers=1, attention_bias=False)
+        values = {key: getattr(self, key) for key in (*_SIZES, "hidden_act", "vocab_size")}
+        values["rope_parameters"] = dict(self.rope_parameters)
+        config: Any = Qwen3Config(**values, num_hidden_layers=1, attention_bias=False)
         config.mlp_bias = False
         config._attn_implementation = "sdpa"
         return config

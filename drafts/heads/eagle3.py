@@ -95,12 +95,9 @@ class Eagle3Config(LayerConfig):
 
 def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The indices into `hidden_states`; the paper's if config.json has none."""
-    ids = values.get(_AUX)
-    if not ids:
-        # SGLang names a layer by its output, which is the state that enters the next.
-        ids = [layer + 1 for layer in (values.get("eagle_config") or {}).get(_AUX) or []]
-    if not ids:
-        return aux_layers(layers)
+    # SGLang names a layer by its output, which is the state that enters the next.
+    inner = [layer + 1 for layer in (values.get("eagle_config") or {}).get(_AUX) or []]
+    ids = values.get(_AUX) or inner or aux_layers(layers)
     if min(ids) < 0 or max(ids) > layers:
         raise InputError(f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was trained for")
     return tuple(ids)
@@ -171,11 +168,10 @@ class Eagle3Head(FeatureHead):
     def fresh(cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0) -> "Eagle3Head":
         """An untrained head on the target's device, in its dtype and in training mode.
 
-        `draft_vocab` are the sorted ids of the target's tokens that it can draft; None for all. Its projection begins
-        as those rows of the target's.
+        draft_vocab: sorted ids of the target's tokens to draft; None for all. Their rows of the target's output
+        projection start the head's.
         """
-        size = vocabulary_size(target)
-        ids = list(range(size)) if draft_vocab is None else list(draft_vocab)
+        ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
         config = Eagle3Config.like(
             target,
             draft_vocab_size=len(ids),
@@ -214,8 +210,7 @@ class Eagle3Head(FeatureHead):
 
     def normed(self, states_BTH: Tensor) -> Tensor:
         """What the output projection reads, `[..., H]`, of what `states` gives."""
-        normed: Tensor = states_BTH if self.config.norm_output else self.norm(states_BTH)
-        return normed
+        return states_BTH if self.config.norm_output else self.norm(states_BTH)
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
         """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has `norm_output`."""

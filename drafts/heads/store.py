@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from drafts.heads.borrowed import borrow
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.layouts.table import HeadFiles, Layout, layout_of, may_be_head, renamed
 from draftsmith_core.errors import InputError, first_line, one_line
 from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot

@@ -21,10 +21,9 @@ from drafts.doctor import PATH_TRAPS, Model, Pair, first_broken
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
-from drafts.layouts.source import Proof, Source, compared, load_source, probe_ids
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
-from drafts.load import draft_fingerprint
-from drafts.neighbours import program, work
+from drafts.load import Source, draft_fingerprint, load_source
+from drafts.neighbours import Proof, compared, probe_ids, program, work
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config

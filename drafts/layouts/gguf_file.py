@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.layouts.source import Proof, Source, probe_ids
-from drafts.neighbours import complete, llama_server, program
+from drafts.load import Source
+from drafts.neighbours import Proof, complete, llama_server, probe_ids, program
 from draftsmith_core.errors import InputError, RunError, require_package
 from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.tokenization import Tokenizer

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafts.heads.borrowed import OutputProjection
-from drafts.heads.hydra import HydraHeads
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from train.batch import Batch
 from train.trainees.head import HeadTrainee, Pairs, pairs_at
 
