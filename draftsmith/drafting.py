@@ -88,13 +88,13 @@ def choose_method(
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
     """Refuse a proposer without its drafts or its text, and drafts that it cannot use."""
+    if proposer not in (*PROPOSERS, "none", *kinds.values()):
+        raise InputError(f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}")
     for name, kind in kinds.items():
         if kind not in PROPOSERS:
             raise InputError(
                 f"--draft {name}: is a head of kind {kind!r}; heads that draft here are {', '.join(HEADS)}"
             )
-    if proposer not in (*PROPOSERS, "none"):
-        raise InputError(f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}")
     needs = "nothing" if proposer == "none" else PROPOSERS[proposer].needs
     if (needs == "index") != datastore:
         fix = "only retrieval reads --datastore; leave it out" if datastore else "add --datastore FILE"
@@ -102,20 +102,10 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
     if needs not in ("models", "head"):
         return
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
-    if not kinds:
-        raise InputError(f"proposer: `{proposer}` needs --draft, {_in_words(wanted)}")
-    for name, kind in kinds.items():
-        if kind != wanted:
-            fix = "draft with one of them" if len(kinds) > 1 else f"use --proposer {kind}"
-            raise InputError(
-                f"--draft {name}: is {_in_words(kind)}, and --proposer {proposer} needs {_in_words(wanted)}; {fix}"
-            )
-    if needs == "head" and len(kinds) > 1:
-        raise InputError(f"draft: {len(kinds)} heads were given, and only language models draft together; give one")
-
-
-def _in_words(kind: str) -> str:
-    return "a language model" if kind == "draft" else f"a head of kind {kind}"
+    in_words = "language models" if wanted == "draft" else f"one head of kind {wanted}"
+    if not kinds or set(kinds.values()) != {wanted} or (needs == "head" and len(kinds) > 1):
+        given = ", ".join(f"{name} ({'language model' if kind == 'draft' else kind})" for name, kind in kinds.items())
+        raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {given or 'missing'}")
 
 
 def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:

@@ -85,7 +85,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     for line in chosen:
         section, _, key = line.split()[1].rpartition(".")
         assert (written[section] if section else written)[key] is not None and line.endswith(")"), line
-        assert f"  # {line.partition('   (')[2][:-1]}\n" in (out / "align.yaml").read_text(), line
+        assert f"#   {line.removeprefix('chosen: ')}\n" in (out / "align.yaml").read_text(), line
     named = {line.split()[1] for line in chosen}
     assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps"} <= named
     assert not named & {"train.steps", "distill.num_samples", "train.lr"}

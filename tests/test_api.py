@@ -145,7 +145,7 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "a", "tree": "chian:3"}, "unknown kind 'chian'"),
-    ({"prompts": "a", "temperature": -1}, "temperature: -1"),
+    ({"prompts": "a", "temperature": -1}, "temperature: cannot be -1"),
     ({"prompts": "dog " * 200, "max_new_tokens": 5}, "context"),
     ({"prompts": [1, 2, 999]}, "each from 0 to 289"),
 ]

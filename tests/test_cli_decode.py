@@ -362,9 +362,9 @@ def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(
 
 # Options that do not go together: what the one line says, and the way out. No model is loaded first.
 REFUSED = [
-    ("--proposer eagle", "`eagle` needs --draft", "a head of kind eagle"),
-    ("--draft {medusa} --proposer draft", "{medusa}: is a head of kind medusa", "use --proposer medusa"),
-    ("--draft {draft} {eagle}", "{eagle}: is a head of kind eagle", "draft with one of them"),
+    ("--proposer eagle", "eagle needs one head of kind eagle", "--draft is missing"),
+    ("--draft {medusa} --proposer draft", "draft needs language models", "{medusa} (medusa)"),
+    ("--draft {draft} {eagle}", "draft needs language models", "{draft} (language model), {eagle} (eagle)"),
     ("--draft {alien}", "{alien}: is a head of kind 'speculators alien'", "heads that draft here are"),
     ("--proposer retrieval", "retrieval", "add --datastore FILE"),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
@@ -384,7 +384,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     code, out, err = door(*words, *options.format(**files).split())
     (line,) = err.strip().splitlines()
     assert (code, out) == (2, "") and line.startswith("draftsmith decode: ")
-    assert fix in line.split(wrong.format(**files))[1]
+    assert fix.format(**files) in line.split(wrong.format(**files))[1]
 
 
 def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path: Path, files: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -117,7 +116,9 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
             say(f"{config.prompts}: {count} rows skipped (row {skip.row}: {skip.reason})")
         for line in choices:
             say(f"chosen: {line}")
-        write_text_atomic(file, _to_yaml(whole, choices))
+        head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
+        reasons = "".join(f"#   {line}\n" for line in choices)
+        write_text_atomic(file, head + reasons + yaml.safe_dump(dataclasses.asdict(whole), sort_keys=False, width=1000))
         say(f"{file}: all options, to be edited and run again with --config")
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
@@ -237,22 +238,3 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
             f"and run it with --config"
         )
     return begun
-
-
-def _to_yaml(config: AlignConfig, choices: Sequence[str]) -> str:
-    """The options as a file for --config, with the reason of every choice."""
-    reasons = {line.partition(" ")[0]: line.partition("   (")[2].removesuffix(")") for line in choices}
-
-    def line(key: str, value: Any, section: str = "") -> str:
-        shown = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
-        why = reasons.get(f"{section}.{key}" if section else key)
-        return f"{'  ' * bool(section)}{key}: {shown}" + (f"  # {why}" if why else "")
-
-    lines = ["# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again."]
-    # Sections last: YAML reads what follows one as part of it only by its indentation, which is easy to get wrong.
-    for key, value in sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] in _SECTIONS):
-        if key in _SECTIONS:
-            lines += ["", f"{key}:", *(line(name, inner, key) for name, inner in value.items())]
-        else:
-            lines.append(line(key, value))
-    return "\n".join(lines) + "\n"
