@@ -188,7 +188,7 @@ def _measure(
 ) -> dict[str, float]:
     found = {}
     for domain, own in texts.items():
-        _, (alpha, *_) = alphas(target, draft, own, Sampling(temperature=1.0))
+        alpha = alphas(target, draft, own, Sampling(temperature=1.0))["alpha"]
         found[domain] = cast(float, alpha)
     return found
 

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,44 +40,14 @@ _BATCH = 8
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
-@dataclass(frozen=True)
-class Started:
-    """A draft that `init` made. Costs are parameters read per token; alphas are means over `positions`, None without
-    prompts.
+def init(config: InitConfig) -> dict[str, Any]:
+    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
 
-    alpha: speculative sampling, sum_x min(p, q). alpha_greedy_draft: the draft takes its likeliest token, p(argmax q).
-    alpha_match: draft and target must sample the same token, sum_x p q. missing_mass: the target's probability of
-    tokens that the draft cannot draft.
+    Return what `init --json` prints. Costs are parameters read per token. The rest are means over `positions` of the
+    answers to --prompts, None without prompts: `alpha` under speculative sampling, sum_x min(p, q);
+    `alpha_greedy_draft`, if the draft takes its likeliest token, p(argmax q); `alpha_match`, if draft and target must
+    sample the same token, sum_x p q; `missing_mass`, the target's probability of tokens that the draft cannot draft.
     """
-
-    out: str
-    parameters: int
-    draft_cost: int
-    target_cost: int
-    positions: int
-    alpha: float | None
-    alpha_greedy_draft: float | None
-    alpha_match: float | None
-    missing_mass: float | None
-    notes: tuple[str, ...]
-
-    def lines(self, temperature: float) -> list[str]:
-        """The lines that `draftsmith init` prints: notes, cost, and alpha at `temperature`."""
-        share = self.draft_cost / self.target_cost
-        lines = [*self.notes, f"cost:   {share:.3f} of the target ({self.draft_cost:,} parameters read per token)"]
-        if self.alpha is None:
-            return [*lines, "alpha:  not measured; add --prompts"]
-        lines.append(
-            f"alpha:  {self.alpha:.3f} speculative, {self.alpha_greedy_draft:.3f} greedy draft, "
-            f"{self.alpha_match:.3f} sample match (temperature {temperature:g}, {self.positions} positions)"
-        )
-        if self.missing_mass:
-            lines.append(f"missing: {self.missing_mass:.3f} of the target's mass cannot be drafted")
-        return lines
-
-
-def init(config: InitConfig) -> Started:
-    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it."""
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
@@ -102,7 +71,7 @@ def init(config: InitConfig) -> Started:
     costs = read_per_token(used), read_per_token(target)
     if warning := too_costly(*costs):
         say(f"warning: {warning}")
-    count, figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
+    figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
     with writing(out), atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
@@ -116,7 +85,24 @@ def init(config: InitConfig) -> Started:
             **provenance(command_line("init", config), dataclasses.asdict(config)),
         }
         write_json_atomic(directory / "draftsmith.json", record)
-    return Started(str(out), parameter_count(used), *costs, count, *figures, tuple(notes))
+    sizes = {"parameters": parameter_count(used), "draft_cost": costs[0], "target_cost": costs[1]}
+    return {"out": str(out), **sizes, **figures, "notes": notes}
+
+
+def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
+    """What `init` prints: notes, cost, and alpha at `temperature`."""
+    cost, share = summary["draft_cost"], summary["draft_cost"] / summary["target_cost"]
+    lines = [*summary["notes"], f"cost:   {share:.3f} of the target ({cost:,} parameters read per token)"]
+    if summary["alpha"] is None:
+        return [*lines, "alpha:  not measured; add --prompts"]
+    speculative, greedy, match = (summary[key] for key in ("alpha", "alpha_greedy_draft", "alpha_match"))
+    lines.append(
+        f"alpha:  {speculative:.3f} speculative, {greedy:.3f} greedy draft, {match:.3f} sample match "
+        f"(temperature {temperature:g}, {summary['positions']} positions)"
+    )
+    if summary["missing_mass"]:
+        lines.append(f"missing: {summary['missing_mass']:.3f} of the target's mass cannot be drafted")
+    return lines
 
 
 def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -> tuple[PreTrainedModel, list[str]]:
@@ -175,14 +161,14 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
 
 def alphas(
     target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling
-) -> tuple[int, tuple[float | None, float | None, float | None, float | None]]:
+) -> dict[str, Any]:
     """Number of positions, alpha under the three rules, and the mass that cannot be drafted; None without texts."""
+    keys = {"alpha": "sum", "alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
     if not texts:
-        return 0, (None, None, None, None)
-    sums = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
+        return {"positions": 0} | dict.fromkeys(keys)
+    sums: Any = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
     count = sum(sums["count"])
-    speculative, greedy, match, missing = (sum(sums[key]) / count for key in ("sum", "greedy", "match", "missing"))
-    return count, (speculative, greedy, match, missing)
+    return {"positions": count} | {key: sum(sums[name]) / count for key, name in keys.items()}
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
 from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
 from draftsmith.config import InitConfig
-from draftsmith.starting import init
+from draftsmith.starting import in_words, init
 from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError
@@ -131,8 +131,8 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
     if not start.exists():
         say(f"init: {config.init} makes {start}")
         options: dict[str, Any] = {key: getattr(config, key) for key in ("target", "donor", "prompts", "prompt_tokens")}
-        draft = init(InitConfig(method=config.init, out=str(start), seed=config.seed, **options, **loading(config)))
-        for line in draft.lines(1.0):
+        summary = init(InitConfig(method=config.init, out=str(start), seed=config.seed, **options, **loading(config)))
+        for line in in_words(summary, 1.0):
             say(line)
         _free()
     return replace(config, draft=str(start), init=None, donor=None)

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ Done = tuple[dict[str, Any], list[str]] | tuple[dict[str, Any], list[str], Requi
 
 
 def _init(config: Any, command: str) -> Done:
-    from draftsmith.starting import init
+    from draftsmith.starting import in_words, init
 
-    draft = init(config)
-    return asdict(draft), [*draft.lines(config.temperature), f"draft:  {draft.out}"]
+    summary = init(config)
+    return summary, [*in_words(summary, config.temperature), f"draft:  {summary['out']}"]
 
 
 def _distill(config: Any, command: str) -> Done:
