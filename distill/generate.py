@@ -6,10 +6,10 @@ bytes) depends on the options alone, not on the number of processes or on kills.
 
 import dataclasses
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate, islice
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
 from distill.filters import HELD_OUT, WORDS, Suites, is_held_out, why_dropped
-from distill.kept_answers import Numbered, ask
+from distill.kept_answers import Numbered, ask, count_kept
 from distill.manifest import RECORDS, check_empty, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
 from distill.parts import SCHEMA, TEACHER, Part, check_digest
@@ -27,14 +27,14 @@ from draftsmith_core import options
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
-from draftsmith_core.processes import join_processes, on_main
+from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import COLUMN
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer, vocabulary_sample
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -50,20 +50,25 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     """Make the distilled set, or continue one that a killed run left; return its summary.
 
     command: the command line to record, by default the one that corresponds to `config`. Raise InputError for
-    invalid input and RunError for failures of the run. Finished parts survive SIGTERM (Terminated) and Ctrl-C.
+    invalid input and RunError for failures of the run. Answers survive SIGTERM (Terminated) and Ctrl-C.
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    with Run(config.out) as run:
-        processes = join_processes(config.device)
-        tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
-        if config.thinking == "drop":
-            switch_thinking_off(tokenizer)
-        with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-            return _answered(config, engine, tokenizer, command or command_line("distill", config), run, processes)
+    try:
+        with Run(config.out) as run:
+            processes = join_processes(config.device)
+            tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+            if config.thinking == "drop":
+                switch_thinking_off(tokenizer)
+            with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+                return _distill(config, engine, tokenizer, command or command_line("distill", config), run, processes)
+    except (KeyboardInterrupt, Terminated) as stop:
+        if kept := count_kept(Path(config.out)):
+            stop.add_note(f"{kept} answers are kept; run the same command again to resume")
+        raise
 
 
-def _answered(
+def _distill(
     config: DistillConfig,
     engine: Engine,
     tokenizer: Tokenizer,
@@ -85,7 +90,7 @@ def _answered(
     suites = Suites(config.decontaminate) if config.decontaminate else None
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
-        _find_a_prompt(config, reader, suites)
+        _first_prompts(config, reader, suites, 1)
     identity = _identity(config, engine, tokenizer, suites)
     on_main(lambda: check_empty(out))
     run.begin(identity, RECORDS)
@@ -95,17 +100,14 @@ def _answered(
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
         config = dataclasses.replace(config, prompts=str(prompts))
         reader = dataclasses.replace(reader, source=config.prompts)
-        _find_a_prompt(config, reader, suites)
     drafted: dict[str, Any] = {}
     if config.draft is not None:
-        drafting = cast(DraftingEngine, engine)
-        settle_drafting(out, config, drafting, reader)
-        drafted = {"drafted": drafting.tree or None}
+        first = _first_prompts(config, reader, suites, config.batch_size)
+        drafted = {"drafted": settle_drafting(out, config, cast(DraftingEngine, engine), first) or None}
     parts = _Parts(config, engine, reader, suites, run, processes)
     parts.make()
     processes.wait_for_everyone()
-    extra = {"vocabulary": vocabulary_sample(tokenizer), **drafted}
-    on_main(lambda: finish(out, parts.count, identity, command, extra, config))
+    on_main(lambda: finish(out, parts.count, identity, command, tokenizer, config, **drafted))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
@@ -128,16 +130,24 @@ def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suite
     return {"config": choices, **engine.identity, "chat_template": template, **decontaminated}
 
 
-def _find_a_prompt(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
-    """Raise InputError, before anything is written, if no row of the source can be used."""
-    reasons = []
-    for record in islice(iterate_records(config.prompts), config.max_prompts):
-        outcome = _read(reader, record, config, suites)
-        if isinstance(outcome, Prompt):
-            return
-        reasons.append(f"row {outcome.row}: {outcome.reason}")
-    first = reasons[0] if reasons else f"a row needs one of the keys {', '.join(KEYS)}"
-    raise InputError(f"{config.prompts}: none of its {len(reasons)} rows can be used ({first})")
+def _first_prompts(config: DistillConfig, reader: PromptReader, suites: Suites | None, count: int) -> list[Prompt]:
+    """Return the first usable prompts, at most `count`; raise InputError if the source has none."""
+    rows = (_read(reader, record, config, suites) for record in _records(config))
+    reason, number, prompts = f"a row needs one of the keys {', '.join(KEYS)}", 0, list[Prompt]()
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, Prompt):
+            prompts.append(row)
+        elif number == 1:
+            reason = f"row {row.row}: {row.reason}"
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise InputError(f"{config.prompts}: none of its {number} rows can be used ({reason})")
+    return prompts
+
+
+def _records(config: DistillConfig) -> Iterator[Record]:
+    return islice(iterate_records(config.prompts), config.max_prompts)
 
 
 def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
@@ -169,9 +179,9 @@ class _Parts:
         run: Run,
         processes: "PartialState",
     ) -> None:
-        self.config, self.engine, self.reader, self.suites = config, engine, reader, suites
+        self.config, self.engine, self.reader, self.suites, self.run = config, engine, reader, suites, run
         self.process, self.processes = processes.process_index, processes.num_processes
-        self.run = run
+        self.group_rows = max(1, config.part_rows // config.num_samples)
         self.count = 0  # of all processes, known once the source has been read to its end
         self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
         self.mixture = config.mixture()
@@ -180,26 +190,18 @@ class _Parts:
         self.advance: Advance
 
     def make(self) -> None:
-        """Make every part that is not there yet."""
-        with progress("distill", self._prompts_here()) as self.advance:
-            ask(self.engine, self.run, self._groups(), self._record)
-
-    @property
-    def _group_rows(self) -> int:
-        return max(1, self.config.part_rows // self.config.num_samples)
-
-    def _prompts_here(self) -> int | None:
+        """Make every part that is not finished."""
         rows = count_rows(self.config.prompts)
-        if rows is None:
-            return None
-        rows = min(rows, self.config.max_prompts or rows)
-        sizes = range(0, rows, self._group_rows)
-        return sum(min(self._group_rows, rows - start) for start in sizes[self.process :: self.processes])
+        if rows is not None:
+            numbers = range(min(rows, self.config.max_prompts or rows))
+            rows = sum(number // self.group_rows % self.processes == self.process for number in numbers)
+        with progress("distill", rows) as self.advance:
+            ask(self.engine, self.run, self._groups(), self._record)
 
     def _groups(self) -> Iterator[Numbered]:
         """Yield number and requests of each part to make; check a finished part against the prompts."""
-        records = islice(iterate_records(self.config.prompts), self.config.max_prompts)
-        while group := list(islice(records, self._group_rows)):
+        records = _records(self.config)
+        while group := list(islice(records, self.group_rows)):
             index, self.count = self.count, self.count + 1
             if index % self.processes != self.process:
                 continue
@@ -214,16 +216,16 @@ class _Parts:
         rows = [_read(self.reader, record, self.config, self.suites) for record in group]
         prompts = {row.row: row for row in rows if isinstance(row, Prompt)}
         skipped = [row for row in rows if isinstance(row, Skipped)]
-        samples = range(self.config.num_samples)
-        part = Part(index, digest, len(group), skipped, prompts, Counter(dict.fromkeys(prompts, len(samples))))
+        part = Part(index, digest, len(group), skipped, prompts)
         self.part_of |= dict.fromkeys(prompts, part)
         requests: list[AnswerRequest] = []
         for prompt in prompts.values():
-            first = [request for sample in samples if (request := self._request(prompt, sample, 0)) is not None]
-            requests += first
-            if not first:
+            samples = [self._request(prompt, sample, 0) for sample in range(self.config.num_samples)]
+            if first := [request for request in samples if request is not None]:
+                requests += first
+                part.left[prompt.row] = len(samples)
+            else:
                 part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
-                del part.left[prompt.row]
         self.advance(len(part.skipped), "")
         if not part.left:
             part.write(self.run.out, self.schema)
@@ -233,21 +235,15 @@ class _Parts:
         """Return the request for a turn (0 is the first); None if there is no such turn or it does not fit."""
         ids: Sequence[int] | None = prompt.ids if turn == 0 else None
         if prompt.chat is not None and self.config.turns == "all":
-            part = self.part_of[prompt.row]
-            texts = [
-                answer_text(self.reader.tokenizer, part.rows[prompt.row, sample, earlier]["response_ids"])
-                for earlier in range(turn)
-            ]
+            part, tokenizer, most = self.part_of[prompt.row], self.reader.tokenizer, self.engine.max_prompt_tokens
+            answers = [part.rows[prompt.row, sample, earlier]["response_ids"] for earlier in range(turn)]
             try:
-                ids = turn_prompt(prompt.chat, texts, self.reader.tokenizer, f"turn {turn + 1}")
+                texts = [answer_text(tokenizer, answer) for answer in answers]
+                ids = turn_prompt(prompt.chat, texts, tokenizer, f"turn {turn + 1}")
+                if ids is not None and most is not None and len(ids) > most:
+                    raise InputError(f"turn {turn + 1}: {len(ids)} tokens, more than the {most} that fit")
             except InputError as error:
                 part.shortened.setdefault(prompt.row, str(error))
-                return None
-            most = self.engine.max_prompt_tokens
-            if ids is not None and most is not None and len(ids) > most:
-                part.shortened.setdefault(
-                    prompt.row, f"turn {turn + 1}: {len(ids)} tokens, more than the {most} that fit"
-                )
                 return None
         if ids is None:
             return None
@@ -258,14 +254,12 @@ class _Parts:
 
     def _temperature(self, name: str) -> float | None:
         """Choose the temperature of a sample from the mixture, for all its turns; None without a mixture."""
-        if not self.mixture:
-            return None
-        point = row_seed(self.config.seed, f"temperature of {name}") / 2**63
-        heights = accumulate(share for _, share in self.mixture)
-        # Rounding can leave the last height just below 1.
-        return next(
-            (value for (value, _), top in zip(self.mixture, heights, strict=True) if point < top), self.mixture[-1][0]
-        )
+        point, height = row_seed(self.config.seed, f"temperature of {name}") / 2**63, 0.0
+        for value, share in self.mixture:
+            height += share
+            if point < height:
+                return value
+        return self.mixture[-1][0] if self.mixture else None  # rounding can leave the last height just below 1
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part; write a complete part. Return the request for the next turn, if any."""

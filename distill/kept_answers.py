@@ -1,82 +1,86 @@
-"""Answers of unfinished parts, written as they come, for engines whose answers are expensive.
+"""Answers of unfinished parts, written as they come and read back by the run that continues."""
 
-A killed run reads them back, so no server is asked twice for the same answer.
-"""
-
+import base64
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed
 from draftsmith_core.prompts import content_id
-from draftsmith_core.runs import Run
+from draftsmith_core.runs import Journal, Run
 
 # The number of a part, and its requests.
 Numbered = tuple[int, Sequence[AnswerRequest]]
+JOURNALS = (".part-*.answers.jsonl", ".prompts/.part-*.answers.jsonl")
+
+
+@dataclass
+class _Part:
+    """answers: kept ones by request key, with the hash of their prompt. open: requests without an outcome."""
+
+    journal: Journal
+    answers: dict[tuple[int, ...], tuple[str, Answer]]
+    open: int
 
 
 def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: str = "") -> None:
-    """Run `engine` over the requests of `parts`.
+    """Run `engine` over the requests of `parts` that have no kept answer.
 
-    If the engine keeps answers, keep them in journals in directory `where` of the run until their part is done.
+    Keep every answer in a journal in directory `where` of the run until its part is done.
     """
-    if not engine.keeps_answers:
-        engine.run((requests for _, requests in parts), done)
-        return
-    kept = _Kept(run, where, done)
+    part_of: dict[tuple[int, int], _Part] = {}  # by row and sample, which later turns share
+
+    def pass_on(request: AnswerRequest, answer: Answer | Failed | None) -> AnswerRequest | None:
+        """Pass on the answer, if any, and the kept ones of the turns after it; return the request to ask next."""
+        part = part_of[request.key[:2]]
+        while True:
+            if answer is None:
+                prompt, answer = part.answers.pop(request.key, ("", None))
+                if answer is None or prompt != content_id(request.prompt_ids):
+                    return request
+            following = done(request, answer)
+            if following is None:
+                break
+            request, answer = following, None
+        del part_of[request.key[:2]]
+        part.open -= 1
+        if not part.open:
+            part.journal.remove()
+        return None
+
+    def missing() -> Iterator[Sequence[AnswerRequest]]:
+        for number, requests in parts:
+            journal = run.journal(f"{where}.part-{number:05d}.answers.jsonl")
+            part = _Part(journal, dict(map(_unpack, journal.rows)), len(requests))
+            part_of.update({request.key[:2]: part for request in requests})
+            left = [pass_on(request, None) for request in requests]
+            if group := [request for request in left if request is not None]:
+                yield group
+
+    def answered(request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        if isinstance(answer, Answer):
+            teacher = None if answer.teacher is None else base64.b64encode(answer.teacher).decode()
+            ids, reason, prompt = answer.response_ids, answer.finish_reason, content_id(request.prompt_ids)
+            part_of[request.key[:2]].journal.append([request.key, prompt, ids, reason, answer.tokens_from, teacher])
+        return pass_on(request, answer)
+
     try:
-        engine.run(kept.missing(parts), kept.answered)
+        engine.run(missing(), answered)
     finally:
-        for part in kept.parts.values():
+        for part in part_of.values():
             part.journal.close()
 
 
-class _Part:
-    """The journal of one part, a row per answer. open: number of requests without an outcome."""
-
-    def __init__(self, run: Run, name: str, requests: int) -> None:
-        self.journal, self.open = run.journal(name), requests
-        self.answers = {
-            tuple(key): (prompt, Answer(tuple(ids), *rest)) for key, prompt, ids, *rest in self.journal.rows
-        }
-
-    def pop(self, request: AnswerRequest) -> Answer | None:
-        prompt, answer = self.answers.pop(request.key, ("", None))
-        return answer if prompt == content_id(request.prompt_ids) else None
+def _unpack(row: list[Any]) -> tuple[tuple[int, ...], tuple[str, Answer]]:
+    key, prompt, ids, reason, tokens_from, teacher = row
+    packed = None if teacher is None else base64.b64decode(teacher)
+    return tuple(key), (prompt, Answer(tuple(ids), reason, tokens_from, packed))
 
 
-class _Kept:
-    """The parts that are being asked, by row and sample of their requests, which later turns share."""
-
-    def __init__(self, run: Run, where: str, done: Done) -> None:
-        self.run, self.where, self.done = run, where, done
-        self.parts: dict[tuple[int, int], _Part] = {}
-
-    def missing(self, parts: Iterator[Numbered]) -> Iterator[Sequence[AnswerRequest]]:
-        """Yield the requests of each part that have no kept answer."""
-        for number, requests in parts:
-            part = _Part(self.run, f"{self.where}.part-{number:05d}.answers.jsonl", len(requests))
-            self.parts |= {request.key[:2]: part for request in requests}
-            missing = [self._first_missing(part, request) for request in requests]
-            if group := [request for request in missing if request is not None]:
-                yield group
-
-    def answered(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        """Keep the answer, pass it on and return the next request without a kept answer."""
-        part = self.parts[request.key[:2]]
-        if isinstance(answer, Answer):
-            prompt, ids = content_id(request.prompt_ids), answer.response_ids
-            part.journal.append([request.key, prompt, ids, answer.finish_reason, answer.tokens_from])
-        return self._first_missing(part, self._pass_on(part, request, answer))
-
-    def _first_missing(self, part: _Part, request: AnswerRequest | None) -> AnswerRequest | None:
-        while request is not None and (answer := part.pop(request)) is not None:
-            request = self._pass_on(part, request, answer)
-        return request
-
-    def _pass_on(self, part: _Part, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        following = self.done(request, answer)
-        if following is None:
-            del self.parts[request.key[:2]]
-            part.open -= 1
-            if not part.open:
-                part.journal.remove()
-        return following
+def count_kept(out: Path) -> int:
+    """Count the answers in the finished parts and the journals of an unfinished set."""
+    rows: int = sum(pq.read_metadata(path).num_rows for path in out.glob("part-*.parquet"))
+    return rows + sum(path.read_bytes().count(b"\n") for pattern in JOURNALS for path in out.glob(pattern))

@@ -30,6 +30,7 @@ from draftsmith_core.processes import on_main
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.prompts import Reasons
 from draftsmith_core.runs import provenance
+from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
@@ -49,12 +50,13 @@ def finish(
     parts: int,
     identity: dict[str, Any],
     command: str,
-    extra: dict[str, Any],
+    tokenizer: Tokenizer,
     config: DistillConfig | None = None,
+    **extra: Any,
 ) -> None:
     """Add up the parts and write card and manifest, which makes the set a finished one.
 
-    extra: further keys of the manifest. config: of a run that may hold prompts out. Raise RunError if no row is left.
+    config: of a run that may hold prompts out. extra: further keys of the manifest. Raise RunError if no row is left.
     """
     expected = {name for index in range(parts) for name in names_of(index)}
     if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
@@ -69,10 +71,11 @@ def finish(
         if held_out and config is not None:
             _write_held_out(config, held_out)
         drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
-        head = {"format": SET_FORMAT, "version": 2, "complete": True}
-        manifest = head | sums | {"identity": identity, **provenance(command, identity["config"]), "own_prompts": drawn}
-        write_text_atomic(out / "README.md", distilled_set_card(manifest | extra))
-        write_json_atomic(out / "manifest.json", manifest | extra)
+        manifest = {"format": SET_FORMAT, "version": 2, "complete": True} | sums
+        manifest |= {"identity": identity, **provenance(command, identity["config"]), "own_prompts": drawn}
+        manifest |= {"vocabulary": vocabulary_sample(tokenizer)} | extra
+        write_text_atomic(out / "README.md", distilled_set_card(manifest))
+        write_json_atomic(out / "manifest.json", manifest)
         for name in ("run.json", DECISION):
             (out / name).unlink(missing_ok=True)
 

@@ -5,7 +5,6 @@ so the parts alone add up to the set.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +64,7 @@ class Part:
     read: int
     skipped: list[Skipped]
     prompts: dict[int, Prompt]
-    left: Counter[int]
+    left: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     shortened: dict[int, str] = field(default_factory=dict)
     rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)

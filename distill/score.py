@@ -6,9 +6,8 @@ Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from draftsmith_core.prompts import answered, content_id
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.settings import loading
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer, vocabulary_sample
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
 
 # Bounds the memory of the float64 copy of a chunk's logits.
 _CHUNK_VALUES = 2**24
@@ -70,17 +69,9 @@ def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Seque
 
 
 # Rows with their number in the source; a row that cannot be read is the reason.
-Numbered = list[tuple[int, dict[str, Any] | str]]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Answers to score. rows: None if unknown. parts: yields digest and reader of each part."""
-
-    identity: dict[str, Any]
-    config: dict[str, Any]
-    rows: int | None
-    parts: Callable[[], Iterator[tuple[str, Callable[[], Numbered]]]]
+Rows = list[tuple[int, dict[str, Any] | str]]
+# Digest and reader of each part.
+Parts = Iterator[tuple[str, Callable[[], Rows]]]
 
 
 def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]:
@@ -89,61 +80,50 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
     command: the command line to record, by default the one that corresponds to `config`.
     """
     with Run(config.out) as run:
-        return _score_set(config, command or command_line("distill", config), run)
-
-
-def _score_set(config: ScoreConfig, command: str, run: Run) -> dict[str, Any]:
-    processes = join_processes(config.device)
-    out = run.out
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
-    model = load_model(config.target, **loading(config))
-    check_tokenizer(config.target, model, tokenizer)
-    if Path(config.score).is_dir():
-        source = _of_set(Path(config.score), tokenizer)
-    else:
-        source = _of_file(config, tokenizer, eos_ids(model))
-    size, limit = vocabulary_size(model), context_length(model)
-    token_bytes = bytes_per_token(min(config.teacher_top_k, size), size)
-    identity = {
-        "config": source.config | {"target": config.target, "teacher_top_k": config.teacher_top_k},
-        "scored": source.identity,
-        "target_fingerprint": fingerprint(model),
-        "target_dtype": dtype_name(model),
-    }
-
-    def write(index: int, digest: str, rows: Numbered) -> None:
-        skipped: list[tuple[int, str]] = []
-        scored = []
-        for number, row in rows:
-            reason = row if isinstance(row, str) else _why_not(row, limit, size)
-            if reason:
-                skipped.append((number, reason))
-            elif not isinstance(row, str):
-                teacher = score(model, row["prompt_ids"], row["response_ids"], config.teacher_top_k)
-                scored.append({**row, COLUMN: teacher})
-        record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
-        write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
-
-    on_main(lambda: check_empty(out))
-    run.begin(identity, RECORDS)
-    parts = 0
-    with progress("score", source.rows if processes.num_processes == 1 else None) as advance:
-        for index, (digest, read) in enumerate(source.parts()):
-            parts += 1
-            if index % processes.num_processes != processes.process_index:
-                continue
-            if (finished := check_digest(out, index, digest, config.score)) is not None:
+        processes, out = join_processes(config.device), run.out
+        tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+        model = load_model(config.target, **loading(config))
+        check_tokenizer(config.target, model, tokenizer)
+        scored, count, values, source = (_of_set if Path(config.score).is_dir() else _of_file)(config, tokenizer, model)
+        size = vocabulary_size(model)
+        identity = {
+            "config": values | {"target": config.target, "teacher_top_k": config.teacher_top_k},
+            "scored": scored,
+            "target_fingerprint": fingerprint(model),
+            "target_dtype": dtype_name(model),
+        }
+        on_main(lambda: check_empty(out))
+        run.begin(identity, RECORDS)
+        parts = 0
+        with progress("score", count if processes.num_processes == 1 else None) as advance:
+            for index, (digest, read) in enumerate(source):
+                parts += 1
+                if index % processes.num_processes != processes.process_index:
+                    continue
+                if (finished := check_digest(out, index, digest, config.score)) is None:
+                    rows = read()
+                    _write_scored(out, index, digest, rows, model, config.teacher_top_k)
+                    finished = len(rows)
                 advance(finished, "")
-            else:
-                rows = read()
-                write(index, digest, rows)
-                advance(len(rows), "")
-    processes.wait_for_everyone()
-    on_main(lambda: finish(out, parts, identity, command, {"vocabulary": vocabulary_sample(tokenizer)}))
-    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
-    keys = ("response_tokens", "skipped_because")
-    counts = {**manifest["counts"], **{key: manifest[key] for key in keys}}
-    return {"out": config.out, **counts, "bytes_per_token": token_bytes}
+        processes.wait_for_everyone()
+        on_main(lambda: finish(out, parts, identity, command or command_line("distill", config), tokenizer))
+        manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+        token_bytes = bytes_per_token(min(config.teacher_top_k, size), size)
+        sums = {key: manifest[key] for key in ("response_tokens", "skipped_because")}
+        return {"out": config.out, **manifest["counts"], **sums, "bytes_per_token": token_bytes}
+
+
+def _write_scored(out: Path, index: int, digest: str, rows: Rows, model: PreTrainedModel, k: int) -> None:
+    skipped: list[tuple[int, str]] = []
+    scored = []
+    for number, row in rows:
+        reason = row if isinstance(row, str) else _why_not(row, context_length(model), vocabulary_size(model))
+        if reason or isinstance(row, str):
+            skipped.append((number, reason))
+        else:
+            scored.append({**row, COLUMN: score(model, row["prompt_ids"], row["response_ids"], k)})
+    record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
+    write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
 
 
 def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:
@@ -158,73 +138,79 @@ def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:
     return ""
 
 
-def _of_set(directory: Path, tokenizer: Tokenizer) -> _Source:
+# A source of answers: its identity, its number of rows (None if unknown), its options and its parts.
+Source = tuple[dict[str, Any], int | None, dict[str, Any], Parts]
+
+
+def _of_set(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -> Source:
+    directory = Path(config.score)
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if manifest.get("format") != SET_FORMAT:
         raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
 
-    def parts() -> Iterator[tuple[str, Callable[[], Numbered]]]:
-        start = 0
-        for part in manifest["parts"]:
-            yield part["sha256"], partial(read, directory / part["file"], part["sha256"], start)
-            start += part["rows"]
-
-    def read(path: Path, digest: str, start: int) -> Numbered:
+    def read(path: Path, digest: str, start: int) -> Rows:
         if not path.is_file() or sha256_file(path) != digest:
             raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
         rows = [{name: row.get(name) for name in SCHEMA.names} for row in pq.read_table(path).to_pylist()]
-        return list(enumerate(rows, start + 1))
+        return list(enumerate(rows, start))
 
-    target = manifest.get("identity", {}).get("target_fingerprint")
-    identity = {"set": hash_json(manifest["parts"]), "target_fingerprint": target}
-    rows = sum(part["rows"] for part in manifest["parts"])
-    return _Source(identity, dict(manifest.get("config", {})), rows, parts)
+    starts = list(accumulate((part["rows"] for part in manifest["parts"]), initial=1))
+    parts = (
+        (part["sha256"], partial(read, directory / part["file"], part["sha256"], start))
+        for part, start in zip(manifest["parts"], starts, strict=False)
+    )
+    identity = {
+        "set": hash_json(manifest["parts"]),
+        "target_fingerprint": manifest.get("identity", {}).get("target_fingerprint"),
+    }
+    return identity, starts[-1] - 1, dict(manifest.get("config", {})), parts
 
 
-def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> _Source:
-
+def _of_file(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -> Source:
     if next(iterate_records(config.score), None) is None:
         raise InputError(f"{config.score}: holds no rows")
+    ends = eos_ids(model)
 
-    def parts() -> Iterator[tuple[str, Callable[[], Numbered]]]:
+    def parts() -> Parts:
         records = iterate_records(config.score)
         while group := list(islice(records, config.part_rows)):
             yield digest_of(group), partial(read, group)
 
-    def read(group: list[Record]) -> Numbered:
-        return [(record.number, row(record)) for record in group]
-
-    def row(record: Record) -> dict[str, Any] | str:
-        where = f"{config.score}:{record.number}"
-        try:
-            stored = parse_record(record, config.score)
-            domain, own_id = text_of(stored, "domain") or config.domain, text_of(stored, "id")
-            if stored.get("messages") is not None:
-                answer = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
-                (prompt, response), tokens_from = answer, "text"
-            else:
-                prompt, response, tokens_from = *(_ids(stored, key, where) for key in _IDS), "target"
-        except InputError as error:
-            return str(error).removeprefix(f"{where}: ")
-        return {
-            "id": own_id or content_id([*prompt, *response]),
-            "prompt_id": own_id or content_id(prompt),
-            "prompt_hash": content_id(prompt),
-            "domain": domain,
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "finish_reason": "stop" if response and response[-1] in ends else "length",
-            "temperature": None,
-            "seed": None,
-            "sample_index": 0,
-            "turn": 0,
-            "tokens_from": tokens_from,
-        }
+    def read(group: list[Record]) -> Rows:
+        return [(record.number, _row(record, config, tokenizer, ends)) for record in group]
 
     keys = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
     values = dict.fromkeys(keys) | {"prompts": config.score, "part_rows": config.part_rows, "domain": config.domain}
-    return _Source({"file": config.score}, values, count_rows(config.score), parts)
+    return {"file": config.score}, count_rows(config.score), values, parts()
+
+
+def _row(record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any] | str:
+    """Return the answer in a row of a file, or why it cannot be read."""
+    where = f"{config.score}:{record.number}"
+    try:
+        stored = parse_record(record, config.score)
+        own_id = text_of(stored, "id")
+        if stored.get("messages") is not None:
+            prompt, response = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
+        else:
+            prompt, response = (_ids(stored, key, where) for key in _IDS)
+    except InputError as error:
+        return str(error).removeprefix(f"{where}: ")
+    return {
+        "id": own_id or content_id([*prompt, *response]),
+        "prompt_id": own_id or content_id(prompt),
+        "prompt_hash": content_id(prompt),
+        "domain": text_of(stored, "domain") or config.domain,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "finish_reason": "stop" if response and response[-1] in ends else "length",
+        "temperature": None,
+        "seed": None,
+        "sample_index": 0,
+        "turn": 0,
+        "tokens_from": "target" if stored.get("messages") is None else "text",
+    }
 
 
 _IDS = ("prompt_ids", "response_ids")

@@ -58,15 +58,13 @@ class Engine(Protocol):
     """A target that answers requests.
 
     identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that leaves room for an
-    answer, None if unlimited. takes_ids: prompts reach the target as token ids. keeps_answers: write every answer to
-    disk at once, because it is expensive and does not depend on its batch.
+    answer, None if unlimited. takes_ids: prompts reach the target as token ids.
     """
 
     identity: dict[str, Any]
     sampling: ResolvedSampling
     max_prompt_tokens: int | None
     takes_ids: bool
-    keeps_answers: bool
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Answer all requests of all groups. A group is the requests of one part of the set.

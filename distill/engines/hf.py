@@ -26,8 +26,6 @@ _CHAINS = (1, 2, 4)
 class HFEngine:
     """A transformers model in this process, and the distribution that its answers are drawn from."""
 
-    # A killed run asks whole groups again: in another batch an answer could round otherwise at a tie.
-    keeps_answers = False
     takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
@@ -61,10 +59,16 @@ class HFEngine:
         same bytes whoever makes them.
         """
         for group in groups:
-            for temperature in sorted({request.temperature for request in group}, key=lambda each: each or 0.0):
-                self._ask([request for request in group if request.temperature == temperature], temperature, done)
+            for _ in self.steps(group, done):
+                pass
 
-    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
+    def steps(self, group: Sequence[AnswerRequest], done: Done) -> Iterator[None]:
+        """Ask one group; stop after every answer."""
+        for temperature in sorted({request.temperature for request in group}, key=lambda value: value or 0.0):
+            same = [request for request in group if request.temperature == temperature]
+            yield from self._ask(same, temperature, done)
+
+    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> Iterator[None]:
         # Longest first: rows that share a batch are of like lengths, so that little is computed for padding, and what
         # a batch needs in memory is known with its first rows. The next turns of chats find their place among them.
         waiting = sorted(requests, key=_length)
@@ -82,6 +86,7 @@ class HFEngine:
             following = done(request, Answer(ids, generation.finish_reason, teacher=teacher))
             if following is not None:
                 insort(waiting, following, key=_length)
+            yield
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """With each tree, and of the target alone as "", for these requests as one batch."""

@@ -26,29 +26,34 @@ from draftsmith_core.settings import Sampling
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
-_TRIAL_TOKENS = 16
+_TRIAL = AnswerRequest((0, 0, 0), (), seed=1)
+# Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is not understood.
+_TRIAL_TOKENS, _TRIALS = 16, 3
 # Statuses below 500 after which the same request may succeed: on this server later, or on another one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
 _RETRY = (408, *_NO_FAULT)
 
 
-class Refused(Exception):
-    """The server understood the request and rejects it; do not send it again."""
+class NoAnswer(Exception):
+    """A request without an answer.
 
-    def __init__(self, reason: str, status: int = 0) -> None:
-        super().__init__(reason)
-        self.reason, self.status = reason, status
-
-
-class Unavailable(Exception):
-    """No answer this time; retry, here or elsewhere.
-
-    counts: the request may have been the cause. after_s: the delay that the server asks for.
+    retry: the same request may succeed later or elsewhere. counts: the request itself may have been the cause. after_s:
+    the delay that the server asks for. garbled: the server replied, with something that is no completion.
     """
 
-    def __init__(self, reason: str, counts: bool = True, after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        status: int = 0,
+        *,
+        retry: bool = True,
+        counts: bool = True,
+        after_s: float = 0.0,
+        garbled: bool = False,
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.counts, self.after_s = reason, counts, after_s
+        self.reason, self.status, self.retry, self.counts = reason, status, retry, counts
+        self.after_s, self.garbled = after_s, garbled
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,12 @@ class Dialect:
     ids: bool = True
     plain: bool = False
 
-    def body(self, completion: Completion, prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
+    def body(self, completion: Completion, request: AnswerRequest) -> dict[str, Any]:
         """Return the JSON to post. Seeds are cut to 31 bits, which all servers take."""
-        sampling, most = completion.sampling, completion.max_new_tokens
+        sampling, most = at_temperature(completion.sampling, request.temperature), completion.max_new_tokens
         body: dict[str, Any] = {"model": completion.model, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        body |= {"seed": seed & 0x7FFFFFFF, "stream": False}
-        body["prompt"] = list(prompt_ids) if self.ids else _prompt_text(completion.tokenizer, prompt_ids)
+        body |= {"seed": request.seed & 0x7FFFFFFF, "stream": False}
+        body["prompt"] = list(request.prompt_ids) if self.ids else _text(completion.tokenizer, request.prompt_ids)
         if not self.plain:
             body |= {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0}
             if completion.ignore_eos:
@@ -92,41 +97,59 @@ class Dialect:
             body |= {"return_token_ids": True, "top_k": sampling.top_k or -1, "skip_special_tokens": False}
         return body | {"max_tokens": most}
 
-    def answer(self, completion: Completion, raw: bytes) -> tuple[Answer, int]:
+    def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> tuple[Answer, int]:
         """Read a reply: the answer, and the tokens of prompt and answer as the server counts them.
 
         Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion.
         """
-        reply = json.loads(raw)
+        reply, tokens_from = json.loads(raw), "target"
         if self.kind == "llama.cpp":
             ids = list(map(operator.index, reply["tokens"]))
             reason = "length" if reply["stop_type"] == "limit" else "stop"
-            return _ended(completion, ids, reason, "target"), reply["tokens_evaluated"] + len(ids)
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
-        if self.ids:
-            ids = list(map(operator.index, choice["token_ids"]))
-            return _ended(completion, ids, choice["finish_reason"], "target"), int(
-                usage.get("total_tokens") or len(ids)
-            )
-        ids = completion.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        drawn = usage.get("completion_tokens")
-        # The server may count the end token, which is not in the text.
-        same = completion.tokenizer.decode(ids) == choice["text"] and (drawn is None or int(drawn) - len(ids) in (0, 1))
-        answer = _ended(completion, ids, choice["finish_reason"], "text" if same else "text_differs")
-        return answer, int(usage.get("total_tokens") or len(ids))
+            spent = reply["tokens_evaluated"] + len(ids)
+        else:
+            choice, usage = reply["choices"][0], reply.get("usage") or {}
+            reason = choice["finish_reason"]
+            if self.ids:
+                ids = list(map(operator.index, choice["token_ids"]))
+            else:
+                ids, same = encode_answer(
+                    completion.tokenizer, prompt_ids, choice["text"], usage.get("completion_tokens")
+                )
+                tokens_from = "text" if same else "text_differs"
+            spent = int(usage.get("total_tokens") or len(ids))
+        if reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason {reason!r}")
+        if reason == "stop" and completion.eos_ids and not (ids and ids[-1] in completion.eos_ids):
+            ids = [*ids, completion.eos_ids[0]]
+        if not ids:
+            raise ValueError("no tokens")
+        return Answer(tuple(ids), reason, tokens_from), spent
 
 
-def _ended(completion: Completion, ids: list[int], reason: Any, tokens_from: str) -> Answer:
-    if reason not in ("stop", "length"):
-        raise ValueError(f"finish_reason {reason!r}")
-    if reason == "stop" and completion.eos_ids and not (ids and ids[-1] in completion.eos_ids):
-        ids = [*ids, completion.eos_ids[0]]
-    if not ids:
-        raise ValueError("no tokens")
-    return Answer(tuple(ids), reason, tokens_from)
+def encode_answer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str, drawn: int | None
+) -> tuple[list[int], bool]:
+    """Return the token ids of an answer that came as text, and whether they can be the `drawn` tokens of the target.
+
+    The answer is encoded behind its prompt, because SentencePiece tokenizers put a space piece before a text that
+    stands alone; then alone, with and without the space that it begins with.
+    """
+    before = _text(tokenizer, prompt_ids)
+    whole = encode_text(tokenizer, before + text)
+    candidates = [whole[len(prompt_ids) :]] if whole[: len(prompt_ids)] == list(prompt_ids) else []
+    candidates += [
+        list(tokenizer(alone, add_special_tokens=False)["input_ids"])
+        for alone in dict.fromkeys([text, text.removeprefix(" ")])
+    ]
+    for ids in candidates:
+        # A server may count the end token, which is not in the text.
+        if _text(tokenizer, [*prompt_ids, *ids]).endswith(text) and (drawn is None or int(drawn) - len(ids) in (0, 1)):
+            return ids, True
+    return candidates[0], False
 
 
-def _prompt_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text that a server tokenises to `ids`: without the BOS that its tokenizer adds."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     bos = str(tokenizer.bos_token or "")
@@ -135,7 +158,7 @@ def _prompt_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 class Server:
-    """A server of the pool. dialect: None until it has answered a trial request. failures: in a row, of all workers."""
+    """A server of the pool. dialect: None until it has answered a trial request. failures: in a row."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.base, self.timeout_s = url, url.rstrip("/") + "/", timeout_s
@@ -151,28 +174,30 @@ class Server:
             self._check(reply)
             return {str(entry["id"]): entry for entry in reply.json()["data"]}
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise Unavailable(f"{self.url}: /models does not answer ({_reason(error)})", counts=False) from None
+            raise self._failed(error, "/models does not answer") from None
 
-    async def choose_dialect(self, client: httpx.AsyncClient, completion: Completion, llama_cpp: bool) -> None:
+    async def choose_dialect(self, client: httpx.AsyncClient, completion: Completion, owners: set[str]) -> None:
         """Find the richest dialect that the server understands, with one short answer each.
 
-        Raise InputError if none works or the server cannot draw from the distribution that the options ask for.
+        owners: who serves, as /models says; empty if it was not asked. Raise InputError if no dialect works or the
+        server cannot draw from the distribution that the options ask for.
         """
         openai = [Dialect("openai"), Dialect("openai", ids=False), Dialect("openai", ids=False, plain=True)]
+        llama_cpp = [Dialect("llama.cpp")] if not owners or "llamacpp" in owners else []
+        dialects = llama_cpp if owners and llama_cpp else [*llama_cpp, *openai]
         trial = replace(completion, max_new_tokens=_TRIAL_TOKENS, ignore_eos=False)
-        reason = ""
-        for dialect in [Dialect("llama.cpp")] if llama_cpp else openai:
-            try:
-                await self.post(client, dialect, trial, encode_text(trial.tokenizer, "The"), seed=1)
-            except Refused as refused:
-                if refused.status in (401, 403):
-                    raise
-                reason = refused.reason
+        request = replace(_TRIAL, prompt_ids=tuple(encode_text(trial.tokenizer, "The")))
+        reason, refused = "", None
+        for dialect in [dialect for dialect in dialects for _ in range(_TRIALS)]:
+            if dialect == refused:
                 continue
-            except Unavailable as unavailable:
-                if "no completion" not in unavailable.reason:
+            try:
+                await self.ask(client, trial, request, dialect)
+            except NoAnswer as failure:
+                unknown = failure.garbled or not failure.retry or failure.status in (404, 405)
+                if not unknown or (failure.status in (401, 403) and dialect.kind == "openai"):
                     raise
-                reason = unavailable.reason
+                reason, refused = failure.reason, None if failure.garbled else dialect
                 continue
             sampling = completion.sampling
             extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": completion.ignore_eos}
@@ -183,59 +208,51 @@ class Server:
         raise InputError(f"{reason}: is it a completions server?")
 
     async def ask(
-        self, client: httpx.AsyncClient, completion: Completion, request: AnswerRequest
+        self, client: httpx.AsyncClient, completion: Completion, request: AnswerRequest, dialect: Dialect
     ) -> tuple[Answer, int]:
-        """Return one answer and the tokens it cost; raise Refused or Unavailable if there is none."""
-        assert self.dialect is not None
-        completion = replace(completion, sampling=at_temperature(completion.sampling, request.temperature))
-        return await self.post(client, self.dialect, completion, request.prompt_ids, request.seed)
-
-    async def post(
-        self,
-        client: httpx.AsyncClient,
-        dialect: Dialect,
-        completion: Completion,
-        prompt_ids: Sequence[int],
-        seed: int,
-    ) -> tuple[Answer, int]:
-        """Send one request in this dialect and check that the answer can be the target's."""
+        """Return one answer, checked, and the tokens it cost; raise NoAnswer if there is none."""
+        path = "../completion" if dialect.kind == "llama.cpp" else "completions"
         try:
             # httpx bounds the wait for the next bytes only, and a server can send some without end.
             async with asyncio.timeout(self.timeout_s):
-                path = "../completion" if dialect.kind == "llama.cpp" else "completions"
-                reply = await client.post(urljoin(self.base, path), json=dialect.body(completion, prompt_ids, seed))
-            self._check(reply)
-            answer, tokens = dialect.answer(completion, reply.content)
+                reply = await client.post(urljoin(self.base, path), json=dialect.body(completion, request))
         except (httpx.HTTPError, TimeoutError) as error:
-            refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise Unavailable(f"{self.url}: {_reason(error)}", counts=not refused) from None
+            raise self._failed(error) from None
+        self._check(reply)
+        try:
+            answer, tokens = dialect.answer(completion, request.prompt_ids, reply.content)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise Unavailable(f"{self.url}: answered with no completion ({_reason(error)})"[:300]) from None
+            raise self._failed(error, "answered with no completion", reply) from None
         ids = answer.response_ids
         too_long = answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1  # one more for EOS
         if too_long or not all(0 <= token < completion.vocabulary for token in ids):
-            raise Refused(f"{self.url}: gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn")
+            reason = f"gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn"
+            raise NoAnswer(f"{self.url}: {reason}", retry=False)
         return answer, tokens
+
+    def _failed(self, error: Exception, what: str = "", reply: httpx.Response | None = None) -> NoAnswer:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
+        reason = f"{what} ({said[:300]})" if what else said[:300]
+        if reply is not None and b'"error"' in reply.content:
+            reason += f": {_shown(reply)}"
+        return NoAnswer(f"{self.url}: {reason}", counts=not no_connection, garbled=garbled)
 
     def _check(self, reply: httpx.Response) -> None:
         status = reply.status_code
         if status < 300:
             return
         location = reply.headers.get("location")
-        detail = f"leads to {location}" if location else " ".join(reply.text.split())[:200] or "no reason"
-        reason = f"{self.url}: status {status} ({detail})"
-        if status < 500 and status not in _RETRY:
-            raise Refused(reason, status)
+        reason = f"{self.url}: status {status} ({f'leads to {location}' if location else _shown(reply)})"
+        try:
+            after_s = min(300.0, max(0.0, float(reply.headers["retry-after"])))
+        except (KeyError, ValueError):
+            after_s = 0.0  # absent, or a date, which model servers do not send
         # The request itself may be what breaks the server; a rate limit is not its fault.
-        raise Unavailable(reason, counts=status not in _NO_FAULT, after_s=_retry_after(reply))
+        retry, counts = status >= 500 or status in _RETRY, status not in _NO_FAULT
+        raise NoAnswer(reason, status, retry=retry, counts=counts, after_s=after_s)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _retry_after(reply: httpx.Response) -> float | None:
-    try:
-        return min(300.0, max(0.0, float(reply.headers["retry-after"])))
-    except (KeyError, ValueError):
-        return None  # absent, or a date, which model servers do not send
+def _shown(reply: httpx.Response) -> str:
+    return " ".join(reply.text.split())[:200] or "no reason"

@@ -20,7 +20,6 @@ _TOGETHER = 4096
 class VLLMEngine:
     """A model in vLLM. Every request has its seed, but rounding depends on the batch, so bytes may differ."""
 
-    keeps_answers = False
     takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
