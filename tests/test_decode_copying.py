@@ -1,19 +1,17 @@
 """Proposers without a network: prompt lookup, retrieval, lookahead, and the trie and index they share."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.propose.retrieval import RetrievalProposer
-from decode.propose.text_proposer import Forest, Trie
+from decode.propose.text_proposer import Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import batch_of, grow_batch
@@ -87,35 +85,6 @@ def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) ->
         accepted.append(walked)
         emitted.append(out)
     return Outcome(accepted, emitted, [[]] * len(texts), lambda: p_BMV)
-
-
-def drive(
-    proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape, target: Target, steps: int
-) -> list[str]:
-    """By row, everything that was drafted and emitted, as text."""
-    session, texts = start(proposer, prompts, tree), [list(prompt) for prompt in prompts]
-    seen = ["" for _ in prompts]
-    for _ in range(steps):
-        proposal = session.propose(None)
-        outcome = judge(proposal, texts, target)
-        for row, text in enumerate(texts):
-            text += outcome.tokens[row]
-            seen[row] += f"{paths(proposal, row)} {outcome.tokens[row]}; "
-        session.commit(outcome)
-    return seen
-
-
-def proposers() -> dict[str, tuple[Proposer, Tree]]:
-    corpus = [[counting([n]) for n in range(40)], [n * n % VOCAB for n in range(40)], [3, 1, 4, 1, 5, 9, 2, 6] * 3]
-    retrieval = RetrievalProposer(SuffixIndex.build(corpus), max_suffix=4, min_suffix=1)
-    lookahead = LookaheadProposer(window=4, ngram=3, candidates=3)
-    return {
-        "lookup": (PromptLookupProposer(), kary((3, 2, 1, 1))),
-        "lookup_chain": (PromptLookupProposer(), parse_chain(4)),
-        "retrieval": (retrieval, kary((3, 2, 1, 1))),
-        "retrieval_chain": (retrieval, parse_chain(4)),
-        "lookahead": (lookahead, lookahead.default_tree()),
-    }
 
 
 def parse_chain(length: int) -> Tree:
@@ -258,32 +227,6 @@ def test_retrieval_keeps_the_most_frequent_prefixes() -> None:
     assert start(strict, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1]]
 
 
-@settings(max_examples=50)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(1, 6))
-def test_what_retrieval_drops_is_no_heavier_than_what_it_keeps(documents: list[list[int]], size: int) -> None:
-    query = documents[0][:1]
-    proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=1, min_suffix=1)
-    forest = Tree((-1,) * 3 + tuple(range(max(size - 3, 0))))  # three children anywhere is all there can be
-    proposal = start(proposer, [query], Tree(forest.parents)).propose(None)
-    weights: Counter[tuple[int, ...]] = Counter()
-    for document in documents:
-        for at in range(1, len(document)):
-            if document[at - 1] == query[0]:
-                for end in range(at + 1, min(at + forest.depth, len(document)) + 1):
-                    weights[tuple(document[at:end])] += 1
-    kept = set(paths(proposal, 0)) - {()}
-    assert kept <= set(weights)
-    widths = forest.widths
-    for prefix in set(weights) - kept:
-        above = prefix[:-1]
-        if above and above not in kept:
-            continue
-        siblings = [other for other in kept if other[:-1] == above]
-        rivals = siblings if len(siblings) == widths[len(above)] else list(kept)
-        assert len(rivals) in (forest.size, widths[len(above)])
-        assert weights[prefix] <= min(weights[other] for other in rivals)
-
-
 # Lookahead
 
 
@@ -340,25 +283,6 @@ def test_lookahead_harvests_what_the_definition_says(window: int, ngram: int, ca
     assert several or window == 1
 
 
-def test_lookahead_learns_a_target_and_takes_the_token_behind_a_candidate() -> None:
-    proposer = LookaheadProposer(window=5, ngram=4, candidates=2, from_text=False)
-    session, text = start(proposer, [[0, 5, 9]], proposer.default_tree()), [0, 5, 9]
-    emitted = []
-    for _ in range(60):
-        outcome = judge(session.propose(None), [text], counting)
-        text += outcome.tokens[0]
-        emitted.append(len(outcome.tokens[0]))
-        session.commit(outcome)
-    assert sum(emitted[-20:]) >= 20 * 4, "an n-gram of 4 is 3 drafted tokens and the one behind them"
-
-
-def test_lookahead_seeds_its_pool_from_the_text() -> None:
-    proposer = LookaheadProposer(window=1, ngram=3, candidates=2)
-    session = start(proposer, [[1, 2, 3, 1, 4, 5, 1, 6, 7, 1]], proposer.default_tree())
-    proposal = session.propose(None)
-    assert {(6, 7), (4, 5)} <= set(paths(proposal, 0)) and (2, 3) not in paths(proposal, 0)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 5), st.lists(st.integers(0, 3), min_size=1, max_size=30))
 def test_lookahead_fits_its_shape(window: int, ngram: int, candidates: int, prompt: list[int]) -> None:
@@ -376,36 +300,6 @@ def test_lookahead_fits_its_shape(window: int, ngram: int, candidates: int, prom
         session.commit(outcome)
 
 
-# All of them
-
-
-@pytest.mark.parametrize("name", proposers())
-def test_rows_leave_and_change_places(name: str) -> None:
-    proposer, tree = proposers()[name]
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 8], [1, 2, 1, 2, 1, 2], [0, 1, 4, 9]]
-    session, texts = start(proposer, prompts, tree), [list(prompt) for prompt in prompts]
-    alone = [drive(proposer, [prompt], tree, hashed, 12)[0] for prompt in prompts]
-    seen, live = ["" for _ in prompts], [0, 1, 2, 3]
-    for step in range(12):
-        proposal = session.propose(None)
-        outcome = judge(proposal, [texts[row] for row in live], hashed)
-        for place, row in enumerate(live):
-            texts[row] += outcome.tokens[place]
-            seen[row] += f"{paths(proposal, place)} {outcome.tokens[place]}; "
-        if step in (3, 6):
-            # Row at place 1 ends; the others go on in another order.
-            over = [list(tokens) for tokens in outcome.tokens]
-            over[1] = []
-            session.commit(Outcome(outcome.paths, over, outcome.hidden, outcome.distributions))
-            order = [2, 0, 3][: len(live) - 1] if step == 3 else [2, 0]
-            session.select_rows(order)
-            live = [live[place] for place in order]
-        else:
-            session.commit(outcome)
-    assert all(seen[row] == alone[row] for row in live) and len(live) == 2
-    assert all(alone[row].startswith(seen[row]) for row in range(4))
-
-
 def test_what_cannot_be_drafted_is_refused() -> None:
     target, retrieval = random_llama(0, VOCAB, eos=2), RetrievalProposer(SuffixIndex.build([[3, 17]]))
     for proposer, shape, message in (
@@ -416,13 +310,3 @@ def test_what_cannot_be_drafted_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             proposer.check(target, shape)
-
-
-def test_forest_shares_one_chain_between_rows() -> None:
-    forest = Forest(parse_chain(5), CPU)
-    tries = [forest.trie() for _ in range(2)]
-    tries[0].add([1, 2, 3])
-    tries[1].add([4])
-    proposal = forest.proposal([trie.flatten() for trie in tries])
-    expected: Tensor = torch.tensor([[-1, 1, 2, 3], [-1, 4, -1, -1]])
-    assert proposal.tree.rows == 1 and torch.equal(proposal.tokens_BM, expected)

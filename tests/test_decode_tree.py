@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.sequoia import TreeBudget, best_size, optimal_tree
+from decode.sequoia import best_size, optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
@@ -149,11 +149,6 @@ def test_paths_in_any_order_are_the_tree_they_were_read_from(tree: Tree, random:
     assert parse_file("static", paths if bare else {"paths": paths}) == tree
 
 
-def test_paths_as_medusa_writes_them() -> None:
-    tree = parse_file("static", [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]])
-    assert tree == Tree((-1, -1, -1, 0, 0, 1, 3))
-
-
 # Trees that grow
 
 
@@ -209,16 +204,6 @@ def test_a_batch_of_trees_holds_what_each_holds_alone(several: list[Tree], rando
         assert (batch.sees_RMM[row, gone_M].sum(1) == 2).all(), "it sees more than the root and itself"
 
 
-@given(trees())
-@settings(deadline=None)
-def test_a_whole_tree_is_the_same_both_ways(tree: Tree) -> None:
-    alone = TreeBatch.build(tree, CPU)
-    most = alone.children_RMK.shape[2]
-    batch = grow_batch(alone.parents_RN, torch.ones_like(alone.parents_RN, dtype=torch.bool), tree.depth, most)
-    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
-        assert torch.equal(getattr(batch, name), getattr(alone, name)), name
-
-
 # Sequoia
 
 
@@ -233,15 +218,12 @@ def all_trees(most: int) -> list[Tree]:
 
 
 ALL = all_trees(7)
+assert len(ALL) == 1 + 2 + 5 + 14 + 42 + 132 + 429  # the Catalan numbers
 rates = (
     st.lists(st.floats(0, 1), min_size=1, max_size=8)
     .filter(any)
     .map(lambda weights: [weight / max(sum(weights), 1.0) for weight in weights])
 )
-
-
-def test_every_tree_is_tried() -> None:
-    assert len(ALL) == 1 + 2 + 5 + 14 + 42 + 132 + 429  # the Catalan numbers
 
 
 @given(rates, st.integers(1, 7), st.integers(1, 7))
@@ -253,23 +235,6 @@ def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(
     assert tree.size <= nodes and tree.depth <= depth
     best = max(expected_length(other, acceptance) for other in ALL if other.size <= nodes and other.depth <= depth)
     assert expected_length(tree, acceptance) == pytest.approx(best, rel=1e-12)
-
-
-def test_rising_acceptance_needs_the_siblings_before_it() -> None:
-    """A greedy choice of the likeliest nodes would stop at rank 0."""
-    assert optimal_tree([0.0, 0.0, 0.9], 3, 1) == Tree((-1, -1, -1))
-    assert optimal_tree([0.1, 0.9], 4, 2) == Tree((-1, -1, 1, 1))
-
-
-def test_a_node_that_adds_nothing_is_left_out() -> None:
-    assert optimal_tree([0.5, 0.0, 0.1], 3, 2) == Tree((-1, 0))
-    assert optimal_tree([0.5, 0.2], 256, 2) == Tree((-1, -1, 0, 0, 1, 1))
-
-
-def test_a_chain_where_only_the_first_is_accepted() -> None:
-    tree = optimal_tree([0.5, 0.0, 0.0], 6, 4)
-    assert tree == Tree((-1, 0, 1, 2))
-    assert expected_length(tree, [0.5]) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
 
 
 def test_the_expected_length_is_what_a_simulation_emits() -> None:
@@ -312,18 +277,6 @@ def test_the_best_size_is_the_cheapest_of_all_trees(
     assert size.token_s == pytest.approx(best, rel=1e-12)
     tree = optimal_tree(acceptance, size.nodes, size.depth)
     assert expected_length(tree, acceptance) == pytest.approx(size.length, rel=1e-12)
-
-
-def test_the_cost_curve_sets_the_size() -> None:
-    acceptance = [0.7, 0.1]
-    flat, steep = {1: 1.0, 2: 1.0, 16: 1.0}, {1: 1.0, 2: 1.2, 16: 9.0}
-    assert best_size(acceptance, 64, 8, flat, 0.001).nodes == 15
-    # One node of acceptance 0.7: 1.7 tokens for 1.2 + 0.1 seconds.
-    assert best_size(acceptance, 64, 8, steep, 0.1) == TreeBudget(1, 1, 1.7, (0.1 + 1.2) / 1.7)
-    # A dear draft makes the tree shallow, whatever the target costs.
-    assert best_size(acceptance, 64, 8, flat, 5.0).depth == 1
-    # A measurement that dips is no reason to draft more.
-    assert best_size(acceptance, 64, 8, {2: 1.0, 4: 9.0, 8: 0.5}, 0.1).nodes == 1
 
 
 def test_a_sequoia_file_is_the_optimal_tree() -> None:

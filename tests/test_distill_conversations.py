@@ -1,14 +1,11 @@
 """Conversations: every assistant turn is the target's own, after its own history, by the tokens that it drew."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +16,9 @@ from distill.engines import Answer
 from distill.filters import why_dropped
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from tests.distilled import Door, errors, manifest, rows_of, write_rows
 from train.batch import IGNORE
 from train.data import Examples, collate
-
-Door = Callable[..., tuple[int, str, str]]
 
 # How five families of models write a chat, in the essentials: roles, separators, and what they do to history.
 TEMPLATES = {
@@ -197,13 +193,9 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
     chat = [{"role": role, "content": said} for role, said in turns]
     rows = [{"messages": chat, "id": "long"}, {"prompt": "The"}, {"messages": chat[:3]}, {"messages": chat[:2]}]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("p.jsonl", *rows)
     command = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 8"
     return [*command.split(), "--chat_template", "chat.jinja"]
-
-
-def rows_of(directory: str) -> list[dict[str, Any]]:
-    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
 
 
 def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door: Door, target_dir: str) -> None:
@@ -232,20 +224,7 @@ def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words: list[s
     code, out, err = door(*words, "--max_new_tokens", 40, "--ignore_eos")
     assert code == 0, err
     assert any("shortened: turn 2: " in line and "more than the 56 that fit" in line for line in out.splitlines())
-    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
-    assert {line["outcome"] for line in errors} == {"shortened"}
-    assert json.loads(Path("set/manifest.json").read_text())["counts"]["prompts_done"] == 4
-
-
-def test_a_chat_without_template_names_the_option(words: list[str], door: Door) -> None:
-    code, out, err = door(*words[:-2])
-    assert code == 0, err
-    assert "1 done, 3 skipped" in out and "has no chat template; name one with --chat_template FILE" in out
-    code, _, err = door(*words[:-2], "--out", "strict", "--strict")
-    assert code == 2 and "p.jsonl:1: key 'messages': the tokenizer has no chat template" in err
-    assert not Path("strict").exists()
-    code, _, err = door(*words[:-1], "gone.jinja", "--out", "gone")
-    assert code == 2 and "--chat_template gone.jinja: cannot be read" in err
+    assert {line["outcome"] for line in errors()} == {"shortened"} and manifest()["counts"]["prompts_done"] == 4
 
 
 def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Door) -> None:

@@ -1,15 +1,11 @@
 """`distill --draft`: the target's own distribution, and a decision that is made once and kept with the set."""
 
-import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from scipy.stats import chi2
 
 from distill.config import DistillConfig
 from distill.engines import AnswerRequest
@@ -17,23 +13,8 @@ from distill.engines.hf import HFEngine
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, probs, row_seed
 from draftsmith_core.tokenization import load_tokenizer
-
-Door = Callable[..., tuple[int, str, str]]
-MEASURED = """
-import distill.engines.hf
-distill.engines.hf.HFEngine.seconds_per_token = lambda self, requests: {{"": {alone}, "chain:2": {drafted}}}
-"""
-KILL = """
-import os, signal
-import distill.parts as module
-write, written = module.pq.write_table, []
-def dying(table, path):
-    written.append(path)
-    if len(written) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(table, path)
-module.pq.write_table = dying
-"""
+from tests.chi_square import chi_square
+from tests.distilled import Door, files, manifest, rows_of
 
 
 @pytest.fixture
@@ -48,14 +29,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, alone: float, drafted: float) -> N
     monkeypatch.setattr(
         HFEngine, "seconds_per_token", lambda self, requests: {"": alone, "chain:1": 9.0, "chain:2": drafted}
     )
-
-
-def parts(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.glob("part-*"))}
-
-
-def rows(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(directory.glob("part-*")) for row in pq.read_table(path).to_pylist()]
 
 
 @torch.inference_mode()
@@ -88,15 +61,6 @@ def test_answers_have_the_targets_distribution(target_dir: str, draft_dir: str, 
         assert found.total() == draws
         return found
 
-    def statistic(found: Counter[tuple[int, ...]]) -> float:
-        assert set(found) <= set(chances)
-        expected = {ids: chance * draws for ids, chance in chances.items()}
-        large = [ids for ids, each in expected.items() if each >= 8]
-        rest = sum(expected.values()) - sum(expected[ids] for ids in large)
-        pairs = [(found[ids], expected[ids]) for ids in large]
-        pairs += [(draws - sum(found[ids] for ids in large), rest)] if rest > 1 else []
-        return sum((seen - want) ** 2 / want for seen, want in pairs) / float(chi2.ppf(1 - 1e-5, len(pairs) - 1))
-
     model = load_model(target_dir, device="cpu")
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -110,6 +74,12 @@ def test_answers_have_the_targets_distribution(target_dir: str, draft_dir: str, 
     engine.tree = tree
     drafted = sample()
     assert drafted != alone, "nothing was drafted"
+
+    def statistic(found: Counter[tuple[int, ...]]) -> float:
+        assert set(found) <= set(chances)
+        counts, distribution = ([float(values[ids]) for ids in chances] for values in (found, chances))
+        return chi_square(torch.tensor(counts), torch.tensor(distribution).double(), 1e-5)
+
     assert statistic(alone) < 1 and statistic(drafted) < 1
     # The test can fail: the second likeliest token where the likeliest was drawn.
     wrong = Counter({(*ids[:2], 0): count for ids, count in drafted.items()})
@@ -136,19 +106,18 @@ def test_the_decision_is_measured_once_said_and_kept(
     assert (f": chain:2 takes {0.5 if drafted else 1.5:.2f} times as long per token" in said[0]) and (
         said[0].endswith("; used" if drafted else "; switched off")
     )
-    made, manifest = parts(tmp_path / "set"), json.loads((tmp_path / "set" / "manifest.json").read_text())
-    assert manifest["drafted"] == ("chain:2" if drafted else None) and not (tmp_path / "set" / "drafting.json").exists()
-    assert len(manifest["identity"]["draft_fingerprint"]) == 16
+    made, record = files(pattern="part-*"), manifest()
+    assert record["drafted"] == ("chain:2" if drafted else None) and not (tmp_path / "set" / "drafting.json").exists()
+    assert len(record["identity"]["draft_fingerprint"]) == 16
     # Switched off, the rows are those of the target alone; else they are others of the same number.
     assert (
-        [row["response_ids"] for row in rows(tmp_path / "set")]
-        == [row["response_ids"] for row in rows(tmp_path / "plain")]
+        [row["response_ids"] for row in rows_of()] == [row["response_ids"] for row in rows_of("plain")]
     ) is not drafted
     # A lost part is made again as it was, whatever a measurement would say now.
     monkeypatch.setattr(HFEngine, "seconds_per_token", None)
     (tmp_path / "set" / "part-00001.parquet").unlink()
     code, _, err = door(*words)
-    assert (code, parts(tmp_path / "set")) == (0, made), err
+    assert (code, files(pattern="part-*")) == (0, made), err
     assert caplog.messages[-1].endswith(f": as when this set was begun: {'chain:2' if drafted else 'not used'}")
     code, _, err = door(*words, "--tree", "chain:2")
     assert code == 2 and "--out set: was made with other options" in err

@@ -4,45 +4,31 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from distill.config import DistillConfig
 from distill.engines import Answer
-from distill.filters import is_held_out, why_dropped
+from distill.filters import Suites, is_held_out, why_dropped
+from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from tests.distilled import Door, errors, manifest, rows_of, write_rows
 
-Door = Callable[..., tuple[int, str, str]]
+LONG = "the quick brown fox jumps over the lazy dog and then it runs far away home"
 
 
 @pytest.fixture
 def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"The quick brown fox {number}", "id": f"p{number}", "domain": "d"} for number in range(30)]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("p.jsonl", *rows)
     command = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 10 --num_samples 3"
     return [*command.split(), "--part_rows", "12"]
-
-
-def rows_of(directory: str) -> list[dict[str, Any]]:
-    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
-
-
-def manifest(directory: str = "set") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(directory, "manifest.json").read_text())
-    return found
-
-
-def errors(directory: str = "set") -> Counter[str]:
-    lines = Path(directory, "errors.jsonl").read_text().splitlines()
-    return Counter(json.loads(line)["outcome"] for line in lines)
 
 
 def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str], door: Door) -> None:
@@ -50,7 +36,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str
     options = ["--drop", "truncated", "empty", "--min_response_tokens", 3, "--max_response_tokens", 9]
     code, out, err = door(*words, *options, "--json")
     assert code == 0, err
-    every, kept, made = rows_of("all"), rows_of("set"), manifest()
+    every, kept, made = rows_of("all"), rows_of(), manifest()
 
     def useful(row: dict[str, Any]) -> bool:
         return row["finish_reason"] == "stop" and 3 <= len(row["response_ids"]) <= 9
@@ -65,7 +51,10 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str
     assert any(" dropped: truncated (row " in line for line in made["dropped_because"])
     assert any(" tokens, fewer than min_response_tokens 3" in line for line in made["dropped_because"])
     assert all(line in out for line in made["dropped_because"] + made["skipped_because"])
-    assert errors() == {"dropped": counts["rows_dropped"], "skipped": counts["prompts_skipped"]}
+    assert Counter(line["outcome"] for line in errors()) == {
+        "dropped": counts["rows_dropped"],
+        "skipped": counts["prompts_skipped"],
+    }
     code, _, err = door(*words)
     assert code == 2 and "was made with other options: drop is" in err
 
@@ -114,7 +103,7 @@ def test_prompts_are_held_out_by_their_content(words: list[str], door: Door, tar
     assert {row["prompt_id"] for row in rows_of("set")} == {row["id"] for row in lines} - {row["id"] for row in held}
     # In another order, and among others, the same are held out.
     random.Random(0).shuffle(lines)
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*lines[5:], {"prompt": "new"}]))
+    write_rows("p.jsonl", *lines[5:], {"prompt": "new"})
     assert door(*words, "--split", 0.7, "--out", "other")[0] == 0
     assert {row["prompt_id"] for row in rows_of("other")}.isdisjoint(row["id"] for row in held)
 
@@ -144,3 +133,58 @@ def test_a_store_that_fails_keeps_the_set(words: list[str], door: Door, monkeypa
     code, _, err = door(*words, "--copy_to", "memory://bucket/other")
     assert code == 1 and "copy_to memory://bucket/other: bucket is read-only; set is complete" in err
     assert Path("set/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "shared"),
+    [
+        ({"prompt": "Well: THE quick, brown fox -- jumps over the lazy dog (and then it runs)!"}, True),
+        ({"prompt": "Well: the quick brown fox jumps over the lazy dog and then it walks"}, False),
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": f"So {LONG}?"}]}, True),
+        # What an assistant or a system turn says is not asked.
+        ({"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "Hi"}]}, False),
+        ({"text": f"Long ago, {LONG}."}, True),
+        ({"prompt": "Short one!"}, True),
+        ({"prompt": "A short one"}, False),
+        ({"prompt": "敏捷的棕色狐狸跳过了懒惰的狗然后"}, True),
+        ({"prompt": "敏捷的棕色狐狸跳过了"}, False),
+    ],
+)
+def test_thirteen_words_in_a_row_are_shared(tmp_path: Path, row: dict[str, Any], shared: bool) -> None:
+    rows = [{"prompt": LONG}, {"prompt": "short one"}, {"prompt": "敏捷的棕色狐狸跳过了懒惰的狗然后回家"}]
+    found = Suites([f"fox={write_rows(tmp_path / 's.jsonl', *rows)}"]).shared_with(row)
+    assert found == ("fox" if shared else None)
+
+
+def test_the_form_of_a_suite_is_no_content(tmp_path: Path) -> None:
+    form = "Answer the following question about numbers in as few words as you possibly can please: "
+    rows = [{"prompt": f"{form} what is {number}?"} for number in range(11)]
+    suites = Suites([f"n={write_rows(tmp_path / 's.jsonl', *rows)}"])
+    assert suites.shared_with({"prompt": f"{form} what is 99?"}) is None
+    assert suites.shared_with({"prompt": f"{form} what is 7?"}) == "n"
+
+
+def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
+    tmp_path: Path, target_dir: str, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows("p.jsonl", {"prompt": "The"}, {"prompt": f"Now {LONG}"}, {"prompt": "fox"})
+    fox, cat = write_rows("fox.jsonl", {"prompt": LONG}), write_rows("cat.jsonl", {"prompt": "cat"})
+    words = ["distill", "--target", target_dir, "--prompts", "p.jsonl", "--out", "set", "--max_new_tokens", 4]
+    words += ["--decontaminate", f"cat={cat}", f"fox={fox}"]
+    code, out, err = door(*words)
+    assert code == 0, err
+    assert "2 rows" in out and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
+    write_rows("fox.jsonl", {"prompt": "other words"})
+    code, _, err = door(*words)
+    assert code == 2 and "its decontaminated is" in err
+    for wrong in ("fox.jsonl", "=fox.jsonl", "fox="):
+        code, _, err = door(*words[:-2], wrong, "--out", "o")
+        assert code == 2 and "expected NAME=P" in err
+
+
+def test_a_set_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="gone.jsonl: no such file"):
+        Suites([f"x={tmp_path / 'gone.jsonl'}"])
+    with pytest.raises(InputError, match="--decontaminate x=.*holds no text"):
+        Suites([f"x={write_rows(tmp_path / 's.jsonl', {'prompt': ' '})}"])

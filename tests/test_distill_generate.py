@@ -1,6 +1,5 @@
-"""A distilled set is the same bytes however it was made: in how many processes, killed how often."""
+"""A distilled set is the same bytes however it was made, with every row and every count."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,34 +14,9 @@ from draftsmith_core.io import sha256_file
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import Door, errors, files, manifest, rows_of
 
-Door = Callable[..., tuple[int, str, str]]
 Rows = list[dict[str, Any]]
-
-KILL_IN_PART = """
-import os, signal
-import distill.parts as module
-write, written = module.pq.write_table, []
-def dying(table, path):
-    written.append(path)
-    if len(written) == {count}:
-        path.write_bytes(b"PAR1 half a file")
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(table, path)
-module.pq.write_table = dying
-"""
-
-
-def read(directory: Path) -> Rows:
-    import pyarrow.parquet as pq
-
-    tables = [pq.read_table(path) for path in sorted(directory.glob("part-*.parquet"))]
-    assert all(table.schema.equals(SCHEMA) for table in tables)
-    return [row for table in tables for row in table.to_pylist()]
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.fixture
@@ -65,30 +39,22 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
 
 def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
     """Law 8: read = done + skipped + failed."""
-    rows = read(whole)
-    manifest = json.loads((whole / "manifest.json").read_text())
+    rows, record = rows_of(whole), manifest(whole)
     # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last part has one prompt.
     parts = {f"part-{i:05d}.parquet" for i in range(5)}
     assert {path.name for path in whole.iterdir()} == {"manifest.json", "README.md", "errors.jsonl", *parts}
-    assert [part["rows"] for part in manifest["parts"]] == [6, 3, 6, 6, 3]
-    assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in manifest["parts"])
-    assert manifest["counts"] == {
-        "prompts_read": 9,
-        "prompts_done": 8,
-        "prompts_skipped": 1,
-        "prompts_failed": 0,
-        "rows": 24,
-        "rows_dropped": 0,
-    }
-    assert manifest["skipped_because"] == ["1 skipped: key 'prompt' is empty (row 4)"]
-    errors = [json.loads(line) for line in (whole / "errors.jsonl").read_text().splitlines()]
-    assert errors == [{"row": 4, "outcome": "skipped", "reason": "key 'prompt' is empty"}]
-    assert manifest["tokens_from"] == {"target": 24}
-    assert manifest["complete"] is True
-    assert manifest["response_tokens"] == sum(len(row["response_ids"]) for row in rows)
+    assert [part["rows"] for part in record["parts"]] == [6, 3, 6, 6, 3]
+    assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in record["parts"])
+    counts = dict(prompts_read=9, prompts_done=8, prompts_skipped=1, prompts_failed=0, rows=24, rows_dropped=0)
+    assert record["counts"] == counts
+    assert record["skipped_because"] == ["1 skipped: key 'prompt' is empty (row 4)"]
+    assert errors(whole) == [{"row": 4, "outcome": "skipped", "reason": "key 'prompt' is empty"}]
+    assert record["tokens_from"] == {"target": 24}
+    assert record["complete"] is True
+    assert record["response_tokens"] == sum(len(row["response_ids"]) for row in rows)
     reasons = [row["finish_reason"] for row in rows]
-    assert manifest["finish_reasons"] == {r: reasons.count(r) for r in ("stop", "length")}
-    assert min(manifest["finish_reasons"].values()) > 0
+    assert record["finish_reasons"] == {r: reasons.count(r) for r in ("stop", "length")}
+    assert min(record["finish_reasons"].values()) > 0
     eos = set(eos_ids(load_model(target_dir, device="cpu")))
     for row in rows:
         ids = row["response_ids"]
@@ -110,7 +76,7 @@ def test_a_row_can_be_made_again_from_its_seed(whole: Path, target_dir: str) -> 
 
     model = load_model(target_dir, device="cpu")
     decoder = SpeculativeDecoder(model)
-    rows = read(whole)
+    rows = rows_of(whole)
     assert len({row["seed"] for row in rows}) == len(rows)
     assert row_seed(11, "numbers/1") in {row["seed"] for row in rows}
     for row in rows[::5]:
@@ -126,7 +92,7 @@ def test_batches_and_parts_only_change_the_cutting(
     out = tmp_path / "set"
     config = DistillConfig(target=target_dir, prompts=prompts_file, out=str(out), **(options | change))
     summary = distill(config, "distill")
-    assert read(out) == read(whole)
+    assert rows_of(out) == rows_of(whole)
     per_part = max(1, config.part_rows // 3)
     assert len(list(out.glob("part-*"))) + len(list(out.glob("empty-*"))) == -(-9 // per_part)
     assert summary["rows"] == 24
@@ -138,9 +104,9 @@ def test_another_seed_and_another_sampling_give_other_rows(
     def make(name: str, **options: Any) -> Rows:
         settings = {"num_samples": 3, "max_new_tokens": 10, "seed": 11} | options
         distill(DistillConfig(target=target_dir, prompts=prompts_file, out=str(tmp_path / name), **settings), "x")
-        return read(tmp_path / name)
+        return rows_of(tmp_path / name)
 
-    base = [row["response_ids"] for row in read(whole)]
+    base = [row["response_ids"] for row in rows_of(whole)]
     assert [row["response_ids"] for row in make("seed", seed=12)] != base
     assert [row["response_ids"] for row in make("top", top_k=2)] != base
     greedy = make("greedy", temperature=0.0)
@@ -150,38 +116,6 @@ def test_another_seed_and_another_sampling_give_other_rows(
     assert {row["finish_reason"] for row in on} == {"length"}
     # Until it ends, an answer is the same answer.
     assert all(a["response_ids"][: len(b)] == b for a, b in zip(on, base, strict=True))
-
-
-def test_a_killed_run_ends_with_the_same_bytes(
-    words: list[str], whole: Path, tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
-    there = tmp_path / "killed"
-    there.mkdir()
-    assert spawn(*words, cwd=there, patch=KILL_IN_PART.format(count=3)).wait()[0] == -9
-    names = sorted(files(there / "set"))
-    assert {"part-00000.parquet", "part-00001.parquet", "run.json"} < set(names)
-    assert "part-00002.parquet" not in names
-    assert "manifest.json" not in names
-    made = {name: (there / "set" / name).stat().st_mtime_ns for name in names if name.startswith("part-")}
-    # Training on a set in the making is refused.
-    code, _, err = spawn(
-        "train", "--out", "o", "--data", "set", "--draft", words[2], "--max_length", 64, cwd=there
-    ).wait()
-    assert code == 2
-    assert "manifest" in err
-    code, _, err = spawn(*words, cwd=there).wait()
-    assert (code, "Traceback" in err) == (0, False)
-    assert files(there / "set") == files(whole)
-    assert made == {name: (there / "set" / name).stat().st_mtime_ns for name in made}
-    # A finished set is left as it is; a lost part is made again; other options are refused by name.
-    (there / "set" / "part-00001.parquet").unlink()
-    assert spawn(*words, cwd=there).wait()[0] == 0
-    assert files(there / "set") == files(whole)
-    code, _, err = spawn(*words, "--temperature", "0.5", cwd=there).wait()
-    assert code == 2
-    assert "with other options: temperature is 1.0, now it is 0.5" in err
-    assert [line.split(":")[0] for line in err.strip().splitlines()] == ["draftsmith distill"]
-    assert files(there / "set") == files(whole)
 
 
 def test_a_launcher_that_starts_fewer_than_asked_is_found_out(
@@ -226,9 +160,9 @@ def test_texts_that_the_target_writes_by_itself(target_dir: str, tmp_path: Path)
     options: dict[str, Any] = {"target": target_dir, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}
     found = distill(DistillConfig(prompts="self:10", out=str(tmp_path / "ten"), batch_size=4, part_rows=4, **options))
     assert (found["prompts_read"], found["rows"], found["prompts_skipped"]) == (10, 10, 0)
-    rows = read(tmp_path / "ten")
+    rows = rows_of(tmp_path / "ten")
     assert {tuple(row["prompt_ids"]) for row in rows} == {(0,)} and {row["domain"] for row in rows} == {"general"}
     assert len({tuple(row["response_ids"]) for row in rows}) == 10
     # They are drawn from the target's own distribution: the first of them are the same however many are asked for.
     distill(DistillConfig(prompts="self:3", out=str(tmp_path / "three"), batch_size=3, **options))
-    assert [row["response_ids"] for row in read(tmp_path / "three")] == [row["response_ids"] for row in rows[:3]]
+    assert [row["response_ids"] for row in rows_of(tmp_path / "three")] == [row["response_ids"] for row in rows[:3]]

@@ -1,10 +1,12 @@
-"""A set is the same bytes whenever its run was killed, and its rows are done, failed or skipped."""
+"""A set is the same bytes whenever its run was killed; what disturbs a run is one line that says what was kept."""
 
 import json
+import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import KILL_IN_PART, Door, Spawn, files, manifest, rows_of, write_rows
 from tests.serving import serving
 
-Spawn = Callable[..., Any]
 KILLS = 3
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
 )
-BAD = ["{broken", '{"other": 1}', '{"prompt": ""}', json.dumps({"prompt": "dog " * 200})]
-BAD.append('{"messages": [{"role": "judge", "content": "guilty"}]}')
+BAD: list[Any] = ["{broken", {"other": 1}, {"prompt": ""}, {"prompt": "dog " * 200}]
+BAD.append({"messages": [{"role": "judge", "content": "guilty"}]})
 REFUSED = "The server refuses this"
-
 # Counts the calls and returns of functions from the moment on at which the set is claimed; dies at one of them.
 KILL_AT_CALL = """
 import atexit, os, signal, sys
@@ -43,44 +44,58 @@ def told():
 module.check_empty = claiming
 atexit.register(told)
 """
+# A signal arrives once the third answer is kept.
+STOP_AT_ANSWER = """
+import os, signal, time
+import draftsmith_core.runs as module
+append, kept = module.Journal.append, []
+def stopping(self, row):
+    append(self, row)
+    kept.append(row)
+    if len(kept) == 3:
+        {act}
+        time.sleep(60)
+module.Journal.append = stopping
+"""
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+@pytest.fixture
+def words(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return f"distill --target {target_dir} --prompts {prompts_file} --out set --max_new_tokens 5 --part_rows 4".split()
 
 
-def prompts() -> Iterator[str]:
+def prompts() -> Iterator[Any]:
     turn = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "-"}]
     for number in range(16):
-        yield json.dumps({"prompt": f"The quick brown {number} " * (1 + number % 3)})
+        yield {"prompt": f"The quick brown {number} " * (1 + number % 3)}
         if number % 3 == 2:
             yield BAD[number // 3]
         if number % 4 == 0:
-            yield json.dumps({"messages": [*turn, {"role": "user", "content": f"Number {number}"}]})
-    yield json.dumps({"prompt": REFUSED})
+            yield {"messages": [*turn, {"role": "user", "content": f"Number {number}"}]}
+    yield {"prompt": REFUSED}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf", "openai"])
 def test_killed_at_random_instants(engine: str, target_dir: str, tmp_path: Path, spawn: Spawn) -> None:
     lines = list(prompts())
-    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    write_rows(tmp_path / "p.jsonl", *lines)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     command = f"distill --target {target_dir} --prompts ../p.jsonl --chat_template ../chat.jinja --out set --seed 3"
     words = [*command.split(), *"--num_samples 2 --max_new_tokens 6 --batch_size 3 --part_rows 6".split()]
-    words += ["--engine", engine]
-    refused = 0
+    words += ["--engine", engine] + ["--teacher_top_k", "3"] * (engine == "hf")
+    refused = int(engine == "openai")
     serve: Any = nullcontext()
     server: Any
-    if engine == "openai":
-        tokenizer, refused = load_tokenizer(target_dir), 1
+    if refused:
+        tokenizer = load_tokenizer(target_dir)
         ids = tokenizer(REFUSED)["input_ids"]
         serve = serving(
             "vllm", tokenizer, misbehave=lambda number: 422 if server.bodies[number]["prompt"] == ids else None
         )
     with serve as server:
-        if engine == "openai":
-            words += ["--endpoint", server.url]
+        words += ["--endpoint", server.url] if refused else []
 
         def run(name: str, calls: int) -> int:
             (tmp_path / name).mkdir(exist_ok=True)
@@ -100,16 +115,123 @@ def test_killed_at_random_instants(engine: str, target_dir: str, tmp_path: Path,
                 kills += 1
         assert run("killed", 0) == 0
         assert files(tmp_path / "killed/set") == whole
-    manifest = json.loads(whole["manifest.json"])
-    counts = manifest["counts"]
+    counts = json.loads(whole["manifest.json"])["counts"]
     assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (len(lines), 5, refused)
     assert counts["prompts_done"] == len(lines) - 5 - refused
-    table = [row for part in sorted((tmp_path / "whole/set").glob("part-*")) for row in pq.read_table(part).to_pylist()]
-    # Two samples of each prompt, and the two turns of the four chats are a row each.
-    assert len(table) == counts["rows"] == 2 * (counts["prompts_done"] + 4)
-    assert len({row["id"] for row in table}) == len(table)
-    errors = [json.loads(line) for line in whole["errors.jsonl"].decode().splitlines()]
-    assert {line["row"] for line in errors} == {
-        number for number, line in enumerate(lines, 1) if line in BAD or (refused and REFUSED in line)
-    }
-    assert [line["outcome"] for line in errors] == ["skipped"] * 5 + ["failed"] * refused
+
+
+def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[str], door: Door, spawn: Spawn) -> None:
+    assert door(*words)[0] == 0
+    shutil.move("set", "whole")
+    whole = files("whole")
+    assert spawn(*words, cwd=Path.cwd(), patch=KILL_IN_PART.format(part=2)).wait()[0] == -9
+    assert {"part-00000.parquet", ".part-00001.answers.jsonl", "run.json"} < set(files())
+    assert not {"part-00001.parquet", "manifest.json"} & set(files())
+    # Training on an unfinished set is refused.
+    code, _, err = door("train", "--out", "o", "--data", "set", "--draft", words[2], "--max_length", 64)
+    assert code == 2 and "manifest" in err
+    code, _, err = door(*words)
+    assert code == 0 and files() == whole, err
+    # A finished set is left as it is; a lost part is made again; other options are refused by name.
+    times = {path: path.stat().st_mtime_ns for path in Path("set").glob("part-*")}
+    Path("set/part-00001.parquet").unlink()
+    assert door(*words)[0] == 0 and files() == whole
+    assert Path("set/part-00000.parquet").stat().st_mtime_ns == times[Path("set/part-00000.parquet")]
+    code, _, err = door(*words, "--temperature", "0.5")
+    assert code == 2 and "its temperature is 1.0, now it is 0.5" in err and files() == whole
+
+
+@pytest.mark.parametrize("name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")])
+def test_a_stopped_run_says_how_many_answers_are_kept(
+    words: list[str], door: Door, spawn: Spawn, name: str, code: int, line: str
+) -> None:
+    act = f"os.kill(os.getpid(), signal.{name})"
+    ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_AT_ANSWER.format(act=act)).wait()
+    assert (ended, out) == (code, "")
+    assert err.splitlines()[-1] == f"draftsmith distill: {line}; 3 answers are kept; the same command continues"
+    assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
+    assert door(*words)[0] == 0
+    kept = rows_of()
+    assert door(*words, "--out", "whole")[0] == 0 and kept == rows_of("whole")
+    assert not list(Path("set").glob(".*"))
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_write_one_set(words: list[str], tmp_path: Path, spawn: Spawn, door: Door) -> None:
+    first = spawn(*words, cwd=tmp_path, patch=STOP_AT_ANSWER.format(act="hold()"))
+    while not (tmp_path / "set" / ".part-00000.answers.jsonl").exists() and not first.ended:
+        time.sleep(0.01)
+    code, out, err = door(*words)
+    assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
+    assert "draftsmith distill: --out set: process " in err and "wait for it, or choose another" in err
+    first.send(signal.SIGKILL)
+    assert first.wait()[0] == -9
+    code, _, err = door(*words)
+    assert code == 0, err
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(
+    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = pq.write_table
+
+    def full(table: Any, path: Path) -> None:
+        if "00001" in str(path):
+            path.write_bytes(b"PAR1 half")
+            raise OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+        write(table, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", full)
+        code, out, err = door(*words)
+    assert (code, out) == (1, "")
+    assert err.strip().splitlines()[-1] == (
+        "draftsmith distill: set/part-00001.parquet: cannot be written (No space left on device); "
+        "make room, and the same command continues"
+    )
+    assert sorted(os.listdir("set")) == [".part-00001.answers.jsonl", "part-00000.parquet", "run.json"]
+    assert door(*words)[0] == 0
+
+
+def test_the_sampling_that_the_target_asks_for_is_used_and_said(
+    words: list[str], tmp_path: Path, target_dir: str, door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = shutil.copytree(target_dir, tmp_path / "sampling")
+    file = model / "generation_config.json"
+    keys = {"do_sample": True, "temperature": 0.5, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.2}
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    words[2] = str(model)
+    code, out, err = door(*words)
+    assert code == 0, err
+    said = "sampling: temperature 0.5, top_k 7, min_p 0.05 from the target's generation_config.json"
+    assert out.splitlines()[-1] == said
+    assert f"{model}: its generation_config.json sets repetition_penalty=1.2; this is ignored here" in caplog.text
+    recorded = manifest()["identity"]["config"]
+    assert [recorded[key] for key in ("temperature", "top_k", "top_p", "min_p")] == [0.5, 7, 1.0, 0.05]
+    # The same, asked for by name, is the same set: nothing is made again.
+    before = Path("set/part-00000.parquet").stat().st_mtime_ns
+    assert door(*words, *"--temperature 0.5 --top_k 7 --top_p 1 --min_p 0.05".split())[0] == 0
+    assert Path("set/part-00000.parquet").stat().st_mtime_ns == before
+
+
+def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door: Door) -> None:
+    Path("set").mkdir()
+    Path("set/config.json").write_text("mine")
+    code, _, err = door(*words)
+    assert code == 2 and "--out set: holds config.json of something else; choose another --out" in err
+    assert os.listdir("set") == ["config.json"]
+
+
+def test_prompts_that_have_become_fewer_are_another_set(words: list[str], door: Door, prompts_file: str) -> None:
+    """What was made of the rows that are gone would stay in the directory, and be read with the rest."""
+    rows = Path(prompts_file).read_text().splitlines()
+    for kept in (4, 8, 9):  # as many parts as before, and one that has no rows
+        words[4] = write_rows("rows.jsonl", *rows[:8], "{}", "{}", "{}", "{}")
+        assert door(*words)[0] == 0
+        write_rows("rows.jsonl", *rows[:kept])
+        before = Path("set/manifest.json").read_bytes()
+        code, _, err = door(*words)
+        assert code == 2 and "choose another --out or delete" in err
+        assert ("the prompts have fewer rows now" in err) == (kept < 9)
+        assert Path("set/manifest.json").read_bytes() == before
+        shutil.rmtree("set")

@@ -1,33 +1,19 @@
 """Prompts that the target writes itself: as it would go on, each once, all accounted for, the same after kills."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from decode import SpeculativeDecoder
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import decode_text, load_tokenizer
+from tests.distilled import Door, files, manifest, rows_of
 from tests.serving import serving
 
-Door = Callable[..., tuple[int, str, str]]
-Spawn = Callable[..., Any]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
-KILL = """
-import os, signal
-import distill.own_prompts as module
-write, written = module.write_text_atomic, []
-def dying(path, text):
-    written.append(path)
-    if len(written) == {count}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, text)
-module.write_text_atomic = dying
-"""
 
 
 @pytest.fixture
@@ -42,20 +28,12 @@ def prompts(directory: str = "set") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(directory, "prompts.jsonl").read_text().splitlines()]
 
 
-def rows_of(directory: str) -> list[dict[str, Any]]:
-    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
-
-
-def files(directory: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
-
-
 def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target_dir: str) -> None:
     code, out, err = door(*words, "magpie:25", "--json")
     assert code == 0, err
     summary = json.loads(out.splitlines()[-1])
     own, found = summary["own_prompts"], prompts()
-    assert own == json.loads(Path("set/manifest.json").read_text())["own_prompts"]
+    assert own == manifest()["own_prompts"]
     assert (own["drawn"], own["kept"]) == (25, len(found))
     left_out = sum(int(line.split()[0]) for line in own["left_out_because"])
     assert left_out == 25 - len(found) and 5 < len(found) < 25

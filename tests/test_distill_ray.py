@@ -1,14 +1,13 @@
 """`distill --engine ray`: a local cluster of two processors; workers that die cost nothing but time."""
 
 import importlib.util
-import json
 import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import Door, files, write_rows
 
-Door = Callable[..., tuple[int, str, str]]
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 3, "part_rows": 2, "seed": 4}
 
@@ -43,18 +42,13 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def parts(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.glob("part-*"))}
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     chat = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "-"}]
     rows: list[dict[str, Any]] = [{"prompt": f"The quick brown {number}" * (1 + number % 3)} for number in range(9)]
     rows += [{"messages": [*chat, {"role": "user", "content": f"Number {number}"}]} for number in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
-    return str(tmp_path / "prompts.jsonl")
+    return write_rows(tmp_path / "prompts.jsonl", *rows)
 
 
 @NEEDS_RAY
@@ -73,7 +67,7 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
     killed: list[int] = []
 
     def dying(self: RayEngine, groups: Any, done: Any) -> None:
-        processes = ray.get([worker.process.remote() for worker in self.workers])
+        processes = ray.get([worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers])
         assert len(set(processes)) == 2
 
         def after(request: Any, answer: Any) -> Any:
@@ -84,15 +78,15 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
             return done(request, answer)
 
         run(self, groups, after)
-        again = ray.get([worker.process.remote() for worker in self.workers])
+        again = ray.get([worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers])
         assert not set(again) & set(killed), "the workers that answered are not those that died"
 
     monkeypatch.setattr(RayEngine, "run", dying)
     many = distill(DistillConfig(out=str(tmp_path / "ray"), engine="ray", workers=2, **common), "x")
     assert len(killed) == 2
     assert {key: one[key] for key in one if key != "out"} == {key: many[key] for key in many if key != "out"}
-    assert one["rows"] == 30 and len(parts(tmp_path / "hf")) == 12
-    assert parts(tmp_path / "ray") == parts(tmp_path / "hf")
+    assert one["rows"] == 30 and len(files(tmp_path / "hf", "part-*")) == 12
+    assert files(tmp_path / "ray", "part-*") == files(tmp_path / "hf", "part-*")
 
 
 @NEEDS_RAY

@@ -1,11 +1,9 @@
-"""Teacher rows of a distilled set are the target's own distributions, and training works on them without the target."""
+"""Teacher rows are the target's own distributions, of answers made or found, and training needs no target with them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,59 +11,79 @@ from distill.score import score
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.teacher_rows import unpack
+from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import Door, errors, files, manifest, rows_of, write_rows
 
-Door = Callable[..., tuple[int, str, str]]
-K = 5
+K = 7
 
 
 @pytest.fixture
-def made(target_dir: str, prompts_file: str, tmp_path: Path, door: Door) -> Path:
-    words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--out", tmp_path / "set"]
-    code, _, err = door(*words, "--max_new_tokens", 12, "--num_samples", 2, "--teacher_top_k", K, "--temperature", 0.7)
+def make(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`distill` of a set of four parts."""
+    monkeypatch.chdir(tmp_path)
+    words = f"distill --target {target_dir} --prompts {prompts_file} --max_new_tokens 12 --num_samples 2 --part_rows 5"
+    return [*words.split(), "--temperature", "0.7"]
+
+
+@pytest.fixture
+def words(make: list[str], door: Door, target_dir: str) -> list[str]:
+    """`distill --score plain`, where plain is a set without teacher rows."""
+    code, _, err = door(*make, "--out", "plain")
     assert code == 0, err
-    return tmp_path / "set"
+    return f"distill --target {target_dir} --score plain --out scored --teacher_top_k {K}".split()
 
 
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(directory.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def test_rows_are_the_targets_own_distributions(made: Path, target_dir: str) -> None:
+def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
     target = load_model(target_dir, device="cpu", dtype="float32")
-    rows = rows_of(made)
-    assert len(rows) == 16
     for row in rows:
         prompt, response = row["prompt_ids"], row["response_ids"]
         with torch.no_grad():
-            logits_TV = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        p_RV = logits_TV.double().softmax(-1)
-        for p_V, ids, logprobs, tail in zip(p_RV, *unpack(row["teacher"]), strict=True):
-            assert ids.tolist() == sorted(p_V.topk(K).indices.tolist())
-            torch.testing.assert_close(torch.tensor(logprobs).exp().double(), p_V[ids], atol=1e-6, rtol=4e-3)
-            assert tail == pytest.approx(1 - float(p_V[ids].sum()), rel=1e-3)
+            p_TV = target(torch.tensor([prompt + response])).logits[0].double().softmax(-1)
+        # Nothing predicts the first token of a text without a prompt.
+        for place, (ids, logprobs, tail) in enumerate(zip(*unpack(row["teacher"]), strict=True)):
+            if prompt or place:
+                p_V = p_TV[len(prompt) - 1 + place]
+                assert ids.tolist() == sorted(p_V.topk(K).indices.tolist())
+                torch.testing.assert_close(torch.tensor(logprobs).exp().double(), p_V[ids], atol=1e-6, rtol=4e-3)
+                assert tail == pytest.approx(1 - float(p_V[ids].sum()), rel=1e-3)
+
+
+def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
+    make: list[str], words: list[str], door: Door, target_dir: str
+) -> None:
+    code, out, err = door(*words, "--json")
+    assert code == 0, err
+    assert door(*make, "--out", "at_once", "--teacher_top_k", K)[0] == 0
+    rows = rows_of("scored")
+    assert len(rows) == 16 and rows == rows_of("at_once")
+    check_teacher_rows(rows, target_dir)
+    assert "scored: 16 of 16 rows scored" in out and json.loads(out.splitlines()[-1])["bytes_per_token"] == 30
+    fingerprints = [manifest(name)["identity"]["target_fingerprint"] for name in ("plain", "scored")]
+    assert fingerprints[0] == fingerprints[1]
+    before = files("scored")
+    assert door(*words, "--json")[0] == 0 and files("scored") == before
+    code, _, err = door(*words, "--teacher_top_k", 8)
+    assert code == 2 and "its teacher_top_k is 7, now it is 8" in err
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir: str) -> None:
-    target = load_model(target_dir, device="cpu", dtype="float32")
-    ids, _, tail = unpack(score(target, [3, 4], [5, 6, 7], 10_000))
-    assert ids.tolist() == [list(range(290))] * 3
-    assert tail == pytest.approx([0, 0, 0], abs=1e-9)
+    ids, _, tail = unpack(score(load_model(target_dir, device="cpu", dtype="float32"), [3, 4], [5, 6, 7], 10_000))
+    assert ids.tolist() == [list(range(290))] * 3 and tail == pytest.approx([0, 0, 0], abs=1e-9)
 
 
-def test_a_draft_is_trained_without_the_target(
-    made: Path, target_dir: str, draft_dir: str, tmp_path: Path, door: Door
-) -> None:
-    words = ["train", "--data", made, "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
-    words += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
-    code, _, err = door(*words, "--out", tmp_path / "draft")
+def test_a_draft_is_trained_without_the_target(words: list[str], target_dir: str, draft_dir: str, door: Door) -> None:
+    assert door(*words)[0] == 0
+    train = ["train", "--data", "scored", "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
+    train += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
+    code, _, err = door(*train, "--out", "draft")
     assert code == 0, err
-    judged = [json.loads(line) for line in (tmp_path / "draft/run/metrics.jsonl").read_text().splitlines()]
+    judged = [json.loads(line) for line in Path("draft/run/metrics.jsonl").read_text().splitlines()]
     judged = [line for line in judged if "heldout_alpha" in line]
     assert judged[-1]["heldout_alpha"] > judged[0]["heldout_alpha"]
     # What lies in the tail is not known, and not counted: alpha is at most the target's own.
-    code, _, err = door(*words, "--target", target_dir, "--out", tmp_path / "live")
+    code, _, err = door(*train, "--target", target_dir, "--out", "live")
     assert code == 0, err
-    live = json.loads((tmp_path / "live/run/metrics.jsonl").read_text().splitlines()[0])
+    live = json.loads(Path("live/run/metrics.jsonl").read_text().splitlines()[0])
     assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
 
 
@@ -76,3 +94,48 @@ def test_logits_that_are_not_finite_name_the_model(target_dir: str) -> None:
     score(target, [3, 4], [5, 6], K)
     with pytest.raises(RunError, match=rf"^{target_dir}: gives logits that are NaN or infinite on an answer; try"):
         score(target, [3, 4], [7, 6], K)
+
+
+def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> None:
+    """Chats as text, and tokens; rows that cannot be scored are skipped with their reason."""
+    Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
+    ids = "token ids in prompt_ids"
+    cases: list[tuple[Any, str]] = [
+        ({"messages": chat, "id": "c", "domain": "chat"}, ""),
+        ({"prompt_ids": [5, 6], "response_ids": [7, 8, 1]}, ""),
+        ({"messages": chat[:1]}, "does not end with an assistant turn"),
+        ({"prompt_ids": [5, 6], "response_ids": []}, "no answer"),
+        ({"prompt_ids": [5, 6], "response_ids": [290]}, "holds a token that the target, with 290, does not have"),
+        ({"prompt_ids": [5], "response_ids": [7] * 96}, "97 tokens, more than the 96 that fit"),
+        ({"prompt_ids": "five", "response_ids": [7]}, ids),
+        ({"text": "no answer"}, f"needs `messages` that end with the assistant's answer, or {ids}"),
+        ({"prompt_ids": [], "response_ids": [7, 8, 9]}, ""),
+        ({"prompt_ids": [2**31], "response_ids": [7]}, ids),
+        ({"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "calls of tools"),
+        ("{broken", "not valid JSON"),
+    ]
+    words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
+    code, out, err = door(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
+    assert code == 0, err
+    assert "3 of 12 rows scored" in out and "9 skipped" in out
+    reasons = {line["row"]: line["reason"] for line in errors("scored")}
+    assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))
+    rows = rows_of("scored")
+    assert load_tokenizer(target_dir).decode(rows[0]["prompt_ids"]) == "[user]Who?[assistant]"
+    assert [(row["domain"], row["tokens_from"]) for row in rows[:2]] == [("chat", "text"), ("default", "target")]
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
+    check_teacher_rows(rows, target_dir)
+
+
+def test_a_source_that_cannot_be_used(words: list[str], door: Door) -> None:
+    part = Path("plain/part-00001.parquet")
+    part.write_bytes(part.read_bytes()[:-9])
+    code, _, err = door(*words)
+    assert code == 2 and f"{part}: is not the file that the manifest describes" in err
+    Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
+    code, _, err = door(*words, "--out", "o")
+    assert code == 2 and "plain: its manifest.json is not that of a distilled set" in err
+    words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
+    code, _, err = door(*words, "--out", "o")
+    assert code == 1 and "o: no row is left: 1 skipped: needs `messages`" in err

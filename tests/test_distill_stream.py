@@ -5,7 +5,7 @@ import gzip
 import json
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from distill.engines import ENGINES, Answer, AnswerRequest, Done
 from distill.engines.hf import HFEngine
 from draftsmith_core.prompt_rows import iterate_records
 from draftsmith_core.tokenization import Tokenizer
+from tests.distilled import Door, errors, files, rows_of, write_rows
 
-Door = Callable[..., tuple[int, str, str]]
 GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]
 BAD = [
     (b"{broken", "not valid JSON"),
@@ -38,27 +38,22 @@ BAD = [
 @pytest.fixture
 def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps(row).encode() for row in GOOD]
+    lines: list[Any] = list(GOOD)
     for place, (line, _) in enumerate(BAD):
         lines.insert(2 * place, line)
-    Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    write_rows("p.jsonl", *lines, "")
     command = (
         f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 6 --part_rows 4 --num_samples 2"
     )
     return command.split()
 
 
-def rows_of(directory: str) -> list[dict[str, Any]]:
-    return [row for path in sorted(Path(directory).glob("part-*")) for row in pq.read_table(path).to_pylist()]
-
-
 def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str], door: Door) -> None:
     code, out, err = door(*words)
     assert code == 0, err
     assert "18 rows" in out and "of 19 prompts 9 done, 10 skipped, 0 failed" in out
-    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
-    assert [(line["row"], line["outcome"]) for line in errors] == [(2 * place + 1, "skipped") for place in range(10)]
-    for line, (_, reason) in zip(errors, BAD, strict=True):
+    assert [(line["row"], line["outcome"]) for line in errors()] == [(2 * place + 1, "skipped") for place in range(10)]
+    for line, (_, reason) in zip(errors(), BAD, strict=True):
         assert reason in line["reason"] and "\n" not in line["reason"]
     code, _, err = door(*words, "--out", "strict", "--strict")
     assert code == 2
@@ -99,14 +94,14 @@ def test_compressed_and_columnar_files_give_the_same_rows(words: list[str], door
 
 def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) -> None:
     assert door(*words)[0] == 0
-    made = {path.name: path.read_bytes() for path in Path("set").iterdir()}
+    made = files()
     lines = Path("p.jsonl").read_bytes().splitlines()
     lines[11] = b'{"prompt": "another"}'
     Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     code, _, err = door(*words)
     assert code == 2
     assert "p.jsonl: its rows are not those that set/part-00005.parquet was made from" in err
-    assert {path.name: path.read_bytes() for path in Path("set").iterdir() if path.name != ".lock"} == made
+    assert files() == made
 
 
 def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -> None:
@@ -121,7 +116,7 @@ def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -
 
 def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str) -> None:
     """Each row is what its own temperature gives, and the shares are those that were asked for."""
-    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"The {i}", "id": str(i)}) + "\n" for i in range(60)))
+    write_rows("p.jsonl", *({"prompt": f"The {i}", "id": str(i)} for i in range(60)))
     words = [*words, "--part_rows", "200"]
     code, _, err = door(*words, "--temperatures", "0:1", "1.0:2", "0.5:2")
     assert code == 0, err
@@ -142,7 +137,6 @@ def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str
 class _Echo:
     """An engine that answers with one token, and remembers how far the source had been read when it was first asked."""
 
-    keeps_answers = False
     max_prompt_tokens = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
@@ -155,9 +149,6 @@ class _Echo:
             self.most = max(self.most, len(group))
             for request in group:
                 assert done(request, Answer((7,), "length")) is None
-
-    def score(self, request: AnswerRequest, response: Answer, k: int) -> Any:
-        raise NotImplementedError
 
     def close(self) -> None:
         return
@@ -193,7 +184,7 @@ def test_memory_does_not_grow_with_the_rows(
 
 def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answers are written before the third group of rows has been read."""
-    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"The {i}"}) + "\n" for i in range(400)))
+    write_rows("p.jsonl", *({"prompt": f"The {i}"} for i in range(400)))
     monkeypatch.setitem(ENGINES, "hf", _Echo)
     read = iterate_records
     parts: list[tuple[int, int]] = []

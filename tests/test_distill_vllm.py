@@ -4,9 +4,8 @@ The names and signatures are those of vLLM 0.33 (`LLM.__init__`, `LLM.generate`,
 `CompletionOutput`, `Logprob`); the stand-in refuses any other, and runs the tiny target.
 """
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -23,8 +21,7 @@ from distill.generate import distill
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, draw, generator, probs
-
-Door = Callable[..., tuple[int, str, str]]
+from tests.distilled import manifest, rows_of, write_rows
 
 
 @dataclass(kw_only=True)
@@ -120,10 +117,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     LLM.made.clear()
 
 
-def rows(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(directory.glob("part-*")) for row in pq.read_table(path).to_pylist()]
-
-
 def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 10, "part_rows": 4, "teacher_top_k": 5}
     config = DistillConfig(
@@ -141,7 +134,7 @@ def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_f
     (llm,) = LLM.made
     assert llm.tensor_parallel_size == 2
     asked = [params for call in llm.calls for params in call]
-    made = rows(tmp_path / "set")
+    made = rows_of(tmp_path / "set")
     assert {params.temperature for params in asked} == {row["temperature"] for row in made} == {0.0, 0.8}
     assert sorted(params.seed or 0 for params in asked) == sorted(row["seed"] for row in made)
     assert {(params.top_k, params.max_tokens, params.detokenize) for params in asked} == {(7, 10, False)}
@@ -150,8 +143,7 @@ def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_f
         assert (row["finish_reason"] == "stop") == (row["response_ids"][-1] in ends)
         assert row["tokens_from"] == "target"
     assert {row["finish_reason"] for row in made} == {"stop", "length"}
-    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
-    assert manifest["identity"]["config"]["engine"] == "vllm"
+    assert manifest(tmp_path / "set")["identity"]["config"]["engine"] == "vllm"
     # Teacher rows are those of `hf`, of the same answers.
     from distill.score import score
     from draftsmith_core.teacher_rows import unpack
@@ -166,11 +158,11 @@ def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_f
 
 def test_turns_are_asked_after_the_answers_before_them(vllm: None, target_dir: str, tmp_path: Path) -> None:
     turn = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "-"}]
-    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [*turn, *turn]}) + "\n")
+    source = write_rows(tmp_path / "p.jsonl", {"messages": [*turn, *turn]})
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
     config = DistillConfig(
         target=target_dir,
-        prompts=str(tmp_path / "p.jsonl"),
+        prompts=source,
         out=str(tmp_path / "set"),
         engine="vllm",
         max_new_tokens=6,
@@ -178,7 +170,7 @@ def test_turns_are_asked_after_the_answers_before_them(vllm: None, target_dir: s
     )
     assert distill(config, "x")["rows"] == 2
     assert [len(call) for call in LLM.made[0].calls] == [1, 1]
-    assert [row["turn"] for row in rows(tmp_path / "set")] == [0, 1]
+    assert [row["turn"] for row in rows_of(tmp_path / "set")] == [0, 1]
 
 
 def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:

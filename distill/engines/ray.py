@@ -51,10 +51,6 @@ class Worker:
         engine = self._engine()
         return engine.identity, engine.sampling, engine.max_prompt_tokens
 
-    def process(self) -> int:
-        """Return the id of this process on its node."""
-        return os.getpid()
-
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """Time the candidate trees, as `HFEngine` does."""
         times: dict[str, float] = self._engine().seconds_per_token(requests)

@@ -1,0 +1,50 @@
+"""What the tests of `distill` share: rows and files of a set, and the death of a process that writes one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+Door = Callable[..., tuple[int, str, str]]
+Spawn = Callable[..., Any]
+# The process of this patch is killed while it writes the given part (from 1).
+KILL_IN_PART = """
+import os, signal
+import distill.parts as module
+write, written = module.pq.write_table, []
+def dying(table, path):
+    written.append(path)
+    if len(written) == {part}:
+        path.write_bytes(b"PAR1 half a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(table, path)
+module.pq.write_table = dying
+"""
+
+
+def rows_of(directory: Path | str = "set") -> list[dict[str, Any]]:
+    return [row for path in sorted(Path(directory).glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def files(directory: Path | str = "set", pattern: str = "*") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).glob(pattern)}
+
+
+def manifest(directory: Path | str = "set") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(directory, "manifest.json").read_text())
+    return content
+
+
+def errors(directory: Path | str = "set") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(directory, "errors.jsonl").read_text().splitlines()]
+
+
+def write_rows(path: Path | str, *rows: Any) -> str:
+    """Write a JSONL file; bytes and texts are lines as they are."""
+    lines = [
+        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows
+    ]
+    Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
+    return str(path)
