@@ -8,8 +8,7 @@ Legend: N drafted nodes at most (an axis of N + 1 counts from none), D levels at
 K ranks (an axis of K + 1 ends in "no more children").
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -22,21 +21,16 @@ Floats = NDArray[np.float64]
 LARGEST, DEEPEST = 256, 32
 
 
-@dataclass(frozen=True)
-class TreeBudget:
-    """The size of a tree and what it gives: `length` expected emitted tokens per step, at `token_s` seconds each."""
-
-    nodes: int
-    depth: int
-    length: float
-    token_s: float
-
-
 def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
     """The tree of at most `nodes` nodes and `depth` levels with the most expected tokens per step: 1 plus, for every
     node, the product of the acceptances on its path. A node that adds nothing is left out, so a tree may be smaller.
     """
-    rates_K = _rates(acceptance, nodes, depth)
+    if not all(0 <= rate <= 1 for rate in acceptance) or sum(acceptance) > 1 + 1e-6:
+        raise ValueError("acceptance: expected the ranks' probabilities, at most 1 together, such as [0.6, 0.15, 0.05]")
+    for key, value, most in (("nodes", nodes, LARGEST), ("depth", depth, DEEPEST)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{key}={value} is not in 1..{most}")
+    rates_K = np.trim_zeros(np.array(acceptance, dtype=np.float64)[:nodes], "b")
     below_DKN = _best(rates_K, nodes, depth)
     parents: list[int] = []
     # The nodes whose children are still to be placed: (node, levels left under it, nodes that it may have under it).
@@ -53,40 +47,6 @@ def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
             parents.append(node)
             budget -= chosen + 1
     return Tree(tuple(parents))
-
-
-def best_size(
-    acceptance: Sequence[float], nodes: int, depth: int, verify_s: Mapping[int, float], draft_s: float
-) -> TreeBudget:
-    """The size within `nodes` and `depth` whose optimal tree emits a token in the least time: the minimum of
-    (depth * draft_s + verify_s) / length (Sequoia, section 3.3).
-
-    `verify_s[n]` is the time of a target forward over n tokens, root included (1 is plain decoding), at a real context
-    length; `draft_s` that of a draft forward over one level. Only measured sizes are considered, and a larger one is
-    never taken to be cheaper than a smaller one.
-    """
-    reach_DN = 1 + _best(_rates(acceptance, nodes, depth), nodes, depth)[:, 0]
-    best: TreeBudget | None = None
-    dearest = 0.0
-    for size in sorted(verify_s):
-        dearest = max(dearest, verify_s[size])
-        for levels in range(1, len(reach_DN)) if 2 <= size <= nodes + 1 else ():
-            length = float(reach_DN[levels, size - 1])
-            token_s = (levels * draft_s + dearest) / length
-            if best is None or token_s < best.token_s:
-                best = TreeBudget(size - 1, levels, length, token_s)
-    if best is None:
-        raise ValueError(f"verify_s: no size from 2 to {nodes + 1} tokens (nodes + 1); measure one, or raise nodes")
-    return best
-
-
-def _rates(acceptance: Sequence[float], nodes: int, depth: int) -> Floats:
-    if not all(0 <= rate <= 1 for rate in acceptance) or sum(acceptance) > 1 + 1e-6:
-        raise ValueError("acceptance: expected the ranks' probabilities, at most 1 together, such as [0.6, 0.15, 0.05]")
-    for key, value, most in (("nodes", nodes, LARGEST), ("depth", depth, DEEPEST)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{key}={value} is not in 1..{most}")
-    return np.trim_zeros(np.array(acceptance, dtype=np.float64)[:nodes], "b")
 
 
 def _best(rates_K: Floats, nodes: int, depth: int) -> Floats:

@@ -55,7 +55,7 @@ TREES: dict[str, TreeKind] = {
 
 _FILES = {
     "static": '{"parents": [-1, -1, 0], "stop": 0.2} or paths such as [[0], [1], [0, 0]]',
-    "sequoia": '{"acceptance": [0.6, 0.15], "nodes": 64, "depth": 8}, or "verify_s" and "draft_s" too',
+    "sequoia": '{"acceptance": [0.6, 0.15], "nodes": 64, "depth": 8}',
     "auto": "a plan; write one with `draftsmith plan --out FILE`",
 }
 
@@ -82,8 +82,7 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
 
     A static file holds `parents` (breadth-first, -1 is the root) or `paths` of child ranks, and perhaps `stop`; or just
     the list of paths, as Medusa and EAGLE write their trees. A sequoia file holds `acceptance`, `nodes` and `depth` as
-    in `decode.sequoia.optimal_tree`; with `verify_s` and `draft_s` (`best_size`) too, `nodes` and `depth` are bounds
-    and the cheapest size within them is taken.
+    in `decode.sequoia.optimal_tree`.
     """
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
@@ -175,15 +174,10 @@ def _planned(content: Any) -> TreeShape:
 
 
 def _sequoia(content: Any) -> Tree:
-    from decode.sequoia import best_size, optimal_tree  # brings numpy, which no other spec needs
+    from decode.sequoia import optimal_tree  # brings numpy, which no other spec needs
 
-    _check_keys(content, ("acceptance", "nodes", "depth", "verify_s", "draft_s"))
-    acceptance, nodes, depth = content["acceptance"], content["nodes"], content["depth"]
-    if "verify_s" in content or "draft_s" in content:
-        verify_s = {int(size): seconds for size, seconds in content["verify_s"].items()}
-        size = best_size(acceptance, nodes, depth, verify_s, content["draft_s"])
-        nodes, depth = size.nodes, size.depth
-    return optimal_tree(acceptance, nodes, depth)
+    _check_keys(content, ("acceptance", "nodes", "depth"))
+    return optimal_tree(content["acceptance"], content["nodes"], content["depth"])
 
 
 def _check_keys(content: dict[str, Any], known: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.verify.mcsd import without
+from decode.verify.siblings import without
 from decode.verify.tree_walk import residual
 from drafts.heads import Head
 from drafts.heads.eagle import EagleHead

@@ -28,7 +28,7 @@ from decode import (
 )
 from decode.tree_batch import TreeBatch
 from decode.verify import uniforms_per_depth
-from decode.verify.exact import verify
+from decode.verify.exact import exact
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from tests.tiny_models import random_llama
@@ -145,7 +145,7 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
 
     def counting(proposal: Any, p_BMV: Any, u_BU: Any) -> Any:
         asked.append(len(p_BMV))
-        return verify(proposal, p_BMV, u_BU)
+        return exact(proposal, p_BMV, u_BU)
 
     mine = Verifier(
         name="mine", title="mine", paper="", drawings=("deterministic",), uniforms=uniforms_per_depth, run=counting

@@ -114,7 +114,6 @@ GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
         ("sequoia:a", {"acceptance": [0.6]}, "key 'nodes' is missing"),
         ("sequoia:a", GOOD | {"acceptance": [0.6, 0.6]}, "at most 1 together"),
         ("sequoia:a", GOOD | {"nodes": 10**30}, "is not in 1..256"),
-        ("sequoia:a", GOOD | {"verify_s": {"64": 1}, "draft_s": 0.1}, "verify_s: no size from 2 to 9 tokens"),
         ("auto:a", {"trees": []}, "key 'tree' is missing; expected a plan"),
     ],
 )
@@ -261,30 +260,7 @@ def test_the_largest_programme_is_fast() -> None:
     assert all(a < b for a, b in pairwise([*larger, expected_length(tree, acceptance)]))
 
 
-@given(rates, st.lists(st.floats(0.01, 1), min_size=7, max_size=7), st.floats(0, 0.5), st.integers(1, 7))
-@settings(deadline=None, max_examples=40)
-def test_the_best_size_is_the_cheapest_of_all_trees(
-    acceptance: list[float], costs: list[float], draft_s: float, depth: int
-) -> None:
-    """Against every tree of up to 6 nodes, at the running maximum of the measured costs."""
-    verify_s = dict(enumerate(costs, start=1))
-    size = best_size(acceptance, 6, depth, verify_s, draft_s)
-    best = min(
-        (other.depth * draft_s + max(costs[: other.size + 1])) / expected_length(other, acceptance)
-        for other in ALL
-        if other.size <= 6 and other.depth <= depth
-    )
-    assert size.token_s == pytest.approx(best, rel=1e-12)
-    tree = optimal_tree(acceptance, size.nodes, size.depth)
-    assert expected_length(tree, acceptance) == pytest.approx(size.length, rel=1e-12)
-
-
 def test_a_sequoia_file_is_the_optimal_tree() -> None:
     acceptance = [0.6, 0.2, 0.05]
     content: dict[str, object] = {"acceptance": acceptance, "nodes": 20, "depth": 6}
     assert parse_file("sequoia", content) == optimal_tree(acceptance, 20, 6)
-    verify_s = {1: 0.02, 4: 0.021, 8: 0.04, 16: 0.3}
-    content |= {"verify_s": {str(size): seconds for size, seconds in verify_s.items()}, "draft_s": 0.002}
-    size = best_size(acceptance, 20, 6, verify_s, 0.002)
-    assert size.nodes < 15
-    assert parse_file("sequoia", content) == optimal_tree(acceptance, size.nodes, size.depth)

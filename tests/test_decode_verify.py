@@ -260,9 +260,9 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(
         u_BU = torch.rand(400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double)
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
-            for module in ("tree_walk", "exact", "mcsd", "greedy", "kseq", "speculative", "traversal"):
+            for module in ("tree_walk", "exact", "siblings", "chains", "traversal"):
                 patch.setattr(f"decode.verify.{module}.known_empty", lambda mask: False)
-            for module in ("mcsd", "traversal"):
+            for module in ("siblings", "traversal"):
                 patch.setattr(f"decode.verify.{module}.rows_of", lambda mask: slice(None))
             with NoQuestions():  # type: ignore[no-untyped-call]
                 asked = verifier.run(proposal, p_BMV, u_BU)
@@ -318,12 +318,12 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "broken", "replacement"),
     [
-        ("kseq", "decode.verify.kseq.solve_rho", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
-        ("block", "decode.verify.block.keep_probability", lambda w, mass: w),
+        ("kseq", "decode.verify.siblings.solve_rho", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
+        ("block", "decode.verify.chains.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.without", lambda q, x: q),
-        ("greedy", "decode.verify.greedy.without_top", lambda q, top: q),
-        ("specinfer", "decode.verify.mcsd.residual", lambda p, q: p),
+        ("greedy", "decode.verify.siblings.without", lambda q, x: q),
+        ("specinfer", "decode.verify.siblings.residual", lambda p, q: p),
     ],
 )
 def test_broken_rules_are_rejected(

@@ -1,7 +1,7 @@
 """Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
 
-Needs no torch; the code of a rule is imported when it first runs. To add a rule, write `verify(proposal, p_BMV, u_BU)`
-for temperatures above 0 in a file of this package and enter it in the table. A rule of your own need not be in the
+Needs no torch; the code of a rule is imported when it first runs. To add a rule, write
+`rule(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of this package and enter it in the table. A rule of your own need not be in the
 table: pass a `Verifier` to `SpeculativeDecoder`.
 
 Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
@@ -77,14 +77,14 @@ class Verifier:
             raise ValueError(f"verifier '{self.name}' takes one draft, and there are {drafts}; use specinfer or exact")
 
 
-def _in(module: str, function: str = "verify") -> Rule:
+def _in(module: str, function: str) -> Rule:
     # Imported when first called; at temperature 0, where every rule equals it, `exact`.
     rules: dict[bool, Rule] = {}
 
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
         greedy = u_BU is None
         if greedy not in rules:
-            names = ("exact", "verify") if greedy else (module, function)
+            names = ("exact", "exact") if greedy else (module, function)
             rules[greedy] = getattr(import_module(f"decode.verify.{names[0]}"), names[1])
         return rules[greedy](proposal, p_BMV, u_BU)
 
@@ -99,7 +99,7 @@ _RULES = (
         several_drafts=True,
         # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how they were chosen.
         drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
-        run=_in("exact"),
+        run=_in("exact", "exact"),
     ),
     Verifier(
         # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That equals one draw from
@@ -109,7 +109,7 @@ _RULES = (
         paper="Li et al. 2024, arXiv 2406.16858",
         several_drafts=True,
         drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
-        run=_in("exact"),
+        run=_in("exact", "exact"),
     ),
     Verifier(
         name="speculative",
@@ -118,7 +118,7 @@ _RULES = (
         chains_only=True,
         # One draw per node, so how a second one would be drawn does not matter.
         drawings=("without_replacement", "with_replacement", "deterministic"),
-        run=_in("speculative"),
+        run=_in("chains", "speculative"),
     ),
     Verifier(
         name="mcsd",
@@ -126,7 +126,7 @@ _RULES = (
         paper="Yang et al. 2024, arXiv 2401.06706",
         drawings=("without_replacement", "deterministic"),
         uniforms=uniforms_per_sibling,
-        run=_in("mcsd"),
+        run=_in("siblings", "mcsd"),
     ),
     Verifier(
         name="mcsd_replacement",
@@ -134,7 +134,7 @@ _RULES = (
         paper="Yang et al. 2024, arXiv 2401.06706",
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
-        run=_in("mcsd", "verify_independent"),
+        run=_in("siblings", "independent"),
     ),
     Verifier(
         name="specinfer",
@@ -143,7 +143,7 @@ _RULES = (
         several_drafts=True,
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
-        run=_in("mcsd", "verify_independent"),
+        run=_in("siblings", "independent"),
     ),
     Verifier(
         name="kseq",
@@ -151,7 +151,7 @@ _RULES = (
         paper="Sun et al. 2023, arXiv 2310.15141",
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
-        run=_in("kseq"),
+        run=_in("siblings", "kseq"),
     ),
     Verifier(
         name="greedy",
@@ -159,7 +159,7 @@ _RULES = (
         paper="Hu et al. 2025, arXiv 2502.18779",
         drawings=("top_and_one",),
         uniforms=lambda tree: 2 * tree.depth + 1,
-        run=_in("greedy"),
+        run=_in("siblings", "greedy"),
     ),
     Verifier(
         name="block",
@@ -167,7 +167,7 @@ _RULES = (
         paper="Sun et al. 2024, arXiv 2403.10444",
         chains_only=True,
         drawings=("without_replacement", "deterministic"),
-        run=_in("block"),
+        run=_in("chains", "block"),
     ),
     Verifier(
         name="traversal",
@@ -175,7 +175,7 @@ _RULES = (
         paper="Weng et al. 2025, arXiv 2505.12398",
         drawings=("without_replacement", "deterministic"),
         uniforms=lambda tree: max(tree.parents_RN.shape[1], tree.depth) + 1,
-        run=_in("traversal"),
+        run=_in("traversal", "traversal"),
     ),
     Verifier(
         name="typical",
@@ -185,7 +185,7 @@ _RULES = (
         several_drafts=True,
         drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
         uniforms=lambda tree: 1,
-        run=_in("typical"),
+        run=_in("exact", "typical"),
     ),
 )
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _RULES}

@@ -1,28 +1,30 @@
-"""Exact match: draw from the target, and accept the draft's token if it is the same.
+"""Rules that look at the target's distributions alone.
 
-Lossless for every tree, also for a pruned one. At temperature 0 it is plain token equality; for deterministic drafts
-no rule accepts more (the identity for a deterministic set in Hu et al., ICLR 2025, arXiv 2502.18779).
+* `exact`: draw from the target, and accept the draft's token if it is the same. Lossless for every tree, also for a
+  pruned one; for deterministic drafts no rule accepts more (Hu et al., ICLR 2025, arXiv 2502.18779).
+* `typical`: LOSSY, take what the target finds plausible (Cai et al. 2024, Medusa, arXiv 2401.10774).
 
-Legend: B rows, D depth, K siblings, M nodes with the root, U uniforms per row.
+Legend: B rows, D depth, K siblings, M nodes with the root, N drafted nodes, V vocabulary, U uniforms per row.
 """
 
 import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.verify.tree_walk import Verdict, Walk, finish, first, known_empty
+from decode.verify.tree_walk import Verdict, Walk, finish, finish_at, first, known_empty
 from draftsmith_core.sampling import draw
 
+EPSILON = 0.09  # no token of at least this probability is refused
+DELTA = 0.3  # at high entropy the bound falls to delta exp(-entropy); delta = sqrt(epsilon), as in the paper
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+
+def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """Draw y from the target's distribution at each node reached; go on at the child that carries y; emit the first y
     that no child carries.
 
     Lossless whatever was drafted, because the target alone draws. Every lossless rule equals this if p is one-hot
     (`u_BU` is None).
     """
-    if u_BU is None and p_BMV.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _verify_on_host(proposal, p_BMV)
     tree, tokens_BM = proposal.tree, proposal.tokens_BM
     rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
     children_BMK = tree.children_RMK.expand(len(rows_B), -1, -1)
@@ -60,18 +62,6 @@ def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     return finish(proposal, nodes, accepted_B, open_B, last_B)
 
 
-def _verify_on_host(proposal: Proposal, p_BMV: Tensor) -> Verdict:
-    # On a CPU tensors can be read without waiting, and lists take a tenth of the time.
-    depth = proposal.tree.depth
-    walks = follow(proposal, p_BMV.max(-1).indices.tolist())
-    return Verdict(
-        torch.tensor([walk.emitted + [0] * (depth - len(walk.path)) for walk in walks]),
-        torch.tensor([walk.path + [0] * (depth - len(walk.path)) for walk in walks], dtype=torch.long),
-        torch.tensor([len(walk.path) for walk in walks]),
-        torch.tensor([walk.is_open for walk in walks]),
-    )
-
-
 def follow(proposal: Proposal, best_BM: list[list[int]]) -> list[Walk]:
     """Follow the target's own tokens at all nodes from the root down: what every lossless rule accepts greedily."""
     tree = proposal.tree
@@ -93,3 +83,29 @@ def follow(proposal: Proposal, best_BM: list[list[int]]) -> list[Walk]:
         emitted = [*(tokens_M[node] for node in path), best_M[at]]
         walks.append(Walk(path, emitted, bool(offered), len(drafted), max(drafted, default=0)))
     return walks
+
+
+def typical(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
+    """Child x is plausible when p(x) > min(epsilon, delta exp(-H(p))). The longest path of plausible tokens is
+    accepted, the one most probable under the target among equals, and the next token is drawn from p at its end.
+
+    At temperature 0 p is one-hot, and only the most probable token is plausible: plain token equality.
+    """
+    if proposal.tree.depth == 0:
+        return exact(proposal, p_BMV, u_BU)
+    tree, tokens_BM = proposal.tree, proposal.tokens_BM
+    rows = len(tokens_BM)
+    rows_B1 = torch.arange(rows, device=p_BMV.device).unsqueeze(1)
+    above_BN = (tree.parents_RN + 1).expand(rows, -1)
+    floor_BM = (DELTA * torch.exp(-torch.special.entr(p_BMV).sum(2))).clamp_(max=EPSILON)
+    p_x_BN = p_BMV[rows_B1, above_BN, tokens_BM[:, 1:].clamp(min=0)]
+    fine_BN = (p_x_BN > floor_BM.gather(1, above_BN)) & (tokens_BM[:, 1:] >= 0)
+    sees_BNN = tree.sees_RMM[:, 1:, 1:]
+    fine_path_BN = ~(sees_BNN & ~fine_BN.unsqueeze(1)).any(2)
+    logp_BN = (sees_BNN * p_x_BN.clamp(min=torch.finfo(p_x_BN.dtype).tiny).log().unsqueeze(1)).sum(2)
+    # Depth counts first: a path's probability adds at most 0.5 to it. Refused paths score 0, and the root, which has no
+    # tokens, scores 0.75: above every refused path and below every accepted one, which has depth 1 or more.
+    score_BN = torch.where(fine_path_BN, tree.depths_RN + logp_BN.exp() / 2, 0.0)
+    best = torch.nn.functional.pad(score_BN, (1, 0), value=0.75).max(1)
+    end_BV = p_BMV[rows_B1, best.indices.unsqueeze(1)].squeeze(1)
+    return finish_at(proposal, best.indices, draw(end_BV, u_BU[:, 0]))

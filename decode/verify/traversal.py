@@ -19,13 +19,13 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
-from decode.verify.block import keep_probability, weight
-from decode.verify.mcsd import without
+from decode.verify.chains import keep_probability, weight
+from decode.verify.siblings import without
 from decode.verify.tree_walk import ALL, Rows, Verdict, finish_at, hit_by_target, known_empty, recording, rows_of, walk
 from draftsmith_core.sampling import draw
 
 
-def verify(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
+def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """The rule above. With deterministic children, q one-hot for each, it comes to `exact` and runs as that."""
     if proposal.q_BEV is None or proposal.tree.depth == 0:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)

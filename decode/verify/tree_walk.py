@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
-from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import draw
 
 # Which rows of a batch to work on: an index, or a slice for all of them.
@@ -160,22 +159,6 @@ def rows_of(mask_B: Tensor) -> Rows:
     if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
         return ALL
     return mask_B.nonzero()[:, 0]
-
-
-def chain_nodes(tree: TreeBatch, rows: int) -> Tensor:
-    """`[B, D]` M indices of a chain's nodes by depth, 0 beyond its end."""
-    device = tree.children_RMK.device
-    if tree.rows == 1:
-        return torch.arange(1, tree.depth + 1, device=device).expand(rows, -1)
-    at_B = torch.zeros(rows, dtype=torch.long, device=device)
-    below_BM = tree.children_RMK[:, :, 0].expand(rows, -1)
-    nodes = []
-    for depth in range(tree.depth):
-        below_B = below_BM.gather(1, at_B.unsqueeze(1)).squeeze(1)
-        # Index 0, the root, is no node's child: it marks where a chain has ended.
-        at_B = below_B if depth == 0 else below_B.masked_fill(at_B == 0, 0)
-        nodes.append(at_B)
-    return torch.stack(nodes, dim=1)
 
 
 def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor) -> Verdict:
