@@ -3,10 +3,9 @@
 Legend: n positions of the joined text, c occurrences, L tokens of a continuation, rank: an index into the sorted
 positions.
 
-The documents are joined with separators, and the positions in the joined text are sorted by the tokens *before* them,
-read backwards. Positions that follow the same tokens are then neighbours, and one binary search gives the longest end
-of a query that occurs anywhere: one of its two neighbours shares it. The sort is prefix doubling (Manber and Myers
-1993) in which only groups that still tie are sorted again (Larsson and Sadakane 2007), vectorised.
+Positions in the joined documents are sorted by the tokens *before* them, read backwards, so that positions after the
+same tokens are neighbours. The sort is prefix doubling (Manber and Myers 1993) in which only groups that still tie are
+sorted again (Larsson and Sadakane 2007).
 """
 
 import hashlib
@@ -29,8 +28,8 @@ SAMPLE = 256
 class SuffixIndex:
     """Token sequences and the order of their positions.
 
-    `text_n` (int32) holds each document followed by a separator. `positions` (int32) are those that have a token before
-    and after them in the same document, sorted by what is before, the nearest token first.
+    text_n: each document followed by a separator. positions: those with a token before and after them in the same
+    document.
     """
 
     text_n: NDArray[np.int32]
@@ -69,7 +68,7 @@ class SuffixIndex:
     def continuations(self, suffix: Sequence[int], length: int, count: int) -> list[tuple[tuple[int, ...], int]]:
         """The `count` most frequent continuations of `suffix` with their occurrences, the most frequent first.
 
-        They are `length` tokens long, or end with their document. Above `SAMPLE` occurrences, counts are of a sample.
+        They are `length` tokens long, or end with their document.
         """
         query = list(suffix)[::-1]
         ranks = range(len(self.positions))

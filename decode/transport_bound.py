@@ -1,13 +1,11 @@
 """The most that any lossless rule can accept at a node with k candidates: the optimal-transport bound.
 
-Pure functions of distributions; the evaluation reports what a rule reached beside this bound as its headroom.
-
 Legend: H a set of tokens, P(H) the target's mass on it, Q(H) the chance that all candidates fall in H, V vocabulary;
 `...` any leading shape. Everything is float64.
 
-No lossless rule accepts one of the candidates more often than alpha* = 1 + min over H of P(H) - Q(H), and some rule
-does so that often (Hu et al., ICLR 2025, arXiv 2502.18779). For independent draws and for draws without
-replacement the minimum is at a prefix of the tokens in ascending order of p/q, so that one scan finds it.
+The bound is alpha* = 1 + min over H of P(H) - Q(H), and some rule reaches it (Hu et al., ICLR 2025, arXiv 2502.18779).
+For independent draws and for draws without replacement the minimum is at a prefix of the tokens in ascending order of
+p/q, so that one scan finds it.
 """
 
 import math

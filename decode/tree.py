@@ -1,7 +1,7 @@
 """Token trees as data, without torch: which drafted token hangs under which, in breadth-first order.
 
-Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the last emitted token; it is not a
-drafted node. With M indexing the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
+Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the last emitted token. With M indexing
+the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
 """
 
 from collections.abc import Collection
@@ -25,8 +25,8 @@ Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "det
 class Tree:
     """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root; breadth-first order.
 
-    `stop` is the confidence stop: nothing is drafted below a node whose path has a joint probability under the draft
-    lower than this. So what is drafted next depends on drawn tokens only, which keeps every verifier valid.
+    stop: nothing is drafted below a node whose path has a lower joint probability under the draft. What is drafted next
+    depends on drawn tokens only, which keeps every verifier valid.
     """
 
     grows: ClassVar[bool] = False  # whether the draft's confidence gives it its shape
@@ -109,8 +109,7 @@ class DynamicTree:
 
     The value of a node is the product of the confidences on its path. At each of `depth` levels the `beam` nodes of
     highest value get `beam` children each; the best `nodes` of all candidates are kept, the shallower of equals first.
-    Levels end early when the best `nodes` would gain less than `gain` in expected accepted tokens (OPT-Tree's
-    threshold; 0 never does).
+    Levels end early when the best `nodes` would gain less than `gain` expected accepted tokens (0 never does).
     """
 
     grows: ClassVar[bool] = True

@@ -19,10 +19,9 @@ from decode.tree import Tree
 class TreeBatch:
     """The trees of one step as arrays; each row may have its own (R = B).
 
-    `parents_RN` and `depths_RN` are as in `Tree`. `children_RMK` holds M indices in rank order, 0 for no child.
-    `groups_RM` numbers the groups of siblings: the children of node m were drawn from `Proposal.q_BEV[:, groups_RM[m]]`
-    (0 for a leaf). `sees_RMM` is the ancestor mask with the root. `widths[d]` bounds the children of a node at depth d;
-    `len(widths)` is the depth D.
+    parents_RN, depths_RN: as in `Tree`. children_RMK: M indices in rank order, 0 for no child. groups_RM: the children
+    of node m were drawn from `Proposal.q_BEV[:, groups_RM[m]]` (0 for a leaf). sees_RMM: the ancestor mask with the
+    root. widths: bounds of the children of a node, by depth.
     """
 
     parents_RN: Tensor
@@ -54,9 +53,9 @@ class TreeBatch:
 
 
 def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device) -> TreeBatch:
-    """Arrays of one tree per row, from lists of parents of different lengths; its widths are the first of `widths`.
+    """Arrays of one tree per row, from lists of parents; its widths are the first of `widths`.
 
-    Built on the host and sent over: for small trees that takes less time than the thirty kernels of `grow_batch`.
+    Built on the host: for small trees that takes less time than the thirty kernels of `grow_batch`.
     """
     size, most = max(map(len, rows)), max(widths, default=1)
     parents = np.full((len(rows), size), -1)
@@ -93,8 +92,7 @@ def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: tor
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
     """Arrays of one tree per row, built on the device of `parents_BN` without the host waiting for it.
 
-    `parents_BN` is as in `Tree.parents`; a node where `exists_BN` is false has no parent. `depth` and `most` bound the
-    depth and the children of one node.
+    A node where `exists_BN` is false has no parent. depth, most: bounds of the depth and of the children of one node.
     """
     rows, size = parents_BN.shape
     device = parents_BN.device

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.sequoia import best_size, optimal_tree
+from decode.sequoia import optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree

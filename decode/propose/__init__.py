@@ -1,9 +1,8 @@
 """Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid, and how it is made.
 
-Needs no torch; the code of a proposer is imported when it is made. To add one, write a file of this package and enter
-it in the table. Subclass `NetworkProposer` and `Network` to draft with a network, level by level or all depths in one
-forward, or `TextProposer` and `TextRow` to copy from text; anything else follows `decode.propose.protocol`. A proposer
-of your own need not be in the table: pass it to `SpeculativeDecoder`.
+Needs no torch; a proposer's code is imported when it is made. To add one, write a file of this package (see `protocol`;
+with a network `network`, copying from text `text_proposer`) and enter it in the table. From Python, pass a `Proposer`
+to `SpeculativeDecoder`; it needs no table.
 """
 
 from collections.abc import Callable
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProposerKind:
-    """A method of drafting: title, trees and paper for help texts, what it needs, and how it is made.
+    """A method of drafting. title, trees and paper are shown to users.
 
-    `make` takes a list of language models, a head, a suffix index, or None; with models and heads also `fast`. usual:
+    make: takes a list of language models, a head, a suffix index, or None; with models and heads also `fast`. usual:
     for a proposer of chains only, the one that drafts with the same kind of head on any tree.
     """
 
@@ -32,7 +31,7 @@ class ProposerKind:
 
     @property
     def draws(self) -> bool:
-        """Whether it can draw tokens at random. The context determines the drafts of what copies from a text."""
+        """Whether it can draw tokens at random; what copies from a text cannot."""
         return self.needs in ("models", "head")
 
 

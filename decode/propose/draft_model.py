@@ -2,13 +2,11 @@
 
 Legend: B rows, W pending tokens, e nodes of a level, d drafts, V vocabulary of the target.
 
-A draft's cache lags behind the text: the draft never forwarded the target's own token, nor the last node of a fully
-accepted path, because nothing hangs below it. These one or two *pending* tokens of each row are forwarded first in the
-next step, right-aligned, so that the root is the last of them in every row.
+A draft's cache lags behind the text by one or two *pending* tokens per row: the target's own token, and the last node
+of a fully accepted path. They are forwarded first in the next step, right-aligned, so that the root is the last.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,12 +28,11 @@ _MOST_PIECES = 4
 
 
 class DraftModelProposer(NetworkProposer):
-    """Drafts with one language model or several that share the target's tokenizer.
+    """Drafts with one language model or several that share the target's tokenizer; vocabularies may be padded.
 
-    Their vocabularies may be padded to other sizes than the target's. One draft of another tokenizer
-    (`drafts.vocabulary.attach`) drafts the tokens that both have, by token-level intersection (arXiv 2502.05202): its
+    A draft of another tokenizer (`drafts.vocabulary.attach`) drafts the tokens that both have (arXiv 2502.05202): its
     logits are restricted to them before anything is drawn, so q is exact. With several drafts the child of rank k is
-    the choice of draft `k % len(models)`, drawn independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
+    drawn from draft `k % len(models)`, independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
 
     def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
@@ -88,8 +85,6 @@ class DraftModelProposer(NetworkProposer):
 
 
 class _OneNetwork(Network):
-    """One draft model and its cache; of each row the pending tokens, in its vocabulary."""
-
     runner: Runner
 
     def __init__(
@@ -155,7 +150,7 @@ class _OneNetwork(Network):
 
 
 class _SeveralNetworks(Network):
-    """Several drafts on one tree; at every node their logits stand side by side."""
+    """Several drafts on one tree; at every node their logits stand side by side. Their forwards are not recorded."""
 
     def __init__(self, networks: Sequence[_OneNetwork]) -> None:
         self.networks, self.drafts, self.device = networks, len(networks), networks[0].device
@@ -167,21 +162,6 @@ class _SeveralNetworks(Network):
 
     def extend(self, frontier: Frontier) -> Tensor:
         return self._side_by_side([network.extend(frontier) for network in self.networks])
-
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        calls = [call for network in self.networks if (call := network.static(frontier)) is not None]
-        if len(calls) < self.drafts:
-            return None
-        self.width = self.networks[0].width
-        counts = [len(call.inputs) for call in calls]
-
-        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(inputs)
-            logits = [call.function(*islice(rest, count))[0] for call, count in zip(calls, counts, strict=True)]
-            return (self._side_by_side(logits),)
-
-        inputs = tuple(tensor for call in calls for tensor in call.inputs)
-        return StaticCall(calls[0].steps, tuple(call.name for call in calls), forward, inputs)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         for network in self.networks:

@@ -1,12 +1,11 @@
-"""Drafting a tree that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with a
-beam as wide as the budget and an early end OPT-Tree, arXiv 2406.17276).
+"""Trees that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with a beam as
+wide as the budget and an early end OPT-Tree, arXiv 2406.17276).
 
 Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T expanded
 nodes so far, W pending tokens, V vocabulary.
 
-Children are the most probable tokens. The context determines them, so pruning them afterwards depends on nothing that
-was drawn. The confidence of a token is its probability in the distribution that is sampled from; at temperature 0,
-where that is one-hot, its probability at temperature 1.
+Children are the most probable tokens. The context determines them, so pruning them is lossless. The confidence of a
+token is its probability in the distribution that is sampled from; at temperature 0, its probability at temperature 1.
 """
 
 from collections.abc import Sequence

@@ -3,20 +3,19 @@
 Legend: B rows, W pending tokens, e nodes of a level, E nodes expanded so far, d depth, K heads, T positions, V
 vocabulary, H feature size.
 
-A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE heads forward every
-token of the text with the feature of the position before it, and drafted tokens with features that the head itself
-predicted. Once the target has scored them, the accepted ones are forwarded again with true features (arXiv 2401.15077,
-section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads have no cache: they read the feature from which
-the root was chosen.
+A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE heads forward drafted
+tokens with features that the head itself predicted, and accepted ones again with true features (arXiv 2401.15077,
+section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads read the feature from which the root was
+chosen.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
 from decode.defaults import default_tree
@@ -36,9 +35,7 @@ AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
 
 
 class HeadProposer(NetworkProposer):
-    """Drafts with a trained head; `chains_only` makes independent heads blockwise parallel decoding (Stern et al. 2018,
-    arXiv 1811.03115).
-    """
+    """Drafts with a trained head. chains_only: blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115)."""
 
     def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
         super().__init__()
@@ -66,7 +63,7 @@ class HeadProposer(NetworkProposer):
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Raise ValueError for a head in training. Heads reach as far as their target, whose own context is checked."""
+        """Raise ValueError for a head in training mode. The target's own context is the only limit."""
         if self.head.training:
             raise ValueError("the head is in training mode; call eval() on it first")
 
@@ -94,23 +91,6 @@ def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[
     ]
 
 
-@dataclass(frozen=True)
-class _Output:
-    logits: Tensor
-    hidden_states: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class _HeadConfig:
-    """What a `Runner` reads from a configuration."""
-
-    num_hidden_layers: int
-    hidden_size: int
-
-    def get_text_config(self, decoder: bool = True) -> "_HeadConfig":
-        return self
-
-
 class _HeadAsModel(nn.Module):
     """An EAGLE head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
 
@@ -118,7 +98,7 @@ class _HeadAsModel(nn.Module):
         super().__init__()
         self.head: EagleHead | Eagle3Head = head
         self.features_BTH: Tensor | None = None
-        self.config: Any = _HeadConfig(1, feature_size(head))
+        self.config = PreTrainedConfig.from_dict({"num_hidden_layers": 1, "hidden_size": feature_size(head)})
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.eval()
@@ -140,18 +120,16 @@ class _HeadAsModel(nn.Module):
         past_key_values: Any,
         use_cache: bool,
         **options: Any,
-    ) -> _Output:
+    ) -> CausalLMOutput:
         """Forward tokens with the next `input_ids.shape[1]` features."""
         assert self.features_BTH is not None
         now = input_ids.shape[1]
         features, self.features_BTH = self.features_BTH.split([now, self.features_BTH.shape[1] - now], 1)
         logits, features = self.head(input_ids, features, attention_mask, position_ids, past_key_values)
-        return _Output(logits, (features,))
+        return CausalLMOutput(logits=logits, hidden_states=(features,))
 
 
 class _EagleNetwork(Network):
-    """An EAGLE or EAGLE-3 head and its cache; of each row the pending tokens and their true features."""
-
     runner: Runner
 
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
@@ -252,7 +230,7 @@ class _FeatureNetwork(Network):
 
 
 class _MedusaNetwork(_FeatureNetwork):
-    """Head d gives the same distribution at all nodes of depth d + 1, whatever their path; all of them run at once."""
+    """Head d gives all nodes of depth d + 1 the same distribution; all heads run at once."""
 
     def open(self) -> Tensor:
         self.logits_BKV = fit_vocabulary(self.heads(self.features_B1H())[:, 0], self.vocabulary)

@@ -1,16 +1,12 @@
-"""Lookahead decoding: the target drafts for itself, with a Jacobi window and the n-grams that it leaves behind.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057, section 3): the target drafts for itself.
 
 Legend: L rows that have not ended, W columns of the window.
 
-Fu et al. 2024 (arXiv 2402.02057), section 3. The window is `ngram - 1` levels of W guessed tokens; the token at level
-l in column j stands l + j positions after the root. It sees the root, level 0 up to its column, and the levels above it
-in its column. Level 0, column 0 is the root itself. The target's tokens after the last level are the next level: the
-oldest level is dropped, and each column is an n-gram that goes into a pool under its first token. The pool's n-grams
-that begin with the root's token are the candidates of a step.
-
-Window and candidates are one tree: level 0 is a chain, the columns hang from it, the candidates from the root, and
-what begins alike is merged. So a right guess in the window is accepted like any candidate, and after a candidate that
-is accepted whole comes the target's own token, as after any path.
+The window is `ngram - 1` levels of W guessed tokens; the token at level l in column j stands l + j positions after the
+root (level 0, column 0), and sees the root, level 0 up to its column, and the levels above it in its column. The
+target's tokens after the last level become the next level, the oldest level is dropped, and each column is an n-gram
+for the pool. The pool's n-grams that begin with the root's token are the candidates of a step. Window and candidates
+are one tree, merged where they begin alike, so a right guess in the window is accepted like any candidate.
 """
 
 import random
@@ -27,7 +23,7 @@ from decode.tree import Tree, TreeShape
 class LookaheadProposer(TextProposer):
     """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them per step.
 
-    `from_text` also puts the n-grams of the prompt and the output into the pool.
+    from_text: also put the n-grams of prompt and output into the pool.
     """
 
     name = "lookahead"
@@ -36,7 +32,7 @@ class LookaheadProposer(TextProposer):
         self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
 
     def default_tree(self) -> Tree:
-        """A tree with room for every step: at each depth as many siblings as window and candidates can need."""
+        """A tree with room at each depth for as many siblings as window and candidates can need."""
         levels = self.ngram - 1
         deep = max(self.window + levels - 2, levels)
         counts = [
@@ -92,7 +88,7 @@ class Pool:
 
 
 class Window(TextRow):
-    """One row: the levels (column 0 of level 0 is the root), how often they have moved, and the pool."""
+    """One row: the levels, how often they have moved, and the pool. ends: indices of the columns' last nodes."""
 
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
         self._ngram = proposer.ngram
@@ -108,7 +104,7 @@ class Window(TextRow):
         self.ends: list[int] = []
 
     def draft(self, forest: Forest) -> FlatTrie:
-        """Enter candidates and window; `ends` are then the indices of the columns' last nodes, with the root."""
+        """Enter candidates and window."""
         trie = forest.trie()
         for rest in self.pool.get(self.levels[0][0]):
             trie.add(rest)
@@ -121,11 +117,10 @@ class Window(TextRow):
         return flat
 
     def advance(self, answers: Sequence[int], emitted: Sequence[int]) -> None:
-        """Move the window on. `answers` are the target's tokens after `ends`; the row now ends with `emitted`.
+        """Move the window on. answers: the target's tokens after `ends`. emitted: what the row now ends with.
 
-        Columns go into the pool once all their tokens but the first are the target's, no longer first guesses. As in
-        the paper's code the window moves by one position however many tokens were emitted: dropping as many columns as
-        tokens were accepted would end most n-grams before they are whole.
+        Columns enter the pool once all their tokens but the first are the target's. As in the paper's code the window
+        moves by one position however many tokens were emitted; else most n-grams would end before they are whole.
         """
         if self._moves >= len(self.levels) - 1:
             for ngram in zip(*self.levels, answers, strict=True):

@@ -1,11 +1,10 @@
 """What a network offers the sessions that draft a tree level by level.
 
 A step begins with `open`, a forward of the text that the network has not seen; `extend` forwards the nodes of one depth
-after another. A network that needs one forward for all depths computes them in `open` and hands them out in `extend`.
+after another.
 
 Legend: B rows, e nodes of a level, d drafts (distributions per node; 1 but for several draft models), W pending
-tokens (text that the network has not seen, the root last, right-aligned in the batch), V vocabulary (the target's),
-R = 1 when all rows share a tree, else B.
+tokens (unseen text, the root last, right-aligned), V vocabulary of the target, R = 1 when rows share a tree, else B.
 """
 
 from abc import ABC, abstractmethod
@@ -26,9 +25,8 @@ from decode.static_steps import StaticSteps
 class Frontier:
     """The nodes to expand next.
 
-    `parents_Re` numbers each one's parent among the nodes expanded so far (0 the root). `block` says what they attend
-    to, for a network with a cache; `paths_Bed` holds the tokens from below the root down to each node, for a network
-    that `reads_paths`.
+    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they attend to. paths_Bed:
+    the tokens from below the root down to each node, for a network that `reads_paths`.
     """
 
     tokens_Be: Tensor
@@ -45,8 +43,8 @@ def _ignore(*tensors: Tensor) -> None:
 class StaticCall:
     """One forward of a network as a function of tensors, to be recorded or compiled.
 
-    `function(*inputs)` returns logits `[B, e * d, V]` and the arguments of `learn`. `name` tells it from the network's
-    other forwards.
+    function: returns logits `[B, e * d, V]` and the arguments of `learn`. name: tells it from the network's other
+    forwards.
     """
 
     steps: StaticSteps
@@ -59,8 +57,8 @@ class StaticCall:
 class Network(ABC):
     """Gives logits for the children of any node of a tree.
 
-    rows: what it keeps of each row of the batch. width: pending tokens in the present step, padding included. runner:
-    its model and cache, if it has them. device: where it drafts.
+    rows: the state of each row. width: pending tokens in the present step, padding included. runner: model and cache,
+    if any.
     """
 
     drafts: int = 1
@@ -79,13 +77,13 @@ class Network(ABC):
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` (None) or `extend` as a function of tensors; None if nothing is recorded."""
+        """The forward of `open` (None) or `extend` as a function of tensors; None if it is not recorded."""
         return None
 
     @abstractmethod
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. `expanded[b]` numbers the accepted nodes of row b among the nodes forwarded after the root
-        (0 the first); None for a node that was not forwarded.
+        """Learn the outcome. expanded: by row, the numbers of the accepted nodes among those forwarded after the root,
+        from 0; None for a node that was not forwarded.
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -116,7 +114,7 @@ class NetworkSession:
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Fit logits to the target's vocabulary: cut a draft's surplus tokens, make the tokens that it lacks impossible."""
+    """Cut a draft's surplus tokens, and make the tokens that it lacks impossible."""
     surplus = logits.shape[-1] - vocabulary
     if surplus == 0:
         return logits

@@ -1,8 +1,5 @@
-"""Prompt lookup: draft again what followed the same few tokens earlier in the row's own text.
-
-After LLMA (Yang et al. 2023, arXiv 2304.04487) and prompt lookup decoding (Saxena 2023). It pays where the output
-repeats the input: summaries, edits, code, answers over documents. A step in which no row finds anything drafts no
-nodes and so costs a plain forward of the target.
+"""Prompt lookup: draft again what followed the same few tokens earlier in the row's own text (LLMA, Yang et al. 2023,
+arXiv 2304.04487; Saxena 2023). A step in which no row finds anything costs a plain forward of the target.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +11,8 @@ from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow
 class PromptLookupProposer(TextProposer):
     """Drafts from the prompt and the output so far.
 
-    The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain gets the
-    best match's continuation; a tree that branches gets the continuations of several matches, merged where they begin
-    alike.
+    The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain copies
+    the best match, a tree several, merged where they begin alike.
     """
 
     name = "prompt_lookup"
@@ -34,8 +30,8 @@ class PromptLookupProposer(TextProposer):
 class NgramIndex(TextRow):
     """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
 
-    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and from each occurrence a link to the one
-    before. A new token costs one insertion for each n, whatever the length of the text.
+    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and a link from each occurrence to the one
+    before.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -45,7 +41,7 @@ class NgramIndex(TextRow):
         self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram is entered once it has a follower, so that the text's end never matches itself."""
+        """Append tokens. An n-gram is entered once it has a follower, so the text's end never matches itself."""
         text = self.text
         for token in tokens:
             at = len(text)
@@ -59,8 +55,8 @@ class NgramIndex(TextRow):
             text.append(token)
 
     def matches(self) -> Iterator[int]:
-        """Positions whose preceding n tokens are also the last n of the text: the longest n first, then the most recent
-        position; each position once.
+        """Yield positions whose preceding n tokens are the last n of the text: the longest n first, then the most
+        recent.
         """
         text, seen = self.text, set[int]()
         for n in self._lengths:
@@ -74,9 +70,7 @@ class NgramIndex(TextRow):
                 at = self._earlier[n][at]
 
     def copy_from(self, at: int, length: int) -> list[int]:
-        """The `length` tokens that follow position `at`. Past the end of the text the copy reads itself, so that a
-        repeated phrase goes on repeating.
-        """
+        """The `length` tokens after position `at`. Past the end of the text the copy reads itself."""
         copied = self.text[at : at + length]
         period = len(copied)
         return copied if period == length else [copied[i % period] for i in range(length)]

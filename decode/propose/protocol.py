@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 class Proposal:
     """One step's drafted trees, shared by all rows or one per row.
 
-    `tokens_BM` are the drafted tokens in M indexing, -1 for the root and for nodes that a row lacks. `q_BEV` are the
-    fp32 distributions over the target's vocabulary that children were drawn from, before any token was removed; None if
-    deterministic. With several drafts the child of rank k was drawn from distribution
-    `tree.groups_RM * drafts + k % drafts`. `finite` is a bool tensor of one element, false if a logit of the draft was
-    NaN or infinite; None without logits.
+    tokens_BM: drafted tokens, -1 for the root and for nodes that a row lacks. q_BEV: fp32 distributions that children
+    were drawn from, before any token was removed; None if deterministic. With several drafts the child of rank k was
+    drawn from distribution `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
+    infinite.
     """
 
     tree: TreeBatch
@@ -69,9 +68,8 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
 class Outcome:
     """The result of a proposal, by row.
 
-    `paths` are the accepted nodes (M indices), `tokens` their tokens followed by the target's own; both are empty for a
-    row that has ended. `hidden[b]` holds one `[path + 1, H]` tensor for each of `hidden_layers`: the target's states at
-    the root and at the accepted nodes. `distributions` computes `p_BMV` on demand.
+    paths: accepted nodes (M indices). tokens: their tokens and the target's own; both empty for a row that has ended.
+    hidden: one `[path + 1, H]` tensor per layer of `hidden_layers`, the target's states at the root and accepted nodes.
     """
 
     paths: Sequence[Sequence[int]]
@@ -89,9 +87,8 @@ class Outcome:
 class SessionSetup:
     """The options of one `generate` call.
 
-    `hidden_BTH` are the target's states over each prompt but its last token, right-padded, one tensor for each of
-    `hidden_layers`. Proposals are made on `device`, over the target's `vocabulary` tokens. With `compile` a network's
-    forwards are recorded or compiled too.
+    hidden_BTH: the target's states over each prompt but its last token, right-padded, one tensor per layer of
+    `hidden_layers`. device, vocabulary: of the proposals. compile: record or compile a network's forwards too.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -109,7 +106,7 @@ class Session(Protocol):
     """A proposer at work on the rows of one `generate` call."""
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft one step. `u_BN` are float64 uniforms, one per node (`tree.size`); None if drafts are deterministic."""
+        """Draft one step. u_BN: float64 uniforms, one per node (`tree.size`); None if drafts are deterministic."""
 
     def commit(self, outcome: Outcome) -> None:
         """Learn the outcome of the last proposal."""

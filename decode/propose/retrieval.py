@@ -1,10 +1,9 @@
-"""Retrieval: draft what most often followed the last tokens in a corpus of the user's.
-
-After REST (He et al. 2023, arXiv 2311.08252) and, for the frequencies, its trie of retrieved continuations.
+"""Retrieval: draft what most often followed the last tokens in a corpus of the user's (REST, He et al. 2023, arXiv
+2311.08252, and its trie of retrieved continuations).
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 from transformers import PreTrainedModel
 
@@ -20,8 +19,8 @@ CONTINUATIONS = 32
 class RetrievalProposer(TextProposer):
     """Drafts from a suffix index of token sequences.
 
-    Looks up the longest end of the text that occurs in the index, of `min_suffix` to `max_suffix` tokens, and keeps the
-    most frequent prefixes of what followed it.
+    Looks up the longest end of the text, of `min_suffix` to `max_suffix` tokens, that occurs in the index, and keeps
+    the most frequent prefixes of what followed it.
     """
 
     name = "retrieval"
@@ -65,34 +64,15 @@ class RecentTokens(TextRow):
         del self.tokens[: -self.proposer.max_suffix]
 
 
-# Continuations merged where they begin alike: for each token, how often it comes here and what follows it.
-Below = dict[int, tuple[list[int], "Below"]]
-
-
 def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    """Fill a trie with the prefixes of weighted continuations, the heaviest first; the first entered of equals."""
-    root: Below = {}
+    """Fill a trie with the prefixes of weighted continuations, the heaviest first; of equals the shortest."""
+    weights: Counter[tuple[int, ...]] = Counter()
     for tokens, weight in continuations:
-        below = root
-        for token in tokens:
-            entry = below.get(token)
-            if entry is None:
-                entry = below[token] = ([0], {})
-            entry[0][0] += weight
-            below = entry[1]
-    heap: list[tuple[int, int, int, int, int, Below]] = []
-    entered = 0
-
-    def offer(node: int, depth: int, below: Below) -> None:
-        nonlocal entered
-        for token, ((weight,), deeper) in below.items():
-            heappush(heap, (-weight, entered, node, depth, token, deeper))
-            entered += 1
-
-    # A longer prefix is at most as frequent as the prefix it extends, so the top of the heap is the most frequent left.
-    offer(0, 0, root)
-    while heap and not trie.full:
-        _, _, node, depth, token, deeper = heappop(heap)
-        child = trie.put(node, depth, token)
-        if child:
-            offer(child, depth + 1, deeper)
+        for end in range(1, len(tokens) + 1):
+            weights[tokens[:end]] += weight
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    # A prefix is at most as heavy as the shorter ones that it extends, so these have been tried before it.
+    for prefix in sorted(weights, key=lambda prefix: (-weights[prefix], len(prefix))):
+        above = nodes.get(prefix[:-1])
+        if above is not None and (child := trie.put(above, len(prefix) - 1, prefix[-1])):
+            nodes[prefix] = child

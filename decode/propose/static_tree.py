@@ -1,9 +1,8 @@
 """Drafting a static tree level by level: one forward of the network per level, children drawn as the verifier needs.
 
 Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e those of one level,
-d drafts (distributions per node; 1 but for several draft models), K children of one node, c children in a level, V
-vocabulary (the target's), R = 1 when all rows share a tree, else B. Without replacement: MCSD (arXiv 2401.06706)
-section 3.
+d drafts (distributions per node), K children of one node, c children in a level, V vocabulary of the target, R = 1 when
+rows share a tree, else B.
 """
 
 from collections.abc import Sequence
@@ -124,10 +123,8 @@ class DraftingPlan:
 
 
 class Grown(NamedTuple):
-    """The children drawn in one level, and what the level below needs.
-
-    That is: the tokens of expanded nodes (-1 for those without children), the probability of their paths if the tree
-    has a stop, and the tokens to forward.
+    """The children drawn in one level, and what the level below needs: the tokens of expanded nodes (-1 for those
+    without children), the probability of their paths if the tree has a stop, and the tokens to forward.
     """
 
     tokens_Bc: Tensor
@@ -350,7 +347,7 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
 
 
 def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
-    """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1 if fewer are possible.
+    """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1.
 
     Several drafts (`[..., e * d, V]`) take turns; each adds its best token that no draft before it gave.
     """

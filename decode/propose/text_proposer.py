@@ -1,7 +1,6 @@
 """The base of the proposers that copy from text: candidates merged into a trie, and proposals made from tries.
 
-All of it runs on the host, once per step and row, so it is plain Python on short lists: building a handful of nodes
-takes less time than launching one kernel.
+Plain Python on short lists: building a handful of nodes takes less time than launching one kernel.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +24,7 @@ def check_static(name: str, tree: TreeShape) -> Tree:
 
 
 class TextProposer(Proposer):
-    """A proposer that copies: the context determines its drafts, prompts may have any length, and its trees are static.
-
-    `name` is its name in `PROPOSERS`; `row` indexes one prompt.
-    """
+    """A proposer that copies: prompts may have any length, and trees are static. name: as in `PROPOSERS`."""
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Raise ValueError if the tree grows, or stops, by the confidence of a draft."""
@@ -86,9 +82,7 @@ class TextSession:
 
 @dataclass(frozen=True)
 class FlatTrie:
-    """A trie in breadth-first order: `parents` as in `Tree`; `indices` maps the numbers that `Trie.add` gave to indices
-    with the root.
-    """
+    """A trie in breadth-first order. indices: by the numbers that `Trie.add` gave, indices with the root."""
 
     parents: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -101,7 +95,7 @@ EMPTY = FlatTrie((), (), (0,))
 class Trie:
     """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a node at depth d.
 
-    A candidate that is added first is ranked first among its siblings.
+    The candidate that was added first is ranked first among its siblings.
     """
 
     def __init__(self, widths: Sequence[int], size: int) -> None:
@@ -149,8 +143,8 @@ class Trie:
 class Forest:
     """Turns one trie per row into proposals inside the bounds of `tree`.
 
-    The widths of a proposal are always those of `tree`, cut at the deepest row. Verifiers assign their uniforms by
-    widths: with tighter ones a row's uniforms would depend on what its batch mates found.
+    Verifiers assign uniforms by the widths of a proposal, so these are those of `tree`, cut at the deepest row: tighter
+    ones would make a row depend on its batch mates.
     """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:

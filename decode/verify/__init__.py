@@ -1,8 +1,8 @@
 """Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
 
 Needs no torch; the code of a rule is imported when it first runs. To add a rule, write
-`rule(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of this package and enter it in the table. A rule of your own need not be in the
-table: pass a `Verifier` to `SpeculativeDecoder`.
+`rule(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of this package and enter it in the table. From
+Python, pass a `Verifier` to `SpeculativeDecoder`; it needs no table.
 
 Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -39,13 +39,10 @@ def uniforms_per_depth(tree: "TreeBatch") -> int:
 class Verifier:
     """A verification rule and its domain.
 
-    name, title (at most 60 characters) and paper are shown to users. lossless: the output follows the target's
-    distribution. chains_only: not valid on trees that branch. several_drafts: siblings may come from different
-    distributions. drawings: the valid methods of drawing siblings, the preferred one first.
-
-    `run(proposal, p_BMV, u_BU)` takes the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
-    `[B, U]` with U = `uniforms(tree)`, and returns a `Verdict`. At temperature 0 `u_BU` is None and p is one-hot, so
-    that every lossless rule comes to `exact`.
+    name, title (at most 60 characters) and paper are shown to users. several_drafts: siblings may come from different
+    distributions. drawings: the valid methods of drawing siblings, the preferred one first. run: takes the target's
+    fp32 distributions at every node, `[B, M, V]`, and float64 uniforms `[B, uniforms(tree)]`; at temperature 0 these
+    are None and p is one-hot, so that every lossless rule comes to `exact`.
     """
 
     name: str

@@ -1,14 +1,13 @@
 """Traversal verification (Weng et al. 2025, arXiv 2505.12398): a tree drawn without replacement is verified from its
-leaves up, whole paths at a time.
+leaves up, whole paths at a time. On a chain this is block verification, from the same uniforms.
 
 Legend: B rows, D depth, K siblings, M nodes with the root, N drafted nodes, S = 2 N visits of a walk around the tree,
 V vocabulary. At each depth p, q and w belong to the node of that depth which the walk is at or below.
 
-The walk goes around the tree depth first: it enters each node, visits its children in the order they were drawn, and
-leaves the node. On entering, w = min(1, w p(x)/q(x)) with w, p and q of the node above. On leaving, the node is
-accepted with probability w, together with the path to it, and the token is drawn from its p. If it is refused the
-node above changes: w becomes s / (s + 1 - w) with s the mass of (w p - q)+, p becomes norm((w p - q)+), and q loses
-the token. The root has w = 1. On a chain this is block verification, from the same uniforms.
+The walk enters each node, visits its children in the order they were drawn, and leaves the node. On entering, w =
+min(1, w p(x)/q(x)) with w, p and q of the node above. On leaving, the node is accepted with probability w, together
+with the path to it, and the token is drawn from its p. If it is refused the node above changes: w becomes
+s / (s + 1 - w) with s the mass of (w p - q)+, p becomes norm((w p - q)+), and q loses the token. The root has w = 1.
 """
 
 from collections.abc import Iterator
@@ -100,7 +99,7 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 
 
 def stored_depth(depth: Index, tree: TreeBatch) -> Index:
-    """Index of the stored p and q of a depth. Leaves of the last depth are not stored, but need a valid index."""
+    """Index of the stored p and q of a depth; leaves of the last depth are not stored, but need a valid index."""
     return depth.clamp(max=tree.depth - 1) if isinstance(depth, Tensor) else depth
 
 

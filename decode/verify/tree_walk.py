@@ -21,9 +21,8 @@ ALL = slice(None)
 class Verdict:
     """The outcome of one step, by row.
 
-    `nodes_BD` is the accepted path in M indexing, `tokens_BD1` its tokens; at index `accepted_B` follows the token that
-    the target adds, then padding. `open_B` is true if the walk ended at a node with children on offer (a rejection),
-    false if at a leaf.
+    nodes_BD, tokens_BD1: the accepted path (M indices) and its tokens; at index `accepted_B` follows the token that the
+    target adds, then padding. open_B: whether the walk ended at a node with children on offer (a rejection).
     """
 
     tokens_BD1: Tensor
@@ -34,8 +33,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Walk:
-    """The outcome of one row on the host: accepted nodes (M indices), their tokens and the target's own, whether the
-    walk ended at a node with children on offer, the number of drafted nodes, and the depth of the deepest.
+    """The outcome of one row on the host.
+
+    path: accepted nodes. emitted: their tokens and the target's own. is_open: as in `Verdict`. drafted: number of
+    drafted nodes. offered: depth of the deepest.
     """
 
     path: list[int]
@@ -49,9 +50,8 @@ class Walk:
 class Node:
     """The node that each row has reached, for a rule that decides one node at a time.
 
-    `p_BV` is the target's distribution at the node. `offer_BK` are the children's tokens in rank order, -1 for no child
-    (everywhere in a row whose walk has ended). `q(k)` is the distribution `[B, V]` that child k was drawn from. `u_Bn`
-    are uniforms for this node.
+    p_BV: the target's distribution there. offer_BK: the children's tokens by rank, -1 for none. q: by rank, the
+    distribution `[B, V]` that the child was drawn from. u_Bn: uniforms for this node.
     """
 
     p_BV: Tensor
@@ -66,10 +66,8 @@ NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
 def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None) -> Verdict:
-    """Decide node by node from the root down: go on at the accepted child; without one, draw the last token from
-    what the rule leaves of p; at a leaf, draw it from p.
-
-    Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
+    """Go on at the accepted child from the root down; without one, draw the last token from what the rule leaves of p;
+    at a leaf, from p. Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
     """
     tree = proposal.tree
     u_BU = u_BU.to(p_BMV.device)
@@ -143,19 +141,17 @@ def first(hit_BK: Tensor) -> Tensor:
 
 
 def known_empty(mask: Tensor) -> bool:
-    """Whether `mask` is false everywhere, if it costs nothing to know; always False on an accelerator, where reading
-    the mask would make the host wait.
-    """
+    """Whether `mask` is false everywhere; always False on an accelerator, where reading it would make the host wait."""
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any())
 
 
 def recording() -> bool:
-    """Whether this code is being compiled or recorded as a CUDA graph, so that no tensor may be read."""
+    """Whether this code is being compiled or recorded, so that no tensor may be read."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def rows_of(mask_B: Tensor) -> Rows:
-    """The rows of a mask on a CPU; all rows on an accelerator, where reading the mask would make the host wait."""
+    """The rows of a mask on a CPU; all rows on an accelerator."""
     if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
         return ALL
     return mask_B.nonzero()[:, 0]
@@ -191,8 +187,7 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """norm((p - q)+), the distribution left to draw from after a token of q was refused; rows of `[B, V]`.
 
-    In exact arithmetic a refusal leaves mass. If p and q differ by rounding only, nothing is left; such a refusal is as
-    improbable as the rounding error is small, and p is returned, which has no mass on tokens that the target excludes.
+    If p and q differ by rounding only, nothing is left, and p is returned.
     """
     left_BV = (p_BV - q_BV).clamp_(min=0)
     mass_B1 = left_BV.sum(-1, keepdim=True)
