@@ -90,9 +90,9 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
     timeout_s: Rare[NotIdentity[Positive]] = 600.0
     """Seconds that a server has for one answer."""
     max_requests: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Stop after this many requests to servers; the same command continues."""
+    """Stop after this many requests to servers; the same command resumes."""
     max_tokens: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Stop after this many tokens of prompts and answers, as servers count them; the same command continues."""
+    """Stop after this many tokens of prompts and answers, as servers count them; the same command resumes."""
     address: Rare[NotIdentity[str | None]] = None
     """Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: RAY_ADDRESS, else a local cluster."""
     workers: Rare[NotIdentity[AtLeast1 | None]] = None

@@ -177,7 +177,7 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     assert "2 rows" in out and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
     write_rows("fox.jsonl", {"prompt": "other words"})
     code, _, err = door(*words)
-    assert code == 2 and "its decontaminated is" in err
+    assert code == 2 and "decontaminated is" in err
     for wrong in ("fox.jsonl", "=fox.jsonl", "fox="):
         code, _, err = door(*words[:-2], wrong, "--out", "o")
         assert code == 2 and "expected NAME=P" in err

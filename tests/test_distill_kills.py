@@ -138,7 +138,7 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[s
     assert door(*words)[0] == 0 and files() == whole
     assert Path("set/part-00000.parquet").stat().st_mtime_ns == times[Path("set/part-00000.parquet")]
     code, _, err = door(*words, "--temperature", "0.5")
-    assert code == 2 and "its temperature is 1.0, now it is 0.5" in err and files() == whole
+    assert code == 2 and "temperature is 1.0, now it is 0.5" in err and files() == whole
 
 
 @pytest.mark.parametrize("name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")])
@@ -148,7 +148,7 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     act = f"os.kill(os.getpid(), signal.{name})"
     ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_AT_ANSWER.format(act=act)).wait()
     assert (ended, out) == (code, "")
-    assert err.splitlines()[-1] == f"draftsmith distill: {line}; 3 answers are kept; the same command continues"
+    assert err.splitlines()[-1] == f"draftsmith distill: {line}; 3 answers are kept; run the same command again to resume"
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0
     kept = rows_of()

@@ -208,7 +208,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(
     words = [*words, server.url, "--part_rows", "1000", "--concurrency", "4"]
     code, _, err = door(*words, "--timeout_s", 0.5)
     assert code == 1
-    assert "no server has answered for" in err and err.strip().endswith("the same command continues")
+    assert "no server has answered for" in err and err.strip().endswith("run the same command again to resume")
     assert len(server.answered) == 30
     server.misbehave = lambda number: None
     assert door(*words)[0] == 0
@@ -220,7 +220,7 @@ def test_budgets_stop_and_a_larger_one_continues(words: list[str], door: Door, s
     server = serve()
     code, _, err = door(*words, server.url, "--max_requests", 30)
     assert code == 1
-    assert "max_requests: all 30 are spent; raise it, and the same command continues" in err
+    assert "max_requests: all 30 are spent; raise it, and run the same command again to resume" in err
     assert len(server.answered) == 1 + 30
     code, _, err = door(*words, server.url, "--max_tokens", 200, "--concurrency", 4)
     assert code == 1 and "max_tokens: " in err

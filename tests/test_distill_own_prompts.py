@@ -53,7 +53,7 @@ def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target
     before = files("set")
     assert door(*words, "magpie:25", "--json")[0] == 0 and files("set") == before
     code, _, err = door(*words, "magpie:26")
-    assert code == 2 and 'its prompts is "magpie:25"' in err
+    assert code == 2 and 'prompts is "magpie:25"' in err
 
 
 def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) -> None:

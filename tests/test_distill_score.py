@@ -63,7 +63,7 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     before = files("scored")
     assert door(*words, "--json")[0] == 0 and files("scored") == before
     code, _, err = door(*words, "--teacher_top_k", 8)
-    assert code == 2 and "its teacher_top_k is 7, now it is 8" in err
+    assert code == 2 and "teacher_top_k is 7, now it is 8" in err
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir: str) -> None:

@@ -161,7 +161,7 @@ class OpenAIEngine:
                 if self._unasked:
                     break
         if self._unasked:
-            raise RunError(f"{self._unasked}; raise it, and the same command continues")
+            raise RunError(f"{self._unasked}; raise it, and run the same command again to resume")
 
     def _use_spare(self, server: Server) -> None:
         for slot in self._spare.pop(server.url, []):
@@ -197,7 +197,7 @@ class OpenAIEngine:
                     return Failed(f"{reason}; tried {ATTEMPTS} times")
                 if time.monotonic() - self._last_answer > max(PATIENCE_S, self._config.timeout_s):
                     silence = f"no server has answered for {PATIENCE_S:.0f} s ({failure.reason})"
-                    raise RunError(f"{silence}; the same command continues") from None
+                    raise RunError(f"{silence}; run the same command again to resume") from None
             else:
                 server.failures = 0
                 self._spent_tokens += tokens

@@ -185,6 +185,6 @@ def _worker_errors() -> Iterator[None]:
         raise
     except RayActorError as error:
         often = f"{_RETRIES + 1} times over one group of rows or {_RESTARTS + 1} times in all"
-        raise RunError(f"ray: a worker died {often} ({first_line(error)}); the same command continues") from None
+        raise RunError(f"ray: a worker died {often} ({first_line(error)}); run the same command again to resume") from None
     except RayError as error:
-        raise RunError(f"ray: {first_line(error)}; the same command continues") from None
+        raise RunError(f"ray: {first_line(error)}; run the same command again to resume") from None
