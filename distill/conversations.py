@@ -1,7 +1,6 @@
 """Conversations whose assistant turns the target writes anew, each after its own earlier answers.
 
-Every turn is a row: its prompt is what the chat template makes of the history, its response the target's tokens. So the
-tokens themselves mark what to train on, even if a template rewrites history (drops earlier thinking, adds a date).
+Every turn is a row: its prompt is what the chat template makes of the history, its response the target's tokens.
 """
 
 import logging
@@ -67,9 +66,8 @@ def switch_thinking_off(tokenizer: Tokenizer) -> None:
 
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return an answer as text for the history of the next turn, without the tokens that end a turn.
-
-    Templates cut thinking at its marks. If the marks are special tokens, which the text lacks, it is cut here.
+    """Return an answer as text for the history of the next turn. Templates cut thinking at its marks; if these are
+    special tokens, which the text lacks, it is cut here.
     """
     end = THINKING[1]
     mark: Any = tokenizer.convert_tokens_to_ids(end) if end in tokenizer.all_special_tokens else None

@@ -1,7 +1,6 @@
 """Whether a draft pays where a set is made, and with which tree: measured once, and recorded with the set.
 
-Drafting changes which tokens are drawn, not their distribution. For equal bytes, all processes and all runs that
-continue a set must therefore follow one decision.
+Drafting changes which tokens are drawn, not their distribution; all processes and resumed runs follow one decision.
 """
 
 import logging
@@ -22,9 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def settle_drafting(out: Path, config: DistillConfig, engine: DraftingEngine, prompts: Sequence[Prompt]) -> str:
-    """Set `engine.tree` to the fastest tree on a batch of `prompts`, or to what the set was begun with; return it.
-
-    Every process of a launch calls this; one of them measures.
+    """Set `engine.tree` to the fastest tree on a batch of `prompts`, or to the recorded one; return it. Every process
+    of a launch calls this; one of them measures.
     """
     engine.tree = divided(1, lambda _: _decide(out, config, engine, prompts))[0]
     return engine.tree

@@ -1,7 +1,7 @@
 """A distilled set from prompts: read, tokenise, ask, write.
 
-Groups of consecutive rows become parts, each written whole or not at all. Which rows a part has (and for `hf`, their
-bytes) depends on the options alone, not on the number of processes or on kills.
+Groups of consecutive rows become parts. Which rows a part has follows from the options alone, not from the number of
+processes or from kills.
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ _SUMMARY = (
 
 
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
-    """Make the distilled set, or continue one that a killed run left; return its summary.
+    """Make the distilled set, or resume one that a killed run left; return its summary.
 
-    command: the command line to record, by default the one that corresponds to `config`. Raise InputError for
-    invalid input and RunError for failures of the run. Answers survive SIGTERM (Terminated) and Ctrl-C.
+    command: the command line to record, by default the one of `config`. Raise InputError for invalid input and RunError
+    for failures of the run.
     """
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)

@@ -83,7 +83,7 @@ def finish(
 def _add_up(out: Path, parts: int) -> tuple[dict[str, Any], set[int]]:
     """Return the sums over all parts, as the manifest has them, and the row numbers of held-out prompts.
 
-    Write `errors.jsonl` with a line per prompt that gave less than it should.
+    Write a line of `errors.jsonl` per prompt that gave less than it should.
     """
     files, digests, held_out = [], [], set()
     reasons = {name: Reasons() for name in ("skipped", "failed", "shortened", "dropped")}

@@ -1,8 +1,7 @@
 """Prompts that the target writes itself, as the user of its chat template (`magpie:N`; Xu et al. 2024, 2406.08464).
 
-The target continues the template from where a user's text begins. Texts are drawn in groups, each a file in
-OUT/.prompts, by all processes; the first process joins them into OUT/prompts.jsonl without empty, unfinished and
-repeated ones. The files depend on the options alone.
+The target continues the template from where a user's text begins. All processes draw groups of texts, each a file in
+OUT/.prompts; the first process joins them into OUT/prompts.jsonl. The files depend on the options alone.
 """
 
 import hashlib
@@ -63,7 +62,7 @@ def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) ->
 def draw_prompts(
     opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run, processes: "PartialState"
 ) -> Path:
-    """Write the prompts, or continue a killed run's, and return their file. Every process calls this.
+    """Write the prompts, or resume a killed run's; return their file. Every process calls this.
 
     Raise RunError if no text can be a prompt.
     """
@@ -77,7 +76,7 @@ def draw_prompts(
 
 
 class _Draws:
-    """The texts that one process draws. unfinished: by group and draw, text and reason to leave it out ("": keep)."""
+    """The texts that one process draws. unfinished: by group and draw, the text and the reason to leave it out."""
 
     def __init__(self, opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run) -> None:
         self.opening, self.config, self.engine, self.tokenizer = opening, config, engine, tokenizer
@@ -89,7 +88,7 @@ class _Draws:
         self.advance: Advance
 
     def make(self, indices: Sequence[int]) -> None:
-        """Draw these groups, except those that are finished."""
+        """Draw these groups."""
         with progress("prompts", sum(len(self._draws(index)) for index in indices)) as self.advance:
             ask(self.engine, self.run, self._requests(indices), self._record, f"{_GROUPS}/")
 

@@ -1,7 +1,6 @@
-"""The files of a distilled set: parts of rows, and what became of the prompts that each part is from.
+"""The files of a distilled set: parts with the rows of a fixed number of prompts each.
 
-A part has the rows of a fixed number of prompts. Its Parquet metadata records those prompts and why some gave nothing,
-so the parts alone add up to the set.
+The Parquet metadata records those prompts and why some gave nothing, so the parts alone add up to the set.
 """
 
 import json
@@ -42,12 +41,12 @@ KINDS = ("part-*.parquet", "empty-*.json")
 
 
 def part_name(index: int) -> str:
-    """File name of a part."""
+    """Return the file name of a part."""
     return f"part-{index:05d}.parquet"
 
 
 def names_of(index: int) -> tuple[str, str]:
-    """File names of a part with rows, and of one without, because `datasets` refuses a Parquet file without rows."""
+    """Return the file names of a part with rows, and of one without, because `datasets` refuses a file without rows."""
     return part_name(index), f"empty-{index:05d}.json"
 
 
@@ -106,7 +105,7 @@ def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[st
 
 
 def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
-    """Return how many prompts a finished part is from; None if there is no such part.
+    """Return the number of prompts of a finished part, None if it is not finished.
 
     Raise InputError if it was made from other prompts than `source` has now.
     """
@@ -120,7 +119,7 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
 
 
 def read_record(out: Path, index: int) -> dict[str, Any] | None:
-    """Return the record of a part (see `write_part`); None if there is no such part."""
+    """Return the record of a part (see `write_part`), None if it is not finished."""
     path, empty = (out / name for name in names_of(index))
     if empty.exists():
         return read_json(empty, "the record of prompts that gave no rows")

@@ -1,7 +1,5 @@
 """Teacher rows: the target's top-k tokens and the remaining mass at every token of an answer, without generating.
 
-`score` does one answer, `score_set` a set or file, part by part, so that a killed run continues with the same bytes.
-
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
@@ -48,9 +46,9 @@ _CHUNK_VALUES = 2**24
 def score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> bytes:
     """Return the top k tokens at every token of an answer, packed as in `draftsmith_core.teacher_rows`.
 
-    Log-probabilities are at temperature 1 over the whole vocabulary. The forward has one row and no padding, so rows do
-    not depend on a batch. Without a prompt nothing predicts the first token; its row, which training skips, repeats the
-    second's. Raise RunError if logits are not finite.
+    Log-probabilities are at temperature 1 over the whole vocabulary. Rows do not depend on a batch. Without a prompt
+    nothing predicts the first token; its row, which training skips, repeats the second's. Raise RunError if logits are
+    not finite.
     """
     ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
     # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and return all positions.
@@ -75,10 +73,7 @@ Parts = Iterator[tuple[str, Callable[[], Rows]]]
 
 
 def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]:
-    """Write the scored set, or continue a killed run's; return its summary.
-
-    command: the command line to record, by default the one that corresponds to `config`.
-    """
+    """Write the scored set, or resume a killed run's; return its summary. command: the command line to record."""
     with Run(config.out) as run:
         processes, out = join_processes(config.device), run.out
         tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)

@@ -16,10 +16,8 @@ from draftsmith_core.tokenization import Tokenizer
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to generate.
-
-    key: (row of the prompts, sample, turn), unique. seed: of the only generator that the answer draws from.
-    temperature: overrides the engine's.
+    """One answer to generate. key: (row of the prompts, sample, turn), unique. seed: of the only generator that the
+    answer draws from. temperature: overrides the engine's.
     """
 
     key: tuple[int, int, int]
@@ -32,9 +30,8 @@ class AnswerRequest:
 class Answer:
     """Token ids, EOS included if the target ended, and why the answer ended: `stop` or `length`.
 
-    tokens_from: `target` if the engine returned ids; `text` if a server returned text that was tokenised again;
-    `text_differs` if those ids cannot be the ones that the target drew. teacher: packed teacher rows
-    (`draftsmith_core.teacher_rows`), if the options ask for them.
+    tokens_from: `target`; `text` if a server returned text that was encoded again; `text_differs` if those ids cannot
+    be the ones that the target drew. teacher: packed teacher rows, if the options ask for them.
     """
 
     response_ids: tuple[int, ...]
@@ -67,10 +64,9 @@ class Engine(Protocol):
     takes_ids: bool
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Answer all requests of all groups. A group is the requests of one part of the set.
+        """Answer all requests of all groups, each the requests of one part of the set.
 
-        Groups are taken only when there is room, so memory does not grow with the number of prompts. An answer does not
-        depend on other groups.
+        Take a group only when there is room, so that memory does not grow with the number of prompts.
         """
 
     def close(self) -> None:

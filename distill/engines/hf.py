@@ -54,9 +54,8 @@ class HFEngine:
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, in batches of `batch_size` in which the next request takes the place of one that
-        has ended. Who shares a batch with whom follows from the requests of a group alone, so that its answers are the
-        same bytes whoever makes them.
+        """Ask group after group, in batches of `batch_size` in which the next request takes the place of one that has
+        ended.
         """
         for group in groups:
             for _ in self.steps(group, done):
@@ -89,7 +88,7 @@ class HFEngine:
             yield
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """With each tree, and of the target alone as "", for these requests as one batch."""
+        """Time each tree, and the target alone as "", on these requests as one batch."""
         tokens = min(_MEASURED_TOKENS, self._max_new_tokens)
         spent: dict[str, list[float]] = {tree: [] for tree in self._decoders}
         for count in (1, *[tokens] * _MEASURED_ROUNDS):  # the first one packs weights

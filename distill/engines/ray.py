@@ -1,7 +1,6 @@
 """The target on a Ray cluster: `hf` engines as actors, each given the requests of one part at a time.
 
-Ray places the workers, carries requests and answers, restarts a worker that died and asks it again. Answers follow from
-the requests alone, so a set has the same bytes for any number of workers.
+Ray places the workers, carries requests and answers, restarts a worker that died and asks it again.
 """
 
 import logging
@@ -185,6 +184,7 @@ def _worker_errors() -> Iterator[None]:
         raise
     except RayActorError as error:
         often = f"{_RETRIES + 1} times over one group of rows or {_RESTARTS + 1} times in all"
-        raise RunError(f"ray: a worker died {often} ({first_line(error)}); run the same command again to resume") from None
+        reason = f"a worker died {often} ({first_line(error)})"
+        raise RunError(f"ray: {reason}; run the same command again to resume") from None
     except RayError as error:
         raise RunError(f"ray: {first_line(error)}; run the same command again to resume") from None

@@ -5,9 +5,8 @@
 | `llama.cpp` | llama-server | POST /completion, prompt as ids | `tokens` |
 | `openai` | vLLM, others | POST /v1/completions, prompt as ids or text | `token_ids`, else the text's |
 
-Every request states the distribution, because servers have defaults of their own: temperature, then top-k, top-p and
-min-p, no penalties. A server that rejects keys which OpenAI's API does not have is asked without them if they would
-change nothing (`plain`).
+Every request states the whole distribution, because servers have defaults of their own. A server that rejects keys
+which OpenAI's API does not have is asked without them if they would change nothing (`plain`).
 """
 
 import asyncio
