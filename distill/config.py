@@ -70,8 +70,7 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
     batch_size: AtLeast1 = 32
     """Rows generated together. A finished row is replaced by the next prompt."""
     part_rows: Rare[AtLeast1] = 1024
-    """About this many rows per Parquet file. A killed run loses the files in the making; `openai` keeps every
-    answer."""
+    """About this many rows per Parquet file."""
     teacher_top_k: TeacherTopK = 0
     """Store the target's top-k token ids with log-probabilities, and the remaining probability mass, per token, for
     `train` without the target. About 4 k bytes per token; 0 stores none."""
@@ -82,7 +81,7 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
     """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted), such as
     http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights."""
     served_model: NotIdentity[str | None] = None
-    """Name of the target on the servers. Default: the one model that they list."""
+    """Name of the target on the servers. Default: the one model that /models lists; with a name it is not asked."""
     api_key_env: Rare[NotIdentity[str]] = "OPENAI_API_KEY"
     """Environment variable that holds the servers' key."""
     concurrency: Rare[NotIdentity[AtLeast1]] = 64

@@ -42,6 +42,7 @@ class Server(ThreadingHTTPServer):
         self.moved_to: str = options.get("moved_to", "")
         self.strict_keys: bool = options.get("strict_keys", False)
         self.bodies: list[dict[str, Any]] = []
+        self.lists = 0
         self.answered: list[str] = []
         self.active = self.most_active = 0
         self.lock = threading.Lock()
@@ -66,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.moved_to:
             self._send(307, {}, location=f"{self.server.moved_to}{self.path}")
             return
+        self.server.lists += 1
         owner = {"llama.cpp": "llamacpp", "vllm": "vllm"}.get(self.server.kind, "someone")
         listed: dict[str, Any] = {"id": self.server.model, "owned_by": owner}
         if self.server.kind == "vllm":
@@ -88,7 +90,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any], wrong: int | str | bytes | None) -> None:
         server = self.server
-        if server.key and self.headers.get("authorization") != f"Bearer {server.key}":
+        if self.path != ("/completion" if server.kind == "llama.cpp" else "/v1/completions"):
+            self._send(404, {"error": "no such path"})
+        elif server.key and self.headers.get("authorization") != f"Bearer {server.key}":
             self._send(401, {"error": "who are you?"})
         elif isinstance(wrong, int):
             self._send(wrong, {"error": "not now"})
@@ -133,9 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.answered.append(json.dumps([prompt, seed]))
         if server.kind == "llama.cpp":
-            assert self.path == "/completion"
             return {"tokens": ids, "stop_type": "limit" if reason == "length" else "eos", "tokens_evaluated": 3}
-        assert self.path == "/v1/completions"
         text = server.tokenizer.decode([token for token in ids if token != EOS])
         usage = {"completion_tokens": len(ids), "total_tokens": len(ids) + len(prompt)}
         choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}

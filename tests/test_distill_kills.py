@@ -148,8 +148,8 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     act = f"os.kill(os.getpid(), signal.{name})"
     ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_AT_ANSWER.format(act=act)).wait()
     assert (ended, out) == (code, "")
-    kept = "3 answers are kept; run the same command again to resume"
-    assert err.splitlines()[-1] == f"draftsmith distill: {line}; {kept}"
+    note = "3 answers are kept; run the same command again to resume"
+    assert err.splitlines()[-1] == f"draftsmith distill: {line}; {note}"
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0
     kept = rows_of()

@@ -1,22 +1,27 @@
 """Distilling from servers: every row once and as the server drew it, whatever servers do meanwhile."""
 
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 import distill.engines.openai as openai
+from distill.engines.server import encode_answer
 from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from tests.distilled import Door, Spawn, errors, files, manifest, rows_of, write_rows
 from tests.serving import EOS, Server, answer_of, serving, wait_until
 from tests.test_docs import ROOT, commands, run_line
 
-Door = Callable[..., tuple[int, str, str]]
 Serve = Callable[..., Server]
 PROMPTS = 40
 TRIAL_SEED = 1
@@ -32,8 +37,9 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr(openai, "BACKOFF_S", (0.001, 0.01))
-    rows = [{"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS)]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(
+        "prompts.jsonl", *({"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS))
+    )
     command = f"distill --engine openai --target {target_dir} --prompts prompts.jsonl --out set --num_samples 2"
     return f"{command} --max_new_tokens 10 --part_rows 20 --seed 3 --endpoint".split()
 
@@ -42,15 +48,6 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
     with ExitStack() as stack:
         yield lambda kind="vllm", **options: stack.enter_context(serving(kind, tokenizer, **options))
-
-
-def rows_of(directory: Path = Path("set")) -> list[dict[str, Any]]:
-    return [row for path in sorted(directory.glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def manifest() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(Path("set/manifest.json").read_text())
-    return content
 
 
 def answered_once(server: Server) -> bool:
@@ -79,9 +76,8 @@ def test_rows_are_what_the_server_drew(words: list[str], door: Door, serve: Serv
     assert code == 0, err
     check_rows(rows_of())
     record = manifest()
-    assert record["counts"] == {
-        "prompts_read": 40, "prompts_done": 40, "prompts_skipped": 0, "prompts_failed": 0, "rows": 80, "rows_dropped": 0
-    }  # fmt: skip
+    counts = dict(prompts_read=40, prompts_done=40, prompts_skipped=0, prompts_failed=0, rows=80, rows_dropped=0)
+    assert record["counts"] == counts
     assert record["identity"]["served_model"] == "target" and record["tokens_from"] == {"target": 80}
     assert server.url not in json.dumps(record["identity"])
     assert not list(Path("set").glob(".*"))
@@ -168,9 +164,8 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
     code, out, err = door(*words, server.url)
     assert code == 0, err
     assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
-    errors = [json.loads(line) for line in Path("set/errors.jsonl").read_text().splitlines()]
-    assert [(line["row"], line["outcome"]) for line in errors] == [(n + 1, "failed") for n in range(len(wrong))]
-    reasons = [line["reason"] for line in errors]
+    assert [(line["row"], line["outcome"]) for line in errors()] == [(n + 1, "failed") for n in range(len(wrong))]
+    reasons = [line["reason"] for line in errors()]
     assert reasons[0].startswith("status 422") and all("tried 8 times" in reason for reason in reasons[1:-2])
     assert all(reason.startswith("gave ") for reason in reasons[-2:])
     assert server.url not in Path("set/errors.jsonl").read_text()
@@ -247,18 +242,6 @@ def test_the_key_is_from_the_environment_and_nowhere_else(
     assert "sk-secret" not in out + err
 
 
-def test_kept_answers_that_were_damaged_are_named(words: list[str], door: Door, serve: Serve) -> None:
-    server = serve()
-    assert door(*words, server.url, "--max_requests", 9)[0] == 1
-    kept = Path("set/.part-00000.answers.jsonl")
-    kept.write_bytes(b"[[0\n" + kept.read_bytes())
-    code, _, err = door(*words, server.url)
-    assert code == 2 and f"{kept}: is damaged; delete it" in err
-    kept.unlink()
-    assert door(*words, server.url)[0] == 0
-    check_rows(rows_of())
-
-
 def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, serve: Serve) -> None:
     server = serve()
     code, _, err = door(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
@@ -283,6 +266,66 @@ def test_concurrency_is_bounded(words: list[str], door: Door, serve: Serve) -> N
     server.misbehave = lambda number: wait_until(lambda: server.most_active >= 3) if number >= 8 else None
     assert door(*words, server.url, "--concurrency", 3)[0] == 0
     assert server.most_active == 3
+
+
+def test_the_first_requests_are_retried_as_later_ones_are(words: list[str], door: Door, serve: Serve) -> None:
+    """A fault of any kind, or two of them, before the first answer."""
+    cases: list[list[Any]] = [[429], [503, 500], ["garbage"], ["half", "reset"], [b"[]"], [408, b"<html>"]]
+    for number, faults in enumerate(cases):
+        server = serve(misbehave=dict(enumerate(faults)).get)
+        code, _, err = door(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
+        assert code == 0, err
+        assert manifest(f"set{number}")["tokens_from"] == {"target": 4}
+    server = serve(misbehave=lambda number: b'{"error": {"message": "CUDA out of memory"}}')
+    code, _, err = door(*words, server.url, "--out", "none")
+    assert code == 2 and "CUDA out of memory" in err and not Path("none").exists()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])
+def test_a_served_model_that_is_named_needs_no_list(words: list[str], door: Door, serve: Serve, kind: str) -> None:
+    server = serve(kind)
+    code, _, err = door(*words, server.url, "--served_model", "target", "--max_prompts", 3)
+    assert code == 0, err
+    assert server.lists == 0 and len(rows_of()) == 6
+    assert set(manifest()["tokens_from"]) <= ({"text", "text_differs"} if kind == "text" else {"target"})
+
+
+def test_text_is_encoded_behind_its_prompt() -> None:
+    """A SentencePiece tokenizer puts a space piece before a text that stands alone; behind its prompt it does not."""
+    space = "\u2581"
+    words = [space, f"{space}The", f"{space}fox", f"{space}jumps", "fox", ",", "s"]
+    model = Tokenizers(models.Unigram([(word, -2.0 - len(word)) for word in words], unk_id=6))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    model.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    the, fox, jumps, comma = (words.index(word) for word in (f"{space}The", f"{space}fox", f"{space}jumps", ","))
+    assert tokenizer(" fox", add_special_tokens=False)["input_ids"] == [0, fox]
+    for text, drawn in ((" fox jumps", [fox, jumps]), (", fox", [comma, fox])):
+        for count in (len(drawn), len(drawn) + 1, None):  # a server may count the end
+            assert encode_answer(tokenizer, [the], text, count) == (drawn, True)
+    assert encode_answer(tokenizer, [the], " fox", 5)[1] is False
+
+
+@pytest.mark.slow
+def test_faults_and_kills_lose_no_row(words: list[str], spawn: Spawn, door: Door, serve: Serve) -> None:
+    """Every third request meets a fault, and the client is killed three times: asked = done + failed + skipped."""
+    faults = [429, "half", b'{"choices": []}', 500, "reset", b"[", "garbage", b'{"choices": [{}]}', 503, b"null"]
+    write_rows("prompts.jsonl", *({"prompt": f"A draft {n}" if n % 7 else ""} for n in range(1, 61)), "{broken")
+    server = serve(misbehave=lambda number: faults[number // 3 % 10] if number % 3 == 2 else None)
+    whole = serve()
+    assert door(*words, whole.url, "--out", "whole")[0] == 0
+    for kept in (1, 30, 60):
+        client = spawn(*words, server.url, "--concurrency", 4, cwd=Path.cwd())
+        while len(server.answered) <= kept:
+            time.sleep(0.01)
+        client.send(signal.SIGKILL)
+        assert client.wait()[0] == -signal.SIGKILL
+    code, _, err = door(*words, server.url)
+    assert code == 0, err
+    counts = manifest()["counts"]
+    assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (61, 9, 0)
+    assert counts["prompts_done"] == 52 and counts["rows"] == 104
+    assert files(pattern="part-*") == files("whole", "part-*")
 
 
 @pytest.mark.engines

@@ -1,14 +1,15 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, RemoteTarget, at_temperature, sampling_of
-from draftsmith_core.errors import InputError, one_line
+from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, at_temperature, sampling_of
+from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer
@@ -60,14 +61,27 @@ class VLLMEngine:
                 if (following := done(request, answer)) is not None:
                     waiting.append(following)
 
-    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
+    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer | Failed]:
         params = [self._params(request) for request in requests]
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        outputs = [output.outputs[0] for output in self._llm.generate(prompts, params, use_tqdm=False)]
-        ids = [tuple(output.token_ids) for output in outputs]
-        teachers = self._score(requests, ids) if self._k else [None] * len(ids)
-        reasons = ["stop" if output.finish_reason == "stop" else "length" for output in outputs]
-        return [Answer(*fields) for fields in zip(ids, reasons, ["target"] * len(ids), teachers, strict=True)]
+        outputs = [output.outputs[0] for output in self._call([request.prompt_ids for request in requests], params)]
+        answers: list[Answer | Failed] = [Failed(f"vLLM ended it with {output.finish_reason!r}") for output in outputs]
+        for place, output in enumerate(outputs):
+            if output.finish_reason in ("stop", "length"):
+                answers[place] = Answer(tuple(output.token_ids), output.finish_reason)
+        if self._k:
+            whole = {place: answer for place, answer in enumerate(answers) if isinstance(answer, Answer)}
+            teachers = self._score([(requests[place].prompt_ids, whole[place].response_ids) for place in whole])
+            for (place, answer), teacher in zip(whole.items(), teachers, strict=True):
+                answers[place] = replace(answer, teacher=teacher)
+        return answers
+
+    def _call(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        try:
+            ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+            outputs: list[Any] = self._llm.generate(ids, params, use_tqdm=False)
+        except Exception as error:  # vLLM's engine has errors of its own
+            raise RunError(f"vllm: {one_line(error)[:300]}; run the same command again to resume") from None
+        return outputs
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
         sampling = at_temperature(self.sampling.sampling, request.temperature)
@@ -83,16 +97,13 @@ class VLLMEngine:
             detokenize=False,
         )
 
-    def _score(self, requests: Sequence[AnswerRequest], answers: Sequence[Sequence[int]]) -> list[bytes | None]:
+    def _score(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bytes]:
         """Teacher rows from a forward over prompt and answer, at temperature 1 and over the whole vocabulary."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False)
-        prompts = [
-            {"prompt_token_ids": [*request.prompt_ids, *ids]} for request, ids in zip(requests, answers, strict=True)
-        ]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._call([[*prompt, *ids] for prompt, ids in answers], params)
         return [
-            _teacher_rows(output.prompt_logprobs[len(request.prompt_ids) :], self._k, self._vocabulary)
-            for request, output in zip(requests, outputs, strict=True)
+            _teacher_rows(output.prompt_logprobs[len(prompt) :], self._k, self._vocabulary)
+            for (prompt, _), output in zip(answers, outputs, strict=True)
         ]
 
     def close(self) -> None:

@@ -39,7 +39,10 @@ def _distill(config: Any, command: str) -> Done:
     for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
         lines += summary[reasons]
     if differing := summary["tokens_from"].get("text_differs"):
-        lines.append(f"{differing} rows came as text that does not encode back to the tokens that the target drew")
+        lines.append(
+            f"{differing} rows came as text that does not encode back to the tokens that the target drew; "
+            "serve the target with vLLM or llama-server, which return token ids"
+        )
     if own := summary["own_prompts"]:
         lines.append(f"prompts: kept {own['kept']} of {own['drawn']} texts that the target drew")
         lines += own["left_out_because"]
