@@ -45,12 +45,15 @@ UNCHANGED = "; not tested: training ended with the weights it began with, no lat
 
 @dataclass(frozen=True)
 class Measured:
-    """A pair's evaluations: all drafts on a chain, the aligned draft on trees, and the base under the tuned target."""
+    """A pair's evaluations: all drafts on a chain; the aligned draft on trees, with another rule, and on static and
+    growing trees under one rule; and the judge of fine-tuning under the tuned target.
+    """
 
     pair: Pair
     drafts: Results
     trees: Results
     replaced: Results
+    grown: Results
     tuned: Results
 
     @property
@@ -95,7 +98,7 @@ def main() -> None:
 
 
 def measure(pair: Pair, out: Path, options: Options) -> Measured:
-    """Four evaluations; what is there is not measured again."""
+    """Five evaluations; what is there is not measured again."""
 
     def run(name: str, target: str, drafts: Sequence[str], **changed: Any) -> Results:
         named = {each: getattr(pair, each) for each in drafts}
@@ -124,10 +127,11 @@ def measure(pair: Pair, out: Path, options: Options) -> Measured:
 
     other = [f"{key}={value}" for key, value in islice(pair.other.items(), 1)]
     warm: dict[str, Any] = {"temperature": [0.0, 0.6, 1.0], "ood": []}
+    drafts = run("eval-drafts", pair.target, ["base", "aligned", "larger"])
     return Measured(
         pair=pair,
-        drafts=run("eval-drafts", pair.target, ["base", "aligned", "larger"]),
-        trees=run("eval-trees", pair.target, ["aligned"], tree=[CHAIN, TREE, GROWN], **warm),
+        drafts=drafts,
+        trees=run("eval-trees", pair.target, ["aligned"], tree=[CHAIN, TREE], **warm),
         replaced=run(
             "eval-replacement",
             pair.target,
@@ -137,7 +141,8 @@ def measure(pair: Pair, out: Path, options: Options) -> Measured:
             temperature=[1.0],
             ood=[],
         ),
-        tuned=run("eval-tuned", pair.tuned, ["base"], id=other, ood=[], temperature=[1.0]),
+        grown=run("eval-grown", pair.target, ["aligned"], tree=[TREE, GROWN], verifier=["naive"], **warm),
+        tuned=run("eval-tuned", pair.tuned, [pair.judge], id=other, ood=[], temperature=[1.0]),
     )
 
 
@@ -189,9 +194,9 @@ def candidates(m: Measured) -> Iterator[Row]:
 
 def tuned_target(m: Measured) -> Iterator[Row]:
     """The same draft under a target that was fine-tuned."""
-    (domain,) = m.tuned.domains("id")
-    found = _difference(_alphas(m.tuned, "base", domain), _alphas(m.drafts, "base", domain))
-    before, after = (each.alpha("base", domain, 1.0)["value"] for each in (m.drafts, m.tuned))
+    (domain,), draft = m.tuned.domains("id"), m.pair.judge
+    found = _difference(_alphas(m.tuned, draft, domain), _alphas(m.drafts, draft, domain))
+    before, after = (each.alpha(draft, domain, 1.0)["value"] for each in (m.drafts, m.tuned))
     text = f"on {domain}, α {before:.3f} before, {after:.3f} after: {with_interval(found, sign=True)}"
     judged, note = _trained(_side(found, above=False), m.pair.tuned)
     yield Row("fine-tuning the target lowers acceptance", "MCSD", m.pair.name, text + note, **judged)
@@ -242,9 +247,9 @@ def out_of_distribution(m: Measured) -> Iterator[Row]:
 
 
 def dynamic(m: Measured) -> Iterator[Row]:
-    """A tree that grows over a static one with as many nodes and levels, by temperature."""
+    """A tree that grows over a static one with as many nodes and levels, both under EAGLE-2's rule, by temperature."""
     for temperature in (0.0, 0.6, 1.0):
-        grown, static = (_tau(m.trees, m.id_name, temperature, tree) for tree in (GROWN, TREE))
+        grown, static = (_tau(m.grown, m.id_name, temperature, tree, "naive") for tree in (GROWN, TREE))
         found = _difference(grown, static)
         text = f"τ {grown.pooled:.2f} dynamic, {static.pooled:.2f} static, 21 nodes in 4 levels each: "
         text += with_interval(found, 2, sign=True)
@@ -254,11 +259,10 @@ def dynamic(m: Measured) -> Iterator[Row]:
 
 def confidence(m: Measured) -> Iterator[Row]:
     """Calibration of the aligned draft."""
-    for temperature in (0.0, 1.0):
-        found = m.drafts.figure("ece", "aligned", "id", temperature)
-        text = f"mean distance of confidence and acceptance (ECE) {with_interval(found)}"
-        claim = f"confidence is close to acceptance (within {LITTLE:g}), T = {temperature:g}"
-        yield Row(claim, "EAGLE-2", m.pair.name, text, **_side(found, LITTLE, above=False))
+    found = m.drafts.figure("ece", "aligned", "id", 1.0)
+    text = f"mean distance of the draft's q and the target's p (ECE) {with_interval(found)}"
+    claim = f"confidence is close to acceptance (within {LITTLE:g})"
+    yield Row(claim, "EAGLE-2", m.pair.name, text, **_side(found, LITTLE, above=False))
 
 
 def code_most(m: Measured) -> Iterator[Row]:

@@ -19,6 +19,8 @@ COMMAND = "benchmarks/reproduction.py"
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 SUBJECTS = (*STARTS, "In the park", "A small bird", "Ben had a", "The old man", "Her friend", "It was a sunny day")
 ENDINGS = (*ENDS, " went", " had", " with")
+# Drafts from nothing take this many times the steps of others.
+LONGER = 20
 # Beginnings of texts, in characters.
 LENGTH = 300
 
@@ -48,7 +50,7 @@ class Pair:
     """A target, its drafts and prompts.
 
     `larger` is set beside `aligned`; `tuned` is the target after fine-tuning on text of the first of `other`, of which
-    `other` has other pieces.
+    `other` has other pieces; `judge` is the draft of the untuned target that is measured under it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Pair:
     base: str
     aligned: str
     larger: str
+    judge: str
     sizes: str
     id: dict[str, str]
     other: dict[str, str]
@@ -78,6 +81,7 @@ def demo_pair(out: Path, options: Options) -> Pair:
         base=base,
         aligned=_trained(out / "aligned", options, answers, "jsd:beta=0.5", 3e-3, draft=base, target=target),
         larger=str(LARGER_DRAFT),
+        judge="base",
         sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and on all domains",
         id={"prose": prompts["prose"]},
         other={"code": prompts["code"], "unicode": prompts["unicode"]},
@@ -107,8 +111,9 @@ def stories_pair(out: Path, options: Options) -> Pair:
         target=target,
         tuned=_trained(out / "tuned", options, wiki, "ce", 1e-3, draft=target),
         base=fresh("base", 32, 1, max(1, options.steps // 8)),
-        aligned=fresh("aligned", 32, 1, 2 * options.steps),
-        larger=fresh("larger", 64, 2, 2 * options.steps),
+        aligned=fresh("aligned", 32, 1, LONGER * options.steps),
+        larger=fresh("larger", 64, 2, LONGER * options.steps),
+        judge="aligned",
         sizes="target .26 M; drafts .03 M and .1 M, from nothing, trained alike on its answers",
         id={"stories": _rows(out / "stories.jsonl", openings[1::2])},
         other={"wiki": _rows(out / "wiki.jsonl", held)},

@@ -36,9 +36,10 @@ class Diagnosis(TypedDict):
     """Diagnosis of one draft on one set at one temperature; every list is by prompt.
 
     `alpha`, `entropy`: by position, sum_x min(p, q) and the entropy of p in bits. `confidence`: by bin, the mass that
-    the draft drew, that mass times its confidence, and the accepted mass. `best`: summed over positions, the mass of p
-    on the draft's 1, 2, ... most probable tokens. `drawn`: summed over `drawn_count` positions, the acceptance of 1, 2,
-    ... candidates drawn from q without replacement and tried in turn; empty at temperature 0.
+    the draft drew, and that mass times its confidence and times p, the chance that the target takes the token.
+    `best`: summed over positions, the mass of p on the draft's 1, 2, ... most probable tokens. `drawn`: summed over
+    `drawn_count` positions, the acceptance of 1, 2, ... candidates drawn from q without replacement and tried in turn;
+    empty at temperature 0.
     """
 
     alpha: list[list[float]]
@@ -113,9 +114,9 @@ class Diagnoser:
 
 
 def _bins(belief_NK: Tensor, q_NK: Tensor, p_NK: Tensor) -> Tensor:
-    """`[N, BINS, 3]`: by confidence, the mass drafted, that mass times its confidence, and the mass accepted."""
+    """`[N, BINS, 3]`: by confidence, the mass drafted, and that mass times its confidence and times p."""
     bin_NK = (belief_NK * BINS).long().clamp(max=BINS - 1)
-    values_NK3 = torch.stack([q_NK, q_NK * belief_NK, torch.minimum(p_NK, q_NK)], dim=-1).double()
+    values_NK3 = torch.stack([q_NK, q_NK * belief_NK, q_NK * p_NK], dim=-1).double()
     sums_NB3 = torch.zeros(len(belief_NK), BINS, 3, dtype=torch.double, device=belief_NK.device)
     return sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)
 

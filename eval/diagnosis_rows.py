@@ -154,10 +154,11 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     sums_PB3 = np.asarray(joined(new, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
-    # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
-    ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
-    low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
-    yield group.row("ece", draft, Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)))
+    if group.temperature:  # at 0 the target takes one token for sure, and no confidence but 1 would be right
+        # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
+        ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
+        low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
+        yield group.row("ece", draft, Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)))
     for tenth, (mass, sure, accepted) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)

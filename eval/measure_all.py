@@ -24,7 +24,7 @@ from eval.rows import Measured
 from eval.schema import ModelRow
 
 # Part of every cell's name: raise it when a code change makes the same request measure something else.
-MEASUREMENT_VERSION = 7
+MEASUREMENT_VERSION = 8
 
 
 @dataclass

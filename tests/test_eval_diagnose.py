@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,8 +61,8 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
     assert found["best"][0][:V] == pytest.approx(best.tolist(), abs=1e-5)
     assert found["best"][0][V:] == pytest.approx([4.0] * (CANDIDATES - V), abs=1e-5)
     sums = torch.tensor(found["confidence"][0]).sum(0)
-    # All of q is drafted, and what is accepted of it is alpha.
-    assert sums[0] == pytest.approx(4.0, abs=1e-5) and sums[2] == pytest.approx(sum(alpha[:4]), abs=1e-5)
+    # All of q is drafted, and the target takes a token of it with the chance sum_x p q.
+    assert sums[0] == pytest.approx(4.0, abs=1e-5) and sums[2] == pytest.approx(float((p * q)[:4].sum()), abs=1e-5)
     if sampling.greedy:
         sure = logits.softmax(1).max(1).values
         assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
@@ -69,6 +70,14 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
     viewed = found["viewed"][0]
     assert [token["p"] for token in viewed] == pytest.approx([float(p[i, i]) for i in range(4)], abs=1e-4)
     assert [guess[0] for guess in viewed[2]["guesses"]] == order[2, :3].tolist()
+
+
+def test_a_draft_that_is_the_target_is_calibrated() -> None:
+    p, _, logits = pair(HOT)
+    diagnoser = Diagnoser([Continuation("a", [1], list(range(N)))], HOT, seed=0)
+    diagnoser.add([(0, n) for n in range(N)], p, p, logits)
+    _, sure, taken = np.array(diagnoser.found["confidence"])[0].T
+    assert taken.tolist() == sure.tolist()  # so that the ECE is 0
 
 
 def test_chunks_make_no_difference() -> None:
@@ -209,4 +218,4 @@ def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:
         cold.alphas[name, 0.0, draft] = found
     rows, _ = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
     assert rows and not any((row["part"] or "").startswith("entropy") for row in rows)
-    assert not any(row["figure"] == "candidates_drawn" for row in rows)
+    assert not {"candidates_drawn", "ece"} & {row["figure"] for row in rows}
