@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -33,12 +34,13 @@ from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import load_tokenizer
-from eval import measure
+from eval import measure, remarks
+from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, estimate, quotient, resamples, signs
 from eval.config import PlanConfig
 from eval.estimate import read_traces
 from eval.model_rows import machine, model_row
-from eval.plan_model import Costs, JointRuns, kary_space, measure_costs
+from eval.plan_model import Costs, JointRuns, fit, kary_space, time_shapes
 from eval.predict import Traces, chances, predict
 from eval.request import Method
 
@@ -58,7 +60,7 @@ STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
-STEPS = 6
+STEPS, LIMIT_S = 6, 900.0
 # The rule by which an engine accepts above temperature 0: a verifier of ours, and words (engines' sources and
 # documentation, November 2026). At temperature 0 all of them accept what the target would have chosen.
 _GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
@@ -143,13 +145,23 @@ class _Expected:
         return tau / self.costs.step(tree), tau
 
 
-def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
-    """Return the plan as JSON, without the names of the models and the machine."""
-    started, sampling = time.perf_counter(), planner.sampling
+def plan_pair(planner: Planner, confirm_batches: int, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """Return the plan as JSON, without the names of the models and the machine.
+
+    limit_s: seconds after which nothing that can be left out is begun: prompts, rounds, trees that can only be tried.
+    """
+    started, sampling, load = time.perf_counter(), planner.sampling, os.getloadavg()[0]
+
+    def within(share: float) -> bool:
+        return time.perf_counter() - started < share * limit_s
+
     with progress("plan", STEPS) as advance:
         advance(1, "the target's answers")
         options = {"max_new_tokens": planner.max_new_tokens, "batch_size": TEXT_BATCH, "seed": planner.seed}
-        rows = measure.answers(planner.target, planner.prompts, sampling, **options)
+        rows: list[Continuation] = []
+        while len(rows) < len(planner.prompts) and (not rows or within(0.3)):
+            part = planner.prompts[len(rows) : len(rows) + TEXT_BATCH]
+            rows += measure.answers(planner.target, part, sampling, **options)
         positions = sum(len(row.output_ids) for row in rows)
         ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS or sampling.greedy else FEW_RANKS
         deepest = depth_limit(planner.draft)
@@ -158,16 +170,24 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         methods = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
         read, _ = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)
         advance(1, "costs of a step")
-        costs, timed = measure_costs(_stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows]), deepest)
-        expected = _Expected(sampling, read["d"], costs)
+        stepper = _stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows])
+        rounds = time_shapes(stepper, deepest, lambda: within(0.5))
+        expected = _Expected(sampling, read["d"], costs := fit(rounds))
         advance(1, "choosing")
         static = _choose(planner, expected, ranks, depth)
         advance(1, "trees that can only be tried")
-        tried, not_tried = _try(planner)
+        tried, not_tried = _try(planner, lambda: within(0.7))
         finalists = _finalists([*static, *tried])
         advance(1, "confirming")
-        confirmed = _confirm(planner, finalists, confirm_batches)
+        confirmed, rounds["confirmed"] = _confirm(planner, finalists, confirm_batches, lambda: within(1.0))
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
+    pays = _pays([row["speedup"] for row in confirmed[1:]], best)
+    # Rounds of every shape over their median: they differ by what others on the machine took.
+    noise = [second / median(seconds) for seconds in rounds.values() for second in seconds]
+    conditions = remarks.conditions(
+        "plan", sampling.temperature, [load, os.getloadavg()[0]], noise, os.cpu_count() or 1
+    )
+    busy = remarks.of_timing([conditions], os.cpu_count() or 1)
     winner = finalists[best]
     candidates = [
         {"family": candidate.family, "tree": candidate.name, "tokens_per_s": candidate.rate, "step_s": candidate.step_s}
@@ -179,20 +199,22 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         "tree": {"spec": winner.spec} if winner.spec else {"parents": list(winner.shape.parents)},  # type: ignore[union-attr]
         "name": winner.name,
         "verifier": default_verifier(winner.shape),
-        "pays": _pays([row["speedup"] for row in confirmed[1:]], best),
+        "pays": pays,
         "speedup": confirmed[1 + best]["speedup"],
         "sampling": asdict(sampling),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
-        "prompts": len(planner.prompts),
+        "prompts": len(rows),
         "positions": positions,
         "ranks": ranks,
-        "costs": {**asdict(costs), "rounds": timed},
+        "costs": {**asdict(costs), "rounds": rounds},
         "candidates": candidates,
         "not_tried": not_tried,
         "confirmed": confirmed,
-        "engines": _engines(kind_of(planner.draft), expected, depth),
-        "load": os.getloadavg()[0],
+        # Engines get no advice from rough costs, nor where no draft pays.
+        "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, depth),
+        "conditions": conditions,
+        "remarks": [remark["text"] for remark in busy],
         "seconds": time.perf_counter() - started,
     }
 
@@ -235,12 +257,14 @@ def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> li
     return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
 
 
-def _try(planner: Planner) -> tuple[list[Candidate], list[dict[str, str]]]:
+def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], list[dict[str, str]]]:
     """Time on a few prompts what cannot be predicted; return also what this draft cannot do, with the reason."""
     candidates, not_tried = [], []
     for spec in TRIED:
         shape = parse_tree(spec)
         try:
+            if not go_on():
+                raise ValueError("no time was left")
             decoder = planner.decoder(shape)
         except ValueError as error:
             not_tried.append({"tree": spec, "reason": str(error)})
@@ -265,35 +289,47 @@ def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen + [candidate for candidate in ordered if candidate not in chosen][: FINALISTS - len(chosen)]
 
 
-def _confirm(planner: Planner, finalists: Sequence[Candidate], count: int) -> list[dict[str, Any]]:
-    """Time the target alone and every finalist, interleaved in rotating order, until each has run `CONFIRM_S`."""
+def _confirm(
+    planner: Planner, finalists: Sequence[Candidate], count: int, go_on: Callable[[], bool]
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Time the target alone and every finalist, interleaved in rotating order, until each has run `CONFIRM_S`; return
+    also the target's seconds per token, run by run.
+    """
     decoders = [planner.decoder(None), *(planner.decoder(finalist.shape) for finalist in finalists)]
     batches = planner.batches(count)
     emitted, seconds = ([[0.0] * len(batches) for _ in decoders] for _ in range(2))
     for decoder in decoders:
         planner.run(decoder, batches[0], 8, ends=False)  # warm-up
     order = list(range(len(decoders)))
+    alone_s: list[float] = []
     for round_ in range(CONFIRM_ROUNDS):
         for index, batch in enumerate(batches):
+            if alone_s and not go_on():
+                break
             turn = (round_ + index) % len(order)
             for which in order[turn:] + order[:turn]:
                 tokens, spent, _ = planner.run(decoders[which], batch, planner.max_new_tokens, ends=True)
                 emitted[which][index] += tokens
                 seconds[which][index] += spent
-        if min(map(sum, seconds)) >= CONFIRM_S:
+                alone_s += [] if which else [spent / tokens]
+        if min(map(sum, seconds)) >= CONFIRM_S or not go_on():
             break
-    picks = resamples(len(batches), 2000, row_seed(planner.seed, "plan/confirm"))
-    alone, *rates = [PromptSums.of(*counts) for counts in zip(emitted, seconds, strict=True)]
-    return [{"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}] + [
-        {
-            "tree": finalist.name,
-            "tokens_per_s": rate.pooled,
-            "speedup": quotient(rate, alone, picks),
-            "predicted_or_tried": finalist.rate,
-            "family": finalist.family,
-        }
-        for finalist, rate in zip(finalists, rates, strict=True)
-    ]
+    timed = sum(second > 0 for second in seconds[0])
+    picks = resamples(timed, 2000, row_seed(planner.seed, "plan/confirm"))
+    alone, *rates = [PromptSums.of(n[:timed], s[:timed]) for n, s in zip(emitted, seconds, strict=True)]
+    return [
+        {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None},
+        *(
+            {
+                "tree": finalist.name,
+                "tokens_per_s": rate.pooled,
+                "speedup": quotient(rate, alone, picks),
+                "predicted_or_tried": finalist.rate,
+                "family": finalist.family,
+            }
+            for finalist, rate in zip(finalists, rates, strict=True)
+        ),
+    ], alone_s
 
 
 def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
@@ -373,7 +409,8 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
         False: f"use no draft: the best, {best}, is {times} times as fast",
         None: f"the best is {best}, {times} times as fast as no draft; that cannot be told from 1",
     }[document["pays"]]
-    lines = [f"{verdict} ({where})", ""]
+    lines = [*(f"remark: {remark}; plan again when the machine is idle" for remark in document["remarks"])]
+    lines += [f"{verdict} ({where})", ""]
     width = max(len(row["tree"]) for row in document["confirmed"])
     for row in document["confirmed"]:
         times = f"  {row['speedup']['value']:.2f}x" if row["speedup"] else ""

@@ -3,8 +3,7 @@
 **Costs.** Steps are timed whole, in the engine, on real contexts, at the given batch size: forwards, masks, drawing,
 verifying and bookkeeping. With F(n) for a step that verifies n rows and expands only the root, and d(w) for one more
 forward of the draft that expands w nodes, a step takes F(1 + nodes) + the sum of d over its levels but the first. F is
-read off trees of one level, d off trees that have one level more. Both are medians, made monotone: more rows are never
-taken to be cheaper.
+read off trees of one level, d off trees that have one level more.
 
 **Expected tokens.** A node is the ranks on its path. Its value is how often decoding reaches it: the mean over
 positions of the product of the chances that the text's tokens were accepted at these ranks and depths, one after
@@ -16,9 +15,9 @@ Legend: P prompts, L positions, K ranks, D depths of a head (1 for a language mo
 """
 
 import heapq
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from decode.tree_spec import kary
 Floats = NDArray[np.float64]
 Path = tuple[int, ...]
 # Nodes of the trees of one level, and widths of a level that is expanded.
-ROWS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16)
+ROWS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (4, 16)
 CHAIN, ROUNDS = 6, 3
 # MCSD's space: branching numbers of one level, and the most leaves (arXiv 2401.06706).
 BRANCHING, MOST_LEAVES = (1, 2, 4, 8, 16, 32), 32
@@ -38,15 +37,17 @@ BRANCHING, MOST_LEAVES = (1, 2, 4, 8, 16, 32), 32
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step.
-
-    alone: the target without a draft. verify_s: by rows, the root included (F). draft_s: by nodes expanded in one
-    forward (d).
+    """Seconds of a step. verify_s: by rows, the root included (F), 1 for the target without a draft. draft_s: by nodes
+    expanded in one forward (d).
     """
 
-    alone: float
     verify_s: dict[int, float]
     draft_s: dict[int, float]
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step without a draft."""
+        return self.verify_s[1]
 
     def step(self, tree: Tree) -> float:
         """Seconds of a step on a static tree, interpolated linearly between what was measured."""
@@ -66,49 +67,59 @@ def _interpolate(curve: dict[int, float], at: int) -> float:
     return float(np.interp(at, sizes, [curve[size] for size in sizes]))
 
 
-def shapes(deepest: int | None) -> dict[str, Tree]:
-    """Trees to time; `deepest`: most levels that the draft can draft."""
-    trees = {f"rows:{n}": Tree((-1,) * n) for n in ROWS}
+def shapes(deepest: int | None) -> dict[str, Tree | None]:
+    """Trees to time by name, None for the target alone; `deepest`: most levels that the draft can draft."""
+    trees: dict[str, Tree | None] = {"alone": None, **{f"rows:{n}": Tree((-1,) * n) for n in ROWS}}
     if deepest is None or deepest > 1:
-        trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS[1:]}
         levels = min(CHAIN, deepest or CHAIN)
-        trees[f"chain:{levels}"] = kary((1,) * levels)
+        trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS} | {f"chain:{levels}": kary((1,) * levels)}
     return trees
 
 
-def fit(seconds: Mapping[str, Sequence[float]], alone: Sequence[float]) -> Costs:
-    """Costs from seconds per step of `shapes`, by name, round by round."""
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    verify = _monotone({1 + n: median[f"rows:{n}"] for n in ROWS})
+def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
+    """Costs from seconds per step of `shapes`, by name, round by round. Others on the machine only add time, so the
+    fastest round counts, and no step is taken to be faster than one with fewer rows.
+    """
+    least = {name: min(values) for name, values in seconds.items()}
+    verify = isotonic({1: least["alone"]} | {1 + n: least[f"rows:{n}"] for n in ROWS})
     draft: dict[int, float] = {}
-    for name, value in median.items():
+    for name, value in least.items():
         kind, _, number = name.partition(":")
-        n = int(number)
         if kind == "width":
-            draft[n] = max(0.0, value - _interpolate(verify, 1 + 2 * n))
-        elif kind == "chain" and n > 1:
-            draft[1] = max(0.0, (value - _interpolate(verify, 1 + n)) / (n - 1))
-    return Costs(statistics.median(alone), verify, _monotone(draft) or {1: 0.0})
+            draft[int(number)] = max(0.0, value - _interpolate(verify, 1 + 2 * int(number)))
+        elif kind == "chain":
+            draft[1] = max(0.0, (value - _interpolate(verify, 1 + int(number))) / (int(number) - 1))
+    return Costs(verify, isotonic(draft) or {1: 0.0})
 
 
-def _monotone(curve: dict[int, float]) -> dict[int, float]:
-    sizes = sorted(curve)
-    return dict(zip(sizes, np.maximum.accumulate([curve[size] for size in sizes]).tolist(), strict=True))
+def isotonic(curve: Mapping[int, float]) -> dict[int, float]:
+    """The curve that never falls and is closest in least squares (pool adjacent violators)."""
+    blocks: list[list[float]] = []
+    for size in sorted(curve):
+        blocks.append([curve[size]])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return dict(zip(sorted(curve), [fmean(block) for block in blocks for _ in block], strict=True))
 
 
-def measure_costs(
-    time_step: Callable[[Tree | None], float], deepest: int | None
-) -> tuple[Costs, dict[str, list[float]]]:
-    """Time every shape and the target alone, interleaved; `time_step(tree)` gives seconds per step of one short run."""
-    trees: dict[str, Tree | None] = {"alone": None, **shapes(deepest)}
+def time_shapes(
+    time_step: Callable[[Tree | None], float], deepest: int | None, go_on: Callable[[], bool]
+) -> dict[str, list[float]]:
+    """Seconds per step of every shape, round by round, interleaved; no further round starts unless `go_on()`.
+
+    `time_step(tree)` gives seconds per step of one short run.
+    """
+    trees = shapes(deepest)
     seconds: dict[str, list[float]] = {name: [] for name in trees}
     for tree in trees.values():
         time_step(tree)  # warm-up: plans, packed weights and masks are made once
     for turn in range(ROUNDS):
+        if turn and not go_on():
+            break
         names = list(trees)
         for name in names[turn:] + names[:turn]:
             seconds[name].append(time_step(trees[name]))
-    return fit({name: values for name, values in seconds.items() if name != "alone"}, seconds["alone"]), seconds
+    return seconds
 
 
 class JointRuns:

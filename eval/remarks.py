@@ -112,6 +112,14 @@ def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
     return [Remark(about="widened_target", text=text)]
 
 
+def conditions(domain: str, temperature: float, load: list[float], rates: Sequence[float], cpus: int) -> Conditions:
+    """How quiet the machine was, by its load and by what should have been equal `rates` of the target alone."""
+    low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
+    spread = float((high - low) / middle) if middle else None
+    busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
+    return Conditions(domain=domain, temperature=temperature, load=load, spread=spread, busy=busy)
+
+
 def loaded(load: Sequence[float], cpus: int) -> bool:
     """Whether others kept the machine busy: more than one process beyond those of the evaluation, on all processors."""
     return max(load, default=0.0) > cpus + 1

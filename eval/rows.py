@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-import numpy as np
-
 from decode import Tree
 from decode.stats import independent_tau
 from draftsmith_core.prompts import prompt_hash
@@ -27,7 +25,7 @@ from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, Suite
 from eval.predict import predicted_methods, run_interval
-from eval.remarks import SPREAD, loaded
+from eval.remarks import conditions
 from eval.request import Method
 from eval.schema import (
     KINDS,
@@ -344,10 +342,7 @@ def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
     for (suite, temperature), timed in measured.speeds.items():
         alone, load = timed["runs"][0], timed["load"]
         rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
-        low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
-        spread = float((high - low) / middle) if middle else None
-        busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
-        rows.append(Conditions(domain=suite, temperature=temperature, load=load, spread=spread, busy=busy))
+        rows.append(conditions(suite, temperature, load, rates, cpus))
     return rows
 
 
