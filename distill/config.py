@@ -11,7 +11,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.options import (
     AtLeast1,
-    ChatModelOptions,
     NotIdentity,
     OpenShare,
     Positive,
@@ -19,6 +18,7 @@ from draftsmith_core.options import (
     Rare,
     RunOptions,
     SamplingOptions,
+    TargetOptions,
     Temperature,
     Text,
     options,
@@ -39,7 +39,7 @@ def magpie(prompts: str) -> int | None:
 
 
 @options
-class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions):
+class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Let the target answer prompts, and keep its tokens as a distilled set."""
 
     target: str
@@ -169,7 +169,7 @@ class DistillConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions
 
 
 @options
-class ScoreConfig(ChatModelOptions):
+class ScoreConfig(TargetOptions):
     """Add the target's distributions to answers that exist: `draftsmith distill --score SET`."""
 
     score: str

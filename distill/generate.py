@@ -33,6 +33,7 @@ from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, ite
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.sampling import row_seed
+from draftsmith_core.settings import tokenizing
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
@@ -57,7 +58,7 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
     try:
         with Run(config.out) as run:
             processes = join_processes(config.device)
-            tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+            tokenizer = load_tokenizer(config.target, **tokenizing(config))
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:

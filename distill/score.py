@@ -34,7 +34,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
 from draftsmith_core.prompts import answered, content_id
 from draftsmith_core.runs import Run, command_line
-from draftsmith_core.settings import loading
+from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -76,7 +76,7 @@ def score_set(config: ScoreConfig, command: str | None = None) -> dict[str, Any]
     """Write the scored set, or resume a killed run's; return its summary. command: the command line to record."""
     with Run(config.out) as run:
         processes, out = join_processes(config.device), run.out
-        tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+        tokenizer = load_tokenizer(config.target, **tokenizing(config))
         model = load_model(config.target, **loading(config))
         check_tokenizer(config.target, model, tokenizer)
         scored, count, values, source = (_of_set if Path(config.score).is_dir() else _of_file)(config, tokenizer, model)

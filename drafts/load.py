@@ -62,6 +62,8 @@ def load_pair(
     quantize: Quantize = "none",
     quantize_draft: Quantize | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    chat_template: str | None = None,
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
 ) -> LoadedPair:
@@ -69,13 +71,15 @@ def load_pair(
 
     target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which are then their
     names (a second one of the same source is `SOURCE#2`). quantize_draft: default `quantize`; heads are never
-    quantised. dtype: "auto" is as `load_model` says; drafts follow the target. tokenizer: the target's, if loaded.
+    quantised. dtype: "auto" is as `load_model` says; drafts follow the target. revision: the target's branch, tag or
+    commit on the hub. chat_template: a Jinja file in place of its own. tokenizer: the target's, if loaded.
     heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens that both have.
     Raises InputError for what does not fit: a draft of another vocabulary, a head made for another target.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(target, trust_remote_code)
-    model = load_model(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+        tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
+    options: Any = {"device": device, "trust_remote_code": trust_remote_code}
+    model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
     check_tokenizer(target, model, tokenizer)
     if not isinstance(drafts, Mapping):
         sources = [drafts] if isinstance(drafts, str) else drafts
@@ -86,10 +90,9 @@ def load_pair(
         draft = load_draft(
             source,
             model,
-            device=device,
+            **options,
             # The target's dtype for all: drafts in the dtypes that they were saved in would differ by those, too.
             dtype=dtype_name(model) if dtype == "auto" else dtype,
-            trust_remote_code=trust_remote_code,
             quantize=quantize_draft or quantize,
         )
         mapping = check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab)

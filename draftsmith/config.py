@@ -8,7 +8,6 @@ from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import check_out
 from draftsmith_core.options import (
     AtLeast1,
-    ChatModelOptions,
     ModelOptions,
     NotIdentity,
     OpenShare,
@@ -18,6 +17,7 @@ from draftsmith_core.options import (
     RunOptions,
     SamplingOptions,
     Seed,
+    TargetOptions,
     Temperature,
     Text,
     options,
@@ -29,7 +29,7 @@ Named = NotIdentity[str | None]
 
 
 @options
-class DecodeConfig(ChatModelOptions, SamplingOptions, PromptOptions):
+class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     """Generate with a target and a method of drafting; with a lossless verifier the output follows the target alone."""
 
     target: NotIdentity[str]
@@ -99,7 +99,7 @@ _READ_BY = {
 
 
 @options
-class InitConfig(ModelOptions, PromptOptions, RunOptions):
+class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Make a draft for a target: cut out of it, moved from another model, or a fresh shape."""
 
     target: str

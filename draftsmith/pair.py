@@ -122,6 +122,7 @@ def load_pair(
 
     options: `device` (auto, cpu, cuda or cuda:N), `dtype` (auto: float32 on a CPU, else the checkpoint's own; float32,
     bfloat16 or float16), `quantize` and `quantize_draft` ("nf4" for four-bit weights), `trust_remote_code`,
+    `revision` (of the target on the hub), `chat_template` (a Jinja file in place of the target's own),
     `tokenizer` (the target's, if loaded already), `heterogeneous_vocab` (accept drafts of another tokenizer; they
     draft the tokens that both have, lossless). Raise InputError for what cannot be loaded or does not fit the target.
     """

@@ -52,7 +52,7 @@ def init(config: InitConfig) -> dict[str, Any]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
     check_out(out)
-    pair = load_pair(config.target, **loading(config))
+    pair = load_pair(config.target, chat_template=config.chat_template, **loading(config))
     target, tokenizer = pair.target, pair.tokenizer
     texts = answer_texts(config, target, tokenizer)
     draft, notes = _make(config, pair, texts)
@@ -125,7 +125,7 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
         )
         return draft, [f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"]
     assert config.donor is not None
-    donor, notes = load_model(config.donor, **loading(config)), []
+    donor, notes = load_model(config.donor, **loading(config) | {"revision": None}), []
     if config.num_layers is not None:
         donor, layers = prune(donor, num_layers=config.num_layers, keep=keep)
         notes = [f"layers {' '.join(map(str, layers))} of the donor, chosen as {keep}"]

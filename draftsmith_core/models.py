@@ -51,6 +51,7 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled weights are read with
     `weights_only=True`, which runs no code.
@@ -58,6 +59,7 @@ def load_model(
     dtype `auto` is fp32 on a CPU and the checkpoint's own on an accelerator. `quantize="nf4"` keeps the linear layers
     but the output projection in 4 bits with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3), all else and
     all arithmetic in `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on its device.
+    revision: branch, tag or commit on the hub.
     Raise InputError for a name that is not a loadable model, missing weights, and values that are not finite.
     """
     place = resolve_device(device)
@@ -75,6 +77,7 @@ def load_model(
     try:
         # Weights of another shape are then listed in `info`, and refused below by name.
         options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "weights_only": True}
+        options["revision"] = revision or "main"
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
         )

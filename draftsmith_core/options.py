@@ -147,11 +147,13 @@ class ModelOptions(CodeOptions):
 
 
 @options
-class ChatModelOptions(ModelOptions):
+class TargetOptions(ModelOptions):
     """Models."""
 
     chat_template: Rare[str | None] = None
     """Jinja file with a chat template, in place of the one in the target's tokenizer."""
+    revision: Rare[str | None] = None
+    """Branch, tag or commit of the target on the hub."""
 
 
 @options

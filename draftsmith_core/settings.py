@@ -41,8 +41,13 @@ Quantize = Literal["none", "nf4"]
 
 
 def loading(config: Any) -> dict[str, Any]:
-    """Of the options of a command, those that `load_model` and `load_pair` take."""
-    return {"device": config.device, "dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+    """Of the options of a command, those that `load_model` and `load_pair` take for its target."""
+    return {key: getattr(config, key) for key in ("device", "dtype", "trust_remote_code", "revision")}
+
+
+def tokenizing(config: Any) -> dict[str, Any]:
+    """Of the options of a command, those that `load_tokenizer` takes for its target."""
+    return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
 
 log = logging.getLogger(__name__)

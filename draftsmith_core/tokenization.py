@@ -17,7 +17,9 @@ Tokenizer = PreTrainedTokenizerBase
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, trust_remote_code: bool = False, chat_template: str | None = None, revision: str | None = None
+) -> Tokenizer:
     """The tokenizer in a local directory or on the hub; InputError if there is none.
 
     chat_template: a Jinja file that takes the place of the chat template that comes with the tokenizer.
@@ -25,7 +27,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: st
     quiet()
     check_source(name)
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
     except Exception as error:
         reason = why_not(name, error) if _has_files(name) or not Path(name).is_dir() else "it holds no tokenizer.json"
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None

@@ -9,14 +9,13 @@ from draftsmith_core.io import check_out
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
-    ChatModelOptions,
-    ModelOptions,
     NotIdentity,
     Out,
     PromptOptions,
     Rare,
     RunOptions,
     SamplingOptions,
+    TargetOptions,
     Temperature,
     options,
 )
@@ -44,7 +43,7 @@ class CompareConfig:
 
 
 @options
-class EvalConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions):
+class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Compare drafts of one target, in distribution (ID) and out of it (OOD). `eval --render DIR` draws the report of
     DIR again; `eval --compare A B` compares two evaluations."""
 
@@ -95,7 +94,7 @@ class EvalConfig(ChatModelOptions, SamplingOptions, PromptOptions, RunOptions):
 
 
 @options
-class PlanConfig(ModelOptions, SamplingOptions, PromptOptions, RunOptions):
+class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Find the tree with which a draft is fastest on this machine, and confirm it by the clock."""
 
     target: str

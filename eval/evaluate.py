@@ -16,7 +16,7 @@ from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.models import reset_peak_memory, resolve_device
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
-from draftsmith_core.settings import loading, resolve_sampling, sampling_options
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
 from eval import remarks, rows
@@ -109,7 +109,7 @@ def render(directory: str | Path) -> Path:
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
     """Read the prompts, which is cheap, then the models, then check that all of it fits together."""
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
     suites = load_suites(
         request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
     )

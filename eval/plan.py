@@ -32,7 +32,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from draftsmith_core.settings import loading, resolve_sampling, sampling_options
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure, remarks
 from eval.acceptance import Continuation
@@ -364,7 +364,7 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
 
 def plan(config: PlanConfig) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it with everything it is based on to `config.out`, and return that."""
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
     limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
     suites = measure.load_suites({"prompts": config.prompts}, {}, tokenizer, **limits)
     pair = load_pair(

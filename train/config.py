@@ -9,7 +9,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
-    ChatModelOptions,
     NonNegative,
     NotIdentity,
     OpenShare,
@@ -18,6 +17,7 @@ from draftsmith_core.options import (
     RunOptions,
     Share,
     ShareBelow1,
+    TargetOptions,
     options,
 )
 from train.objective import Objective, parse_objective
@@ -106,7 +106,7 @@ class Lora:
 
 
 @options
-class TrainConfig(RunOptions, ChatModelOptions):
+class TrainConfig(RunOptions, TargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
     data: Annotated[list[str], Field(min_length=1)]

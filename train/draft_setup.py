@@ -96,8 +96,8 @@ def _filled_shape(config: TrainConfig, shape: PretrainedConfig, target: PreTrain
         if "vocab_size" not in values:
             raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
         return shape
-    code, name = config.trust_remote_code, str(config.target)
-    theirs = AutoConfig.from_pretrained(name, trust_remote_code=code) if target is None else target.config
+    options: Any = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
+    theirs = AutoConfig.from_pretrained(str(config.target), **options) if target is None else target.config
     values, taken = filled(values, theirs)
     if taken:
         shown = ", ".join(f"{key} {value}" for key, value in taken.items())

@@ -22,15 +22,13 @@ def other_tokenizer(config: TrainConfig, data: Tokenizer | None) -> tuple[Vocabu
         return None, data
     assert config.draft is not None and config.target is not None and data is not None
     tokenizer = load_tokenizer(config.draft, config.trust_remote_code)
-    sizes = [_size(name, config.trust_remote_code) for name in (config.target, config.draft)]
+    code, revision = config.trust_remote_code, config.revision or "main"
+    models = ((config.target, revision), (config.draft, "main"))
+    configs = [AutoConfig.from_pretrained(name, trust_remote_code=code, revision=commit) for name, commit in models]
+    sizes = [int(model.get_text_config(decoder=True).vocab_size) for model in configs]
     if first_difference(data, tokenizer, min(sizes)) is None:
         return None, data
     return map_vocabulary(data, tokenizer, *sizes, source=config.draft), tokenizer
-
-
-def _size(name: str, trust_remote_code: bool) -> int:
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def retokenized(

@@ -26,6 +26,7 @@ from draftsmith_core.processes import Terminated, is_main, leave_processes, on_m
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.runs import Run, command_line, provenance, read_record
 from draftsmith_core.sampling import row_seed
+from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.config import TrainConfig
@@ -110,15 +111,22 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         on_main(lambda: make_inputs(recipe))
         config = smoke_config(recipe)
     name = config.tokenizer or config.target or config.draft
-    data_tokenizer = None if name is None else load_tokenizer(name, config.trust_remote_code, config.chat_template)
+    revisions = {config.target: config.revision}
+    data_tokenizer = None
+    if name is not None:
+        data_tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
     mapping, tokenizer = other_tokenizer(config, data_tokenizer)
     names = {
         "target": None if mapping else config.target,
         "reference": config.reference if objective.needs_reference else None,
         "anchor": config.draft if config.anchor_kl else None,
     }
-    options: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
-    frozen = {role: load_model(name, device=str(world.device), **options) for role, name in names.items() if name}
+    options: Any = loading(config) | {"device": str(world.device)}
+    frozen = {
+        role: load_model(name, **options | {"revision": config.revision if role == "target" else None})
+        for role, name in names.items()
+        if name
+    }
     target = frozen.get("target")
     with world.accelerator.main_process_first():
         training, heldout = _examples(config, data_tokenizer, mapping)

@@ -30,6 +30,7 @@ class VLLMEngine:
         try:
             self._llm = LLM(
                 model=config.target,
+                revision=config.revision,
                 dtype=config.dtype,
                 tensor_parallel_size=config.tensor_parallel_size,
                 trust_remote_code=config.trust_remote_code,

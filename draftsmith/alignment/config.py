@@ -11,12 +11,12 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
-    ChatModelOptions,
     Given,
     NotIdentity,
     Positive,
     Rare,
     RunOptions,
+    TargetOptions,
     Text,
     options,
 )
@@ -34,6 +34,7 @@ _SHARED = (
     "device",
     "dtype",
     "chat_template",
+    "revision",
     "trust_remote_code",
     "push_to_hub",
     "prompt_tokens",
@@ -63,7 +64,7 @@ class Steps:
 
 
 @options
-class AlignConfig(ChatModelOptions, RunOptions):
+class AlignConfig(TargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed."""
 
     target: str

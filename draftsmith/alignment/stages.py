@@ -34,7 +34,7 @@ from draftsmith_core.processes import from_main, join_processes, launched, on_ma
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.runs import Run, difference
-from draftsmith_core.settings import loading, resolve_sampling
+from draftsmith_core.settings import loading, resolve_sampling, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
 from eval.request import check
@@ -130,9 +130,16 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
     start = run.out / "start"
     if not start.exists():
         say(f"init: {config.init} makes {start}")
+<<<<<<< HEAD
         options: dict[str, Any] = {key: getattr(config, key) for key in ("target", "donor", "prompts", "prompt_tokens")}
         summary = init(InitConfig(method=config.init, out=str(start), seed=config.seed, **options, **loading(config)))
         for line in in_words(summary, 1.0):
+=======
+        keys = ("target", "donor", "prompts", "prompt_tokens", "seed", "chat_template")
+        options: dict[str, Any] = {key: getattr(config, key) for key in keys} | loading(config)
+        draft = init(InitConfig(method=config.init, out=str(start), **options))
+        for line in draft.lines(1.0):
+>>>>>>> 14fd2b9 (One group of options for the target in every command that loads one: chat_template and revision reach init, plan and load_pair)
             say(line)
         _free()
     return replace(config, draft=str(start), init=None, donor=None)
@@ -141,7 +148,7 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
 def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     """Load everything once, so that whatever does not fit is refused before hours of work, and measure it."""
     on_gpu = resolve_device(config.device).type == "cuda"
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
     pair = load_pair(config.target, [config.draft] if config.draft else [], tokenizer=tokenizer, **loading(config))
     draft = next(iter(pair.drafts.values()), None)
     if isinstance(draft, PreTrainedModel) and (size := config.train.get("draft_vocab_size")):

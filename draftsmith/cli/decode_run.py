@@ -26,7 +26,7 @@ from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.runs import Run
-from draftsmith_core.settings import loading, resolve_sampling, sampling_options
+from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
 
 # Batches of outputs, from this request on.
@@ -88,7 +88,7 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     method = choose_method(kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None)
     if planned_without_a_draft(tree):
         _say(f"{tree}: no draft is faster here, so the target decodes alone")
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.chat_template)
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))

@@ -1,0 +1,55 @@
+"""Options that concern the target are one group, for every command that loads one and for `load_pair`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import draftsmith as ds
+from draftsmith.cli.commands import COMMANDS
+from draftsmith_core.models import fingerprint, load_model
+from draftsmith_core.options import TargetOptions, options_of
+
+Door = Callable[..., tuple[int, str, str]]
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+def test_every_command_that_loads_a_target_has_the_group() -> None:
+    group = {option.key for option in options_of(TargetOptions)}
+    assert group == {"device", "dtype", "chat_template", "revision", "trust_remote_code"}
+    for name in ("align", "init", "distill", "train", "decode", "eval", "plan"):
+        assert group <= {option.key for option in options_of(COMMANDS[name].options)}, name
+
+
+@pytest.mark.parametrize("command", ["init --method prune --out out", "plan --draft {draft} --out out/plan.json"])
+def test_init_and_plan_take_the_chat_template_that_they_ask_for(
+    command: str, door: Door, target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text(TEMPLATE)
+    chats = [{"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")]
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    words = [*command.format(draft=draft_dir).split(), "--target", target_dir, "--prompts", "chats.jsonl"]
+    code, _, err = door(*words, "--max_new_tokens", 4)
+    assert code == 2 and "name one with --chat_template FILE" in err
+    code, _, err = door(*words, "--max_new_tokens", 4, "--chat_template", "chat.jinja")
+    assert code == 0, err
+
+
+def test_a_revision_is_the_targets_alone(
+    door: Door, target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--owner--model"
+    for directory in ("refs", "snapshots"):
+        (repository / directory).mkdir(parents=True)
+    for name, digit, source in (("main", "0", target_dir), ("older", "1", draft_dir)):
+        (repository / "refs" / name).write_text(digit * 40)
+        (repository / "snapshots" / (digit * 40)).symlink_to(source)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    pair = ds.load_pair("owner/model", draft=target_dir, revision="older", device="cpu")
+    expected = [fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)]
+    assert [fingerprint(model) for model in (pair.target, *pair.drafts.values())] == expected
+    code, _, err = door("decode", "--target", "owner/model", "--revision", "none", "--prompt", "The")
+    assert code == 2 and err.startswith("draftsmith decode: owner/model: no ")
