@@ -130,16 +130,10 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
     start = run.out / "start"
     if not start.exists():
         say(f"init: {config.init} makes {start}")
-<<<<<<< HEAD
-        options: dict[str, Any] = {key: getattr(config, key) for key in ("target", "donor", "prompts", "prompt_tokens")}
-        summary = init(InitConfig(method=config.init, out=str(start), seed=config.seed, **options, **loading(config)))
-        for line in in_words(summary, 1.0):
-=======
         keys = ("target", "donor", "prompts", "prompt_tokens", "seed", "chat_template")
         options: dict[str, Any] = {key: getattr(config, key) for key in keys} | loading(config)
-        draft = init(InitConfig(method=config.init, out=str(start), **options))
-        for line in draft.lines(1.0):
->>>>>>> 14fd2b9 (One group of options for the target in every command that loads one: chat_template and revision reach init, plan and load_pair)
+        summary = init(InitConfig(method=config.init, out=str(start), **options))
+        for line in in_words(summary, 1.0):
             say(line)
         _free()
     return replace(config, draft=str(start), init=None, donor=None)
