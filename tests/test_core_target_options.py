@@ -8,8 +8,9 @@ import pytest
 from huggingface_hub import constants
 
 import draftsmith as ds
+from drafts.load import draft_fingerprint
 from draftsmith.cli.commands import COMMANDS
-from draftsmith_core.models import fingerprint, load_model
+from draftsmith_core.models import load_model
 from draftsmith_core.options import TargetOptions, options_of
 
 Door = Callable[..., tuple[int, str, str]]
@@ -49,7 +50,7 @@ def test_a_revision_is_the_targets_alone(
         (repository / "snapshots" / (digit * 40)).symlink_to(source)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     pair = ds.load_pair("owner/model", draft=target_dir, revision="older", device="cpu")
-    expected = [fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)]
-    assert [fingerprint(model) for model in (pair.target, *pair.drafts.values())] == expected
+    expected = [draft_fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)]
+    assert [draft_fingerprint(model) for model in (pair.target, *pair.drafts.values())] == expected
     code, _, err = door("decode", "--target", "owner/model", "--revision", "none", "--prompt", "The")
     assert code == 2 and err.startswith("draftsmith decode: owner/model: no ")
