@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistillConfig
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads import HEADS
+from drafts.load import draft_fingerprint, draft_kind, load_draft
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.command_line import parse
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
@@ -26,6 +25,7 @@ from eval.request import check
 from train.config import TrainConfig
 from train.draft_setup import read_shape
 
+Door = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 DEMO = ROOT / "draftsmith" / "demo"
@@ -34,39 +34,30 @@ DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
 SHAPES = sorted([*CONFIGS.glob("**/*.config.json"), *DEMO.glob("**/*.config.json")])
 
 
-@dataclass(frozen=True)
-class Recipe:
-    path: str
-    command: str
-    config: type[Any]
-    missing: tuple[str, ...]
-
-
-RECIPES = [
-    *(Recipe(str(path.relative_to(ROOT)), "train", TrainConfig, ()) for path in TRAIN),
-    *(Recipe(str(path.relative_to(ROOT)), "distill", DistillConfig, ("--out=o", "--target=t")) for path in DISTILL),
-    Recipe("configs/bench/draft.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")),
-    Recipe("draftsmith/demo/recipes/target.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
-    Recipe("draftsmith/demo/recipes/base.yaml", "train", TrainConfig, ("--out=o", "--data=d")),
-    Recipe(
-        "draftsmith/demo/recipes/jsd.yaml", "train", TrainConfig, ("--out=o", "--data=d", "--draft=b", "--target=t")
+TRAINS = ("--out=o", "--data=d")
+# By path: the command, its options, and what the file leaves open.
+RECIPES: dict[str, tuple[str, type[Any], tuple[str, ...]]] = {
+    **{str(path.relative_to(ROOT)): ("train", TrainConfig, ()) for path in TRAIN},
+    **{str(path.relative_to(ROOT)): ("distill", DistillConfig, ("--out=o", "--target=t")) for path in DISTILL},
+    "configs/bench/draft.yaml": ("train", TrainConfig, (*TRAINS, "--draft=b", "--target=t")),
+    "draftsmith/demo/recipes/target.yaml": ("train", TrainConfig, TRAINS),
+    "draftsmith/demo/recipes/base.yaml": ("train", TrainConfig, TRAINS),
+    "draftsmith/demo/recipes/jsd.yaml": ("train", TrainConfig, (*TRAINS, "--draft=b", "--target=t")),
+    "draftsmith/demo/recipes/demo.yaml": (
+        *("align", AlignConfig),
+        ("--out=o", "--target=t", "--draft=d", "--prompts=p"),
     ),
-    Recipe(
-        "draftsmith/demo/recipes/demo.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--draft=d", "--prompts=p")
-    ),
-    Recipe("draftsmith/demo/recipes/demo_short.yaml", "align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
-    Recipe(
-        "draftsmith/demo/recipes/large.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")
-    ),
-    Recipe("configs/eval/gemma2-9b-2b-nf4.yaml", "eval", EvalConfig, ("--out=o", "--id=c=d")),
-    Recipe("configs/eval/id_ood.yaml", "eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
-]
+    "draftsmith/demo/recipes/demo_short.yaml": ("align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
+    "draftsmith/demo/recipes/large.yaml": ("eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
+    "configs/eval/gemma2-9b-2b-nf4.yaml": ("eval", EvalConfig, ("--out=o", "--id=c=d")),
+    "configs/eval/id_ood.yaml": ("eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
+}
 
 
 def test_no_recipe_is_left_out() -> None:
     files = [*CONFIGS.rglob("*.yaml"), *DEMO.rglob("*.yaml")]
     there = {str(p.relative_to(ROOT)) for p in files if p.parent.name not in ("accelerate", "prompts")}
-    assert there == {recipe.path for recipe in RECIPES}
+    assert there == set(RECIPES)
     # What there must be a recipe for, by the beginning of its name.
     for pair in (
         *("llama-68m_vicuna-7b_alpaca", "llama-68m_vicuna-13b", "llama-68m_llama2-7b-chat_sharegpt"),
@@ -77,20 +68,19 @@ def test_no_recipe_is_left_out() -> None:
         assert any(path.name.startswith(f"{pair}_") for path in TRAIN), pair
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.path)
-def test_recipe_is_read_by_its_command(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", RECIPES)
+def test_recipe_is_read_by_its_command(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config, _ = parse(recipe.config, recipe.command, ["--config", recipe.path, *recipe.missing])
-    written = yaml.safe_load((ROOT / recipe.path).read_text())
-    names = {field.name for field in fields(recipe.config)}
-    assert written and set(written) <= names
+    command, options, missing = RECIPES[path]
+    config, _ = parse(options, command, ["--config", path, *missing])
+    written = yaml.safe_load((ROOT / path).read_text())
+    assert written and set(written) <= {field.name for field in fields(options)}
     for key, value in written.items():
+        given = getattr(config, key)
         if isinstance(value, dict):
-            group = getattr(config, key)
-            group = group if isinstance(group, dict) else vars(group)
-            assert {name: group[name] for name in value} == value, key
-        else:
-            assert getattr(config, key) == value, key
+            group = given if isinstance(given, dict) else vars(given)
+            given = {name: group[name] for name in value}
+        assert given == value, key
     if isinstance(config, EvalConfig):
         check(config)
 
@@ -137,16 +127,20 @@ def test_shape_builds_at_its_true_size(path: Path) -> None:
     assert set(json.loads(path.read_text())) <= known | {"model_type", "architectures"}
 
 
-HEADS: dict[str, Callable[[PreTrainedModel, TrainConfig], int]] = {
-    "eagle": lambda target, config: parameter_count(EagleHead.fresh(target)),
-    "eagle3": lambda target, config: _eagle3_parameters(target, config),
-    "medusa": lambda target, config: parameter_count(
-        MedusaHeads.fresh(target, num_heads=config.head.num_heads or 4, num_layers=config.head.num_layers or 1)
-    ),
-    "hydra": lambda target, config: parameter_count(
-        HydraHeads.fresh(target, num_heads=config.head.num_heads or 4, num_layers=config.head.num_layers or 1)
-    ),
-}
+def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
+    """Of a fresh head; EAGLE-3 is built over the whole vocabulary, less the rows that a reduced one leaves out."""
+    if config.kind in ("medusa", "hydra"):
+        sizes: Any = {"num_heads": config.head.num_heads or 4, "num_layers": config.head.num_layers or 1}
+        return parameter_count(HEADS[config.kind].fresh(target, **sizes))
+    head: Any = HEADS[config.kind].fresh(target)
+    if config.kind == "eagle":
+        return parameter_count(head)
+    size, hidden = vocabulary_size(target), head.lm_head.in_features
+    assert head.fc.weight.shape == (hidden, 3 * hidden) and len(set(head.hidden_layers)) == 3
+    assert config.head.draft_vocab_size is not None and config.head.draft_vocab_size < size
+    return parameter_count(head) - (size - config.head.draft_vocab_size) * int(hidden)
+
+
 # EAGLE-1 and EAGLE-3 as their authors' checkpoints are; Medusa has a projection a head, Hydra the target's.
 HEAD_PARAMETERS = {
     "eagle_vicuna-7b_sharegpt": 235_933_696,
@@ -155,16 +149,6 @@ HEAD_PARAMETERS = {
     "medusa_vicuna-7b_sharegpt": 5 * (4096 * 4096 + 4096 + 32_000 * 4096),
     "hydra_vicuna-7b_sharegpt": (2 + 3 + 4 + 5) * 2 * 4096 * 4096 + 4 * 4096,
 }
-
-
-def _eagle3_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
-    """Built over the whole vocabulary, since the reduced one needs its tokens; less the rows that are left out."""
-    head = Eagle3Head.fresh(target)
-    size, hidden = vocabulary_size(target), head.lm_head.in_features
-    assert head.fc.weight.shape == (hidden, 3 * hidden)
-    assert len(set(head.hidden_layers)) == 3
-    assert config.head.draft_vocab_size is not None and config.head.draft_vocab_size < size
-    return parameter_count(head) - (size - config.head.draft_vocab_size) * hidden
 
 
 def _read(path: Path) -> tuple[TrainConfig, str]:
@@ -202,7 +186,7 @@ def test_recipe_can_be_built_and_says_what_it_takes(path: Path) -> None:
         assert same or "pythia" in path.name
     else:
         with torch.device("meta"):
-            trained = HEADS[config.kind](target, config)
+            trained = head_parameters(target, config)
         assert trained == HEAD_PARAMETERS[path.stem]
         assert f"of {trained / 1e6:.0f} M parameters" in said or f"{trained // 10**6} M parameters" in said
     for model in models:
@@ -265,3 +249,51 @@ def test_shipped_pair_is_small_and_says_how_it_was_made() -> None:
         record = json.loads((DEMO / "pair" / member / "draftsmith.json").read_text())
         assert set(record["heldout_perplexity"]) == {"prose", "code", "unicode"}
         assert (DEMO / "recipes" / record["recipe"]).is_file()
+
+
+FAMILIES = {
+    "llama": "llama", "vicuna": "llama", "opt": "opt", "gemma": "gemma2", "pythia": "gpt_neox", "qwen3": "qwen3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", TRAIN, ids=lambda path: path.stem)
+def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
+    written = yaml.safe_load(recipe.read_text())
+    kind = written.get("kind", "lm")
+    code, text, err = door(
+        "train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu", "--json"
+    )
+    assert code == 0, err
+    summary = json.loads(text.splitlines()[-1])
+    out = tmp_path / "out-smoke"
+    assert (summary["checkpoint"], summary["steps"]) == (str(out), 4)
+    # Nothing is written beside it, neither features nor anything where the recipe's own paths point.
+    assert {path.name for path in tmp_path.iterdir()} == {"out-smoke"}
+    assert (out / "features").is_dir() == ("features" in written.get("head", {}))
+    for role, source in (("target", written["target"]), ("draft", written.get("draft_config"))):
+        if source is not None:
+            family = next(family for name, family in FAMILIES.items() if Path(source).name.lower().startswith(name))
+            assert json.loads((out / "inputs" / role / "config.json").read_text())["model_type"] == family
+    target = load_model(str(out / "inputs" / "target"), device="cpu")
+    draft = load_draft(str(out), target, device="cpu", dtype="auto")
+    assert draft_kind(str(out)) == ("draft" if kind == "lm" else kind)
+    assert draft_fingerprint(draft) == json.loads((out / "draftsmith.json").read_text())["fingerprint"]
+    assert all(bool(torch.isfinite(weight).all()) for weight in draft.parameters())
+    alone = ("decode", "--target", out / "inputs" / "target", "--prompt", "The", "--max_new_tokens", 8, "--json")
+    answers = []
+    for words in (alone, (*alone, "--draft", out)):
+        code, text, err = door(*words)
+        assert code == 0, err
+        answers.append(json.loads(text.splitlines()[-1])["outputs"][0]["output_ids"])
+    assert answers[0] == answers[1]
+
+
+def test_again_is_anew_and_what_is_not_from_a_smoke_is_left_alone(tmp_path: Path, door: Door) -> None:
+    # A family is known by a published model's name.
+    pair = ("--draft", "someone/pythia-1b", "--target", "google/gemma-2-27b-it")
+    words = ("train", "--out", tmp_path / "o", "--data", "d", "--smoke", "--device", "cpu", *pair)
+    assert door(*words)[0] == door(*words)[0] == 0
+    (tmp_path / "o-smoke/inputs/text.jsonl").unlink()
+    code, _, err = door(*words)
+    assert code == 2 and "is not from an earlier --smoke" in err

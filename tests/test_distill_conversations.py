@@ -108,7 +108,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
     assert turn_prompt(chat, texts, tokenizer, "here") is None
     # What is trained on is each token that the target drew, where it drew it, and nothing else.
     valid = np.array([len(row["response_ids"]) for row in rows])
-    examples = Examples(datasets.Dataset.from_list(rows), 4096, valid, 0, "", 0, frozenset())
+    examples = Examples(datasets.Dataset.from_list(rows), 4096, valid, valid, 0, "", 0, frozenset())
     batch = collate(examples, range(len(rows)))
     for row, ids_T, labels_T in zip(rows, batch.ids_BT, batch.labels_BT, strict=True):
         trained = labels_T != IGNORE

@@ -1,84 +1,95 @@
-"""Chunked equals unchunked, in values and gradients, with either teacher, and the language model's trainee with it."""
+"""Chunked equals unchunked, in values and gradients, with every teacher and vocabularies padded to different sizes."""
 
-import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    OPTConfig,
-    PhiConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
+from tests.test_train_objectives import losses_written_out
+from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
 from train.chunked import chunk_size, projected, token_measures
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
-from train.teacher import LiveTeacher, ReducedTeacher, StoredTeacher, WidenedTeacher, find_projection
+from train.teacher import (
+    LiveTeacher,
+    ReducedTeacher,
+    StoredTeacher,
+    WidenedTeacher,
+    find_projection,
+    teacher_for_draft,
+)
 from train.trainees.lm import LMTrainee
 
-N, H, V = 13, 6, 11
+# Tokens, hidden size, and the target's vocabulary; the draft's is padded to fewer or more.
+N, H, TARGET = 13, 6, 11
+SIZES = [7, TARGET, 15]
 
 
-def linear(seed: int, inputs: int = H, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(inputs, V, bias=bias, dtype=dtype)
+def problem(size: int = TARGET) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor]:
+    torch.manual_seed(size)
+    draft, target = nn.Linear(H, size, dtype=torch.float64), nn.Linear(4, TARGET, dtype=torch.float64)
+    hidden, teaching = torch.randn(N, H, dtype=torch.float64), 3 * torch.randn(N, 4, dtype=torch.float64)
+    return hidden, draft, teaching, target, torch.randint(min(size, TARGET), (N,))
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    source = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, H, generator=source, dtype=torch.float64).to(dtype)
-    teaching = torch.randn(N, 4, generator=source, dtype=torch.float64).to(dtype)
-    tokens = torch.randint(V, (N,), generator=source)
-    return hidden, teaching, tokens, torch.rand(N, generator=source)
+def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of plain models: the target's distribution on the draft's tokens, alpha, and the mass that the draft lacks."""
+    size, other = draft_NV.shape[-1], target_NW.shape[-1]
+    shared = min(size, other)
+    p_NW = target_NW.softmax(-1)
+    seen_NV = torch.zeros_like(draft_NV)
+    seen_NV[:, :shared] = p_NW[:, :shared] / p_NW[:, :shared].sum(-1, keepdim=True)
+    # Decoding cuts the draft's padding off and makes the rest add up to one.
+    q_N = draft_NV[:, :shared].softmax(-1)
+    return seen_NV, torch.minimum(p_NW[:, :shared], q_N).sum(-1), p_NW[:, shared:].sum(-1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.5])
 @pytest.mark.parametrize("name", [*sorted(LOSSES), "0.9*fkl+0.1*ce"])
-@pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_chunked_is_unchunked(name: str, chunk: int, temperature: float) -> None:
-    hidden, teaching, tokens, weights = inputs()
-    head, target = linear(1), linear(2, 4)
-    teacher, objective = LiveTeacher(teaching, OutputProjection(target)), parse_objective(name, temperature)
+@pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.5), (5, 1.0), (100, 1.5)])
+@pytest.mark.parametrize("size", SIZES)
+def test_chunked_is_unchunked(name: str, chunk: int, temperature: float, size: int) -> None:
+    hidden, draft, teaching, target, tokens = problem(size)
+    objective, weights = parse_objective(name, temperature), torch.rand(N, dtype=torch.float64)
+    leaf = hidden.clone().requires_grad_()
+    draft_NV, target_NW = draft(leaf), target(teaching).detach()
+    seen_NV, alpha_N, missing_N = plain_distributions(draft_NV.detach(), target_NW)
+    plain = (objective.loss(draft_NV, seen_NV.log(), tokens) * weights).sum()
+    wanted = torch.autograd.grad(3 * plain, [leaf, draft.weight, draft.bias])
 
     leaf = hidden.clone().requires_grad_()
-    draft_NV, target_NV = head(leaf), target(teaching).detach()
-    plain = (objective.loss(draft_NV, target_NV, tokens) * weights).sum()
-    wanted = torch.autograd.grad(3 * plain, [leaf, head.weight, head.bias])
-
-    leaf = hidden.clone().requires_grad_()
-    sums = projected(leaf, head.weight, head.bias, teacher, tokens, weights, objective, chunk)
+    teacher = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
+    sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, weights, objective, chunk)
     torch.testing.assert_close(sums.loss, plain)
-    torch.testing.assert_close(sums.alpha, overlap(draft_NV, target_NV).sum())
+    torch.testing.assert_close(sums.alpha, alpha_N.sum())
     assert int(sums.tokens) == int(sums.depth_tokens_D) == N
-    found = torch.autograd.grad(3 * sums.loss, [leaf, head.weight, head.bias])
+    found = torch.autograd.grad(3 * sums.loss, [leaf, draft.weight, draft.bias])
     for one, other in zip(found, wanted, strict=True):
+        assert one.isfinite().all()
         torch.testing.assert_close(one, other)
+    if size < TARGET:
+        assert missing_N.sum() > 0.1
+        torch.testing.assert_close(sums.missing, missing_N.sum())
+    else:
+        assert sums.missing is None
 
 
 def test_gradients_against_differences() -> None:
     """In one random direction of all inputs together: the function gives its gradient once, so gradcheck cannot ask."""
-    hidden, teaching, tokens, weights = inputs()
-    head, objective = linear(1), parse_objective("lk_alpha")
-    teacher = LiveTeacher(teaching, OutputProjection(linear(2, 4)))
-    points = [hidden, head.weight.detach(), head.bias.detach()]
-    torch.manual_seed(3)
+    hidden, draft, teaching, target, tokens = problem()
+    objective, teacher = parse_objective("lk_alpha"), LiveTeacher(teaching, OutputProjection(target))
+    points = [hidden, draft.weight.detach(), draft.bias.detach()]
     steps = [torch.randn_like(point) for point in points]
 
     def value(along: float) -> tuple[Tensor, list[Tensor]]:
         at = [(point + along * step).requires_grad_() for point, step in zip(points, steps, strict=True)]
-        return projected(at[0], at[1], at[2], teacher, tokens, weights, objective, 4).loss, at
+        return projected(at[0], at[1], at[2], teacher, tokens, None, objective, 4).loss, at
 
     loss, at = value(0.0)
     slopes = torch.autograd.grad(loss, at)
@@ -86,60 +97,24 @@ def test_gradients_against_differences() -> None:
     torch.testing.assert_close((value(1e-6)[0] - value(-1e-6)[0]) / 2e-6, wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_a_frozen_projection_and_no_gradient_at_all() -> None:
-    hidden, teaching, tokens, _ = inputs()
-    head, objective = linear(1), parse_objective("fkl")
-    head.requires_grad_(False)
-    teacher = LiveTeacher(teaching, OutputProjection(linear(2, 4)))
+def test_a_frozen_projection_no_gradient_and_no_token() -> None:
+    hidden, draft, teaching, target, tokens = problem()
+    objective, teacher = parse_objective("fkl"), LiveTeacher(teaching, OutputProjection(target))
+    draft.requires_grad_(False)
     leaf = hidden.clone().requires_grad_()
-    sums = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 4)
+    sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, objective, 4)
     sums.loss.backward()
-    assert leaf.grad is not None
-    assert head.weight.grad is None
-    with pytest.raises(AssertionError, match="can be taken once"):
-        projected_loss = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 4).loss
-        projected_loss.backward(retain_graph=True)
-        projected_loss.backward()
+    assert leaf.grad is not None and draft.weight.grad is None
     with torch.no_grad():
-        quiet = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 4)
+        quiet = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, objective, 4)
     assert not quiet.loss.requires_grad
     torch.testing.assert_close(quiet.loss, sums.loss.detach())
-
-
-def test_no_token_is_no_loss() -> None:
-    head = linear(1)
-    hidden = torch.zeros(0, H, dtype=torch.float64, requires_grad=True)
-    sums = projected(hidden, head.weight, None, None, torch.zeros(0, dtype=torch.long), None, parse_objective("ce"))
+    draft.requires_grad_()
+    none = torch.zeros(0, H, dtype=torch.float64, requires_grad=True)
+    sums = projected(none, draft.weight, None, None, tokens[:0], None, parse_objective("ce"))
     sums.loss.backward()
     assert float(sums.loss.detach()) == 0 == int(sums.tokens)
-    assert head.weight.grad is not None and not head.weight.grad.any()
-
-
-def test_under_autocast_it_is_as_near_as_the_plain_way() -> None:
-    torch.manual_seed(0)
-    hidden, teaching = torch.randn(64, 32), torch.randn(64, 48)
-    head, target, tokens = nn.Linear(32, 200), nn.Linear(48, 200), torch.randint(200, (64,))
-    objective = parse_objective("fkl")
-
-    def gradients(way: str) -> list[Tensor]:
-        leaf = hidden.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=way != "exact"):
-            if way == "chunked":
-                teacher = LiveTeacher(teaching, OutputProjection(target))
-                loss = projected(leaf, head.weight, head.bias, teacher, tokens, None, objective, 10).loss
-            else:
-                loss = objective.loss(head(leaf), target(teaching).detach(), tokens).sum()
-        assert loss.dtype == torch.float32
-        return [loss.detach(), *torch.autograd.grad(loss, [leaf, head.weight, head.bias])]
-
-    exact = gradients("exact")
-    errors = {
-        way: [float((a - b).norm() / b.norm()) for a, b in zip(gradients(way), exact, strict=True)]
-        for way in ("chunked", "plain")
-    }
-    for ours, theirs in zip(errors["chunked"], errors["plain"], strict=True):
-        assert ours < max(1.5 * theirs, 1e-3)
-    assert all(gradient.dtype == torch.float32 for gradient in gradients("chunked"))
+    assert draft.weight.grad is not None and not draft.weight.grad.any()
 
 
 def test_the_default_chunk_follows_the_vocabulary() -> None:
@@ -153,23 +128,11 @@ def test_the_default_chunk_follows_the_vocabulary() -> None:
         assert chunk_size(small, teacher, None) == chunk_size(on_cpu, None, None)
 
 
-def full_rows(target_NV: Tensor, k: int) -> StoredTeacher:
-    logprobs, ids = target_NV.log_softmax(-1).topk(k)
-    return StoredTeacher(ids, logprobs, 1 - logprobs.exp().sum(-1))
-
-
-def test_stored_rows_of_everything_are_the_live_teacher() -> None:
-    torch.manual_seed(0)
-    draft, target = torch.randn(2, 5, V, dtype=torch.float64).unbind()
-    stored = full_rows(target, V)
-    target_p = stored.logits(slice(1, 4), draft[1:4]).exp()
-    torch.testing.assert_close(target_p, target[1:4].softmax(-1).float())
-
-
 def test_stored_rows_are_laws_over_the_top_and_one_more() -> None:
     torch.manual_seed(1)
-    draft, target = torch.randn(2, 5, V, dtype=torch.float64).unbind()
-    stored = full_rows(target, 3)
+    draft, target = torch.randn(2, 5, TARGET, dtype=torch.float64).unbind()
+    logprobs, ids = target.log_softmax(-1).topk(3)
+    stored = StoredTeacher(ids, logprobs, 1 - logprobs.exp().sum(-1))
     target_p = stored.logits(slice(None), draft).double().exp()
     torch.testing.assert_close(target_p.sum(-1), torch.ones(5, dtype=torch.float64))
     p, q = target.softmax(-1), draft.softmax(-1)
@@ -203,36 +166,62 @@ def test_stored_rows_may_be_short_and_have_no_tail() -> None:
     assert LOSSES["fkl"](torch.zeros(2, 5), target_p.log(), torch.zeros(2, dtype=torch.long)).isfinite().all()
 
 
-SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-WIDE: dict[str, Any] = SMALL | {"intermediate_size": 24}
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**WIDE),
-    "tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
-    "gemma2": Gemma2Config(**WIDE, num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, sliding_window=4),
-    "gpt2": GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2),
-    "opt": OPTConfig(**SMALL, ffn_dim=24, word_embed_proj_dim=8),
-    "phi": PhiConfig(**WIDE),
-    "cohere": CohereConfig(**WIDE, logit_scale=0.25),
-    "granite": GraniteConfig(**WIDE, logits_scaling=4.0),
-}
+@pytest.mark.parametrize("size", [7, 15])
+@pytest.mark.parametrize("k", [3, TARGET])
+def test_stored_rows(size: int, k: int) -> None:
+    hidden, draft, teaching, target, tokens = problem(size)
+    p_NW, q_NV = target(teaching).detach().softmax(-1), draft(hidden).detach().softmax(-1)
+    top_NK, ids_NK = p_NW.topk(k)
+    teacher = StoredTeacher(ids_NK, top_NK.log(), 1 - top_NK.sum(-1))
+    law_NV = teacher.logits(slice(None), q_NV.log()).double().exp()
+    outside_N = (top_NK * (ids_NK >= size)).sum(-1)
+    torch.testing.assert_close(law_NV.sum(-1), 1 - outside_N, atol=1e-6, rtol=1e-6)
+    for row in range(N):
+        for token, p in zip(ids_NK[row].tolist(), top_NK[row].tolist(), strict=True):
+            if token < size:
+                assert float(law_NV[row, token]) == pytest.approx(p, abs=1e-6)
+    stored_NV = torch.zeros(N, max(size, TARGET), dtype=torch.bool).scatter(1, ids_NK, True)[:, :size]
+    for name in LOSSES:
+        leaf = hidden.clone().requires_grad_()
+        sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4)
+        sums.loss.backward()
+        assert sums.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
+        # What is known of alpha for certain: the stored tokens alone. The whole distribution can only have more.
+        least = torch.minimum(law_NV, q_NV).masked_fill(~stored_NV, 0).sum()
+        torch.testing.assert_close(sums.alpha, least, atol=1e-5, rtol=1e-5)
+        shared = min(size, TARGET)
+        assert float(sums.alpha) <= float(torch.minimum(p_NW[:, :shared], q_NV[:, :shared]).sum()) + 1e-5
+        torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
+    if k == TARGET:
+        live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
+        objective = parse_objective("fkl")
+        both = [
+            token_measures(hidden, OutputProjection(draft), each, tokens, objective, 4)[0] for each in (teacher, live)
+        ]
+        torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
-def tiny(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    # from_config writes into the configuration.
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), dtype=dtype)
-    assert isinstance(model, PreTrainedModel)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.eval()
-    return model
+def test_a_row_wholly_outside_is_finite() -> None:
+    """All that a row names, and all its mass, is beyond the draft: nothing to learn, and no NaN."""
+    hidden, draft, _, _, tokens = problem(7)
+    ids = torch.full((N, 2), 9) + torch.tensor([0, 1])
+    teacher = StoredTeacher(ids, torch.tensor([0.75, 0.25]).log().expand(N, 2), torch.zeros(N))
+    for name in LOSSES:
+        leaf = hidden.clone().requires_grad_()
+        sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4)
+        sums.loss.backward()
+        assert sums.loss.isfinite(), name
+        assert leaf.grad is not None and leaf.grad.isfinite().all(), name
+        assert name != "fkl" or leaf.grad.abs().max() < 1e-5
+        assert float(sums.alpha) < 1e-30
+        assert float(sums.missing or 0) == pytest.approx(N)
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize("kind", [*FAMILIES, "tied"])
 def test_a_models_own_loss_is_the_trainees(kind: str) -> None:
     """Every architecture as draft and as target: values and all gradients against the plain whole-batch way."""
-    draft, target = tiny(kind, 1), tiny(kind, 2)
+    changes = {"tie_word_embeddings": True} if kind == "tied" else {"word_embed_proj_dim": 8} if kind == "opt" else {}
+    draft, target = (tiny_family("llama" if kind == "tied" else kind, seed, **changes) for seed in (1, 2))
     torch.manual_seed(3)
     ids = torch.randint(2, 61, (2, 9))
     labels = torch.where(torch.rand(2, 9) < 0.6, torch.randint(61, (2, 9)), IGNORE)
@@ -254,7 +243,7 @@ def test_a_models_own_loss_is_the_trainees(kind: str) -> None:
 
 
 def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
-    model: Any = tiny("llama")
+    model: Any = tiny_family("llama")
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
     with pytest.raises(InputError, match="draft: LlamaForCausalLM has no output projection that gives its logits"):
@@ -274,7 +263,7 @@ def labelled() -> Batch:
 
 def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
     batch, objective = labelled(), parse_objective("adaspec:keep=0.4")
-    draft, target, reference = tiny("llama", 1), tiny("gpt2", 2), tiny("llama", 4)
+    draft, target, reference = tiny_family("llama", 1), tiny_family("gpt2", 2), tiny_family("llama", 4)
     trainee = LMTrainee(draft, objective, target, reference, chunk=5)
     sums = trainee(batch)
     sums.loss.backward()
@@ -305,10 +294,25 @@ def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
     torch.testing.assert_close(torch.stack(single).sum(), sums.loss)
 
 
+def test_the_loss_of_whole_drafts_and_its_gradient() -> None:
+    """`tvd@e2e`, written out from whole logits."""
+    draft, target, batch = tiny_family("llama", 1), tiny_family("gpt2", 2), labelled()
+    sums = LMTrainee(draft, parse_objective("tvd@e2e:depth=3"), target, chunk=7)(batch)
+    q, p = (model(batch.ids_BT).logits.softmax(-1) for model in (draft, target))
+    rows = zip(torch.minimum(p, q).sum(-1), batch.labels_BT, strict=True)
+    losses = [losses_written_out(list(alpha_T[labels_T != IGNORE]), 3) for alpha_T, labels_T in rows]
+    expected = torch.stack([loss for row in losses for loss in row]).sum()
+    torch.testing.assert_close(sums.loss, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums.alpha, LMTrainee(draft, parse_objective("tvd"), target)(batch).alpha)
+    inner = list(draft.parameters())
+    for one, other in zip(*(torch.autograd.grad(loss, inner) for loss in (sums.loss, expected)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
 def test_token_losses_are_those_that_are_summed() -> None:
-    hidden, teaching, tokens, _ = inputs()
-    head = OutputProjection(linear(1))
-    teacher, objective = LiveTeacher(teaching, OutputProjection(linear(2, 4))), parse_objective("jsd")
+    hidden, draft, teaching, target, tokens = problem()
+    head = OutputProjection(draft)
+    teacher, objective = LiveTeacher(teaching, OutputProjection(target)), parse_objective("jsd")
     sums = projected(hidden, head.weight_VH, head.bias_V, teacher, tokens, None, objective, 3)
     losses, alphas, _ = token_measures(hidden, head, teacher, tokens, objective, 4)
     assert losses.shape == alphas.shape == (N,)
@@ -316,3 +320,53 @@ def test_token_losses_are_those_that_are_summed() -> None:
     torch.testing.assert_close(alphas.sum(), sums.alpha)
     weights = adaspec_weights(losses, torch.zeros(N), 0.3)
     assert int((weights > 0).sum()) == 4
+
+
+def llama(size: int, seed: int, kind: str = "llama") -> PreTrainedModel:
+    return tiny_family(kind, seed, 0.3, vocab_size=size).double()
+
+
+def batch_of(size: int) -> Batch:
+    torch.manual_seed(5)
+    ids = torch.randint(2, size, (3, 10))
+    labels = ids.roll(-1, 1)
+    labels[:, :3] = IGNORE
+    labels[1, 6:] = IGNORE
+    labels[:, -1] = IGNORE
+    return Batch(ids, labels)
+
+
+@pytest.mark.parametrize("sizes", [(40, 53), (53, 40)])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_trainee_across_padding(kind: str, sizes: tuple[int, int]) -> None:
+    draft, target, batch = llama(sizes[0], 1, kind), llama(sizes[1], 2, kind), batch_of(40)
+    valid = batch.labels_BT != IGNORE
+    draft_NV = draft(input_ids=batch.ids_BT).logits[valid].double()
+    target_NW = target(input_ids=batch.ids_BT).logits[valid].detach().double()
+    seen_NV, alpha_N, missing_N = plain_distributions(draft_NV.detach(), target_NW)
+    plain = LOSSES["fkl"](draft_NV, seen_NV.log(), batch.labels_BT[valid]).sum()
+    plain.backward()
+    wanted = {name: p.grad for name, p in draft.named_parameters()}
+    draft.zero_grad(set_to_none=True)
+    trainee = LMTrainee(draft, parse_objective("fkl"), target, chunk=4)
+    sums = trainee(batch)
+    sums.loss.backward()
+    torch.testing.assert_close(sums.loss, plain)
+    torch.testing.assert_close(sums.alpha, alpha_N.sum())
+    if sizes[0] < sizes[1]:
+        torch.testing.assert_close(sums.missing, missing_N.sum())
+    for name, parameter in draft.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-9, rtol=1e-6)
+    assert int(trainee.count(batch)) == int(sums.tokens) == int(valid.sum())
+    assert trainee.count(batch).dtype == torch.int64
+
+
+def test_a_trainee_reads_stored_rows_of_a_larger_target() -> None:
+    draft, target, batch = llama(40, 1), llama(53, 2), batch_of(40)
+    with torch.no_grad():
+        logprobs, ids = target(input_ids=batch.ids_BT).logits[batch.labels_BT != IGNORE].log_softmax(-1).topk(53)
+    stored = replace(batch, stored=StoredTeacher(ids, logprobs, torch.zeros(len(ids))))
+    offline = LMTrainee(draft, parse_objective("fkl"))(stored)
+    live = LMTrainee(draft, parse_objective("fkl"), target)(batch)
+    for name in ("loss", "alpha", "missing"):
+        torch.testing.assert_close(getattr(offline, name), getattr(live, name), atol=1e-4, rtol=1e-5, check_dtype=False)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from draftsmith_core.errors import RunError
+from tests.train_laws import BEFORE, close, metrics
 from train.config import TrainConfig
 from train.parallel import make_world
 
@@ -72,7 +72,7 @@ def words(distilled: str, draft_dir: str, target_dir: str, out: Path, size: int,
     return (
         f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --target {target_dir} "
         f"--objective fkl --max_length 48 --steps 8 --eval_every 4 --save_every 4 --batch_size {size} "
-        f"--accumulation {accumulation} --best_by loss"
+        f"--accumulation {accumulation}"
     ).split()
 
 
@@ -80,25 +80,14 @@ SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0.2", "
 ADAM = ["--optim.lr", "0.01", "--optim.weight_decay", "0.1"]
 
 
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
 def agree(found: Path, expected: Path, start: Path | None = None) -> None:
     """The same weights and figures but for rounding, far from where they began."""
-    there, here = load_file(expected / "model.safetensors"), load_file(found / "model.safetensors")
     if start is not None:
-        begin = load_file(start / "model.safetensors")
-        assert max(float((there[name] - begin[name]).abs().max()) for name in there) > 1e-2
-    assert here.keys() == there.keys()
-    for name, value in there.items():
-        torch.testing.assert_close(here[name], value, atol=2e-5, rtol=1e-4)
+        begin, end = (load_file(path / "model.safetensors") for path in (start, expected))
+        assert max(float((end[name] - begin[name]).abs().max()) for name in end) > 1e-2
+    close(found, expected)
     for a, b in zip(metrics(found), metrics(expected), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-
-
-def configured(config: str) -> list[object]:
-    return ["--config_file", CONFIGS / f"{config}.yaml"]
 
 
 # A head, answers of the draft's own, and a part of the vocabulary, by the ways to share weights.
@@ -151,10 +140,7 @@ def test_two_processes_are_one(
     for index, options in enumerate(others):
         assert door(*other(options, f"other{index}-1", 8, 1))[0] == 0
     # One process for two steps, stopped by SIGTERM ...
-    stop = "import os, signal, train.loop\nreal = train.loop.learning_rate\n" + (
-        "def watched(optim, step, steps):\n    step == 1 and os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return real(optim, step, steps)\ntrain.loop.learning_rate = watched\n"
-    )
+    stop = BEFORE + "before(train.loop, 'learning_rate', 2, send(signal.SIGTERM))"
     code, _, err = spawn(*run("adam2", 4, 2), *ADAM, cwd=tmp_path, patch=stop).wait()
     assert code == 143, err
     # ... two processes for three, stopped too ...
@@ -165,7 +151,7 @@ def test_two_processes_are_one(
     ]
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = launch(configured(config), tmp_path / "driver.py", tmp_path / "jobs.json")
+    done = launch(["--config_file", CONFIGS / f"{config}.yaml"], tmp_path / "driver.py", tmp_path / "jobs.json")
     assert done.returncode == 0, done.stderr
 
     def said(job: int, what: str) -> list[str]:
@@ -175,7 +161,7 @@ def test_two_processes_are_one(
     assert codes == [["0", "0"], ["143", "143"], *[["0", "0"]] * len(others)], [
         said(i, "err") for i in range(len(jobs))
     ]
-    assert "".join(said(0, "out") + said(1, "out")).count("8 steps, best held-out loss") == 1
+    assert "".join(said(0, "out") + said(1, "out")).count("8 steps, best held-out") == 1
     continuing = f"continuing a run of 4 x 2 x 1 processes (single) as 2 x 2 x 2 processes ({sharing})"
     assert continuing in "".join(said(1, "err"))
     record = json.loads((tmp_path / "sgd2" / "draftsmith.json").read_text())
@@ -194,20 +180,11 @@ def test_two_processes_are_one(
         assert "".join(said(2 + index, "err")).count("8/8") == 1  # one of them speaks
         assert json.loads((two / "draftsmith.json").read_text())["processes"] == 2
         agree(two, one)
-        judged = [line["heldout_loss"] for line in metrics(two) if "heldout_loss" in line]
+        judged = [line["heldout_loss"] for line in metrics(two, "heldout_loss")]
         assert judged[-1] < 0.98 * judged[0]
 
 
-def test_another_number_of_rows_in_a_step_is_another_run(
-    distilled: str, draft_dir: str, target_dir: str, tmp_path: Path, door: Door
-) -> None:
-    assert door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 1), "--steps", "1")[0] == 0
-    code, _, err = door(*words(distilled, draft_dir, target_dir, tmp_path / "out", 2, 2), "--steps", "1")
-    assert code == 2
-    assert "was made with other options: rows_per_step is 2, now it is 4" in err
-
-
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -215,32 +192,22 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
     [
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "sets fp16 for mixed_precision"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set `accumulation` instead"),
-        (FSDP | {"FSDP_VERSION": "1"}, "sets 1 for fsdp_version"),
-        (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "sets true for fsdp_offload_params"),
-        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set `gradient_checkpointing` instead"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"},
-            "sets true for zero3_init_flag",
-        ),
+        (FSDP, "sets 1 for fsdp_version"),
         # Nobody else can be found: each would train a copy of its own.
         ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
-        (
-            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
-            "only 1 of the launched processes",
-        ),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "only 1 of the launched processes"),
     ],
 )
-def test_what_nobody_would_do_is_refused(
-    environment: dict[str, str], message: str, door: Door, monkeypatch: pytest.MonkeyPatch
+def test_a_launcher_that_would_be_ignored_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # accelerate leaves marks of its own in the environment; all is put back.
     for name in (*environment, "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, environment.get(name, "0"))
         if name not in environment:
             monkeypatch.delenv(name)
-    with pytest.raises(RunError, match=message) as refusal:
+    with pytest.raises(RunError, match=message):
         make_world(TrainConfig(out="o", data=["d"], draft="d", device="cpu"))
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

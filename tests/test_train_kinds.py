@@ -23,8 +23,8 @@ from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
 from tests import train_laws
+from tests.train_laws import metrics
 from train.batch import IGNORE, Batch
-from train.data import load_examples, packed
 from train.objective import parse_objective
 from train.trainees import TRAINEES
 
@@ -75,13 +75,9 @@ def trained(
     yield out
 
 
-def figures(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-
-
 @every_kind
 def test_training_raises_acceptance(kind: str, trained: Path) -> None:
-    judged = [line for line in figures(trained) if "heldout_loss" in line]
+    judged = metrics(trained, "heldout_loss")
     record = json.loads((trained / "draftsmith.json").read_text())
     assert record["heldout_alpha"] > judged[0]["heldout_alpha"] + 0.02
     assert record["kind"] == ("draft-lm" if kind == "lm" else kind)
@@ -207,24 +203,4 @@ def test_training_goes_on_from_a_head(
     code, _, err = door(*run)
     assert code == 0, err
     before = json.loads((trained / "draftsmith.json").read_text())["heldout_alpha"]
-    assert figures(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)
-
-
-def test_packed_rows_train_a_head_as_rows_of_their_own_do(
-    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
-    """The whole set is one step either way, so the same loss and the same weights."""
-    examples = load_examples([distilled], None, 48)
-    assert len(packed(examples, 0)) < len(examples)
-    found = []
-    for packing, rows in (("false", len(examples)), ("true", len(packed(examples, 0)))):
-        out = tmp_path / packing
-        run = words("eagle3", target_dir, draft_dir, distilled) + ["--optim.name", "sgd", "--optim.lr", "0.5"]
-        run += ["--packing", packing, "--batch_size", str(rows), "--heldout", distilled, "--out", str(out)]
-        code, _, err = door(*run, "--steps", "1", "--epochs", "1")
-        assert code == 0, err
-        found.append([line["heldout_loss"] for line in figures(out) if "heldout_loss" in line])
-    plain, together = found
-    assert together == pytest.approx(plain, rel=1e-4)
-    # The step was not a small one: before and after it differ far more than the two runs do.
-    assert abs(plain[0] - plain[1]) > 0.01 * plain[0]
+    assert metrics(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)

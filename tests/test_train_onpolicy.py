@@ -1,6 +1,5 @@
 """On-policy training: what the draft answers, how much of it, and that nothing about a run changes how."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from distill.generate import distill
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
+from tests.train_laws import close, metrics
 from train.batch import IGNORE
 from train.config import OnPolicy
 from train.data import Examples, collate, load_examples
@@ -58,17 +58,6 @@ def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Exa
     assert answerer_of(draft_dir, seed=8).draw(examples, rows, places) != together
 
 
-def test_answers_follow_the_weights_and_are_drawn_without_dropout(examples: Examples, dropout_dir: str) -> None:
-    answerer = answerer_of(dropout_dir)
-    answerer.draft.train()
-    before = answerer.draw(examples, [0, 1], [3, 4])
-    assert answerer.draft.training
-    assert answerer.draw(examples, [0, 1], [3, 4]) == before
-    with torch.no_grad():
-        answerer.draft.get_output_embeddings().weight.neg_()
-    assert answerer.draw(examples, [0, 1], [3, 4]) != before
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
 def test_as_many_sequences_are_drawn_as_asked_for(fraction: float, draft_dir: str) -> None:
     answerer = answerer_of(draft_dir, fraction=fraction)
@@ -107,24 +96,12 @@ def test_an_answer_ends_where_the_draft_ends_or_the_room_does(examples: Examples
     assert min(lengths) < 12
 
 
-def test_text_is_continued_from_its_first_quarter(draft_dir: str, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 4}) + "\n")
-    examples = load_examples([str(tmp_path / "t.jsonl")], load_tokenizer(draft_dir), 40)
-    prompt, answer = answerer_of(draft_dir).draw(examples, [0], [0])[0]
-    assert prompt == examples.rows[0]["response_ids"][:10]
-    assert answer
-
-
 def words(target_dir: str, draft_dir: str, distilled: str) -> list[str]:
     return (
         f"train --target {target_dir} --draft {draft_dir} --data {distilled} --max_length 48 --objective fkl "
         "--on_policy.fraction 0.5 --on_policy.max_new_tokens 12 --heldout_fraction 0.2 --eval_every 4 --save_every 4 "
         "--device cpu"
     ).split()
-
-
-def lines(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
 
 
 def test_training_on_what_the_draft_says_raises_acceptance(
@@ -134,9 +111,9 @@ def test_training_on_what_the_draft_says_raises_acceptance(
     more = ["--steps", 24, "--batch_size", 8, "--optim.lr", 0.01, "--on_policy.fraction", 1]
     code, _, err = door(*run, *more, "--out", tmp_path / "draft")
     assert code == 0, err
-    judged = [line["heldout_alpha"] for line in lines(tmp_path / "draft") if "heldout_alpha" in line]
+    judged = [line["heldout_alpha"] for line in metrics(tmp_path / "draft", "heldout_alpha")]
     assert judged[-1] > judged[0] + 0.05
-    stepped = [line for line in lines(tmp_path / "draft") if "loss" in line]
+    stepped = metrics(tmp_path / "draft", "loss")
     assert all(1 <= line["drawn_tokens"] <= 12 for line in stepped)
     # All sequences are drawn, so these are all the tokens there are.
     assert all(line["tokens"] == pytest.approx(8 * line["drawn_tokens"]) for line in stepped)
@@ -167,19 +144,13 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
 ) -> None:
     """Law 6: 8 x 1, 2 x 4 and 1 x 8 draw the same answers and take the same steps."""
     run = [*words(target_dir, draft_dir, distilled), "--optim.name", "sgd", "--optim.lr", "0.5", "--steps", "4"]
-    found = []
     for size, times in ((8, 1), (2, 4), (1, 8)):
-        out = tmp_path / str(size)
-        code, _, err = door(*run, "--batch_size", size, "--accumulation", times, "--out", out)
+        code, _, err = door(*run, "--batch_size", size, "--accumulation", times, "--out", tmp_path / str(size))
         assert code == 0, err
-        found.append((lines(out), load_file(out / "model.safetensors")))
-    (many, weights), *others = found
-    begun = load_file(Path(draft_dir) / "model.safetensors")
-    assert max(float((weights[name] - begun[name]).abs().max()) for name in weights) > 1e-3
-    for few, divided in others:
-        for line, other in zip(many, few, strict=True):
-            assert line.get("drawn_tokens") == other.get("drawn_tokens")
-            assert line.get("tokens") == other.get("tokens")
-            assert other == pytest.approx(line, rel=1e-4)
-        for name, weight in weights.items():
-            torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=1e-4)
+    begun, ended = (load_file(out / "model.safetensors") for out in (Path(draft_dir), tmp_path / "8"))
+    assert max(float((ended[name] - begun[name]).abs().max()) for name in ended) > 1e-3
+    for other in ("2", "1"):
+        for line, same in zip(metrics(tmp_path / "8"), metrics(tmp_path / other), strict=True):
+            assert same == pytest.approx(line, rel=1e-4)
+            assert line.get("drawn_tokens") == same.get("drawn_tokens") and line.get("tokens") == same.get("tokens")
+        close(tmp_path / other, tmp_path / "8", atol=1e-5)

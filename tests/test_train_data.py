@@ -1,0 +1,318 @@
+"""Training data: rows, their order, packing, replay, the teacher's columns; and the schedule of a run."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MambaConfig
+
+from draftsmith_core import teacher_rows
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import sha256_file
+from draftsmith_core.models import load_model
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from tests.train_laws import FAMILIES, tiny_family
+from train.batch import IGNORE
+from train.config import Optim
+from train.data import Examples, collate, divide, load_examples, order, packed, units, with_replay
+from train.loop import _curves, learning_rate, make_optimizer
+from train.objective import parse_objective
+from train.packing import pack, packing_method
+from train.trainees.lm import LMTrainee
+
+Row = dict[str, Any]
+
+
+def write(directory: Path, rows: list[Row]) -> str:
+    """A distilled set of these rows."""
+    directory.mkdir(parents=True)
+    path = directory / "part-00000.parquet"
+    ids = [(name, pa.list_(pa.int32())) for name in ("prompt_ids", "response_ids")]
+    more = [("teacher", pa.large_binary())] if "teacher" in rows[0] else []
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(ids + more)), path)
+    part = {"file": path.name, "sha256": sha256_file(path), "rows": len(rows)}
+    (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
+    return str(directory)
+
+
+def examples_of(tmp_path: Path, name: str, rows: list[Row], max_length: int = 24) -> Examples:
+    return load_examples([write(tmp_path / name, rows)], None, max_length)
+
+
+def pairs(*rows: tuple[list[int], list[int]]) -> list[Row]:
+    return [{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: str) -> Tokenizer:
+    return load_tokenizer(target_dir)
+
+
+def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
+    optim = Optim(lr=2.0, warmup_steps=4, final_lr_fraction=0.25)
+    rates = [learning_rate(optim, step, 24) for step in range(25)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[14] == pytest.approx((2.0 + 0.5) / 2)
+    assert rates[24] == pytest.approx(0.5)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert learning_rate(Optim(lr=1.0), 0, 10) == 1.0
+    assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
+
+
+def test_tau_of_training_is_that_of_the_default_chain() -> None:
+    """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many depths."""
+
+    def tau(alphas: list[float]) -> float:
+        return _curves([0.0, 0.0, 0.0, 0.0, *alphas, *[1.0] * len(alphas)], "heldout_")["heldout_tau"]
+
+    assert tau([0.8]) == pytest.approx((1 - 0.8**5) / 0.2)
+    assert tau([1.0]) == 5 and tau([0.0]) == 1
+    assert tau([0.5, 0.25]) == 1 + 0.5 + 0.125
+    assert tau([1.0] * 7) == 5
+
+
+def test_decay_is_for_matrices_only(draft_dir: str) -> None:
+    model = load_model(draft_dir, device="cpu")
+    groups = make_optimizer(model, Optim(weight_decay=0.1)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim == 2 for p in groups[0]["params"])
+    assert all(p.ndim == 1 for p in groups[1]["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert isinstance(make_optimizer(model, Optim(name="sgd")), torch.optim.SGD)
+
+
+def test_every_epoch_is_a_permutation_and_a_pure_function() -> None:
+    stream = order(10, 0, 40, seed=1)
+    for epoch in range(4):
+        assert sorted(stream[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert stream[:10].tolist() != stream[10:20].tolist()
+    for start, stop in ((0, 1), (3, 9), (8, 23), (10, 20), (19, 21), (39, 40)):
+        assert order(10, start, stop, seed=1).tolist() == stream[start:stop].tolist()
+    assert order(10, 0, 40, seed=2).tolist() != stream.tolist()
+    # A step may be larger than the data.
+    assert len(order(3, 0, 8, seed=1)) == 8
+
+
+def test_labels_by_hand(tmp_path: Path) -> None:
+    examples = examples_of(tmp_path, "set", pairs(([5, 6, 7], [8, 9, 1]), ([], [4, 3, 2]), ([2], [1])))
+    batch = collate(examples, [0, 1, 2])
+    x = IGNORE
+    assert batch.ids_BT.tolist() == [[5, 6, 7, 8, 9, 1], [4, 3, 2, 0, 0, 0], [2, 1, 0, 0, 0, 0]]
+    assert batch.labels_BT.tolist() == [[x, x, 8, 9, 1, x], [3, 2, x, x, x, x], [1, x, x, x, x, x]]
+    assert examples.valid_tokens.tolist() == [3, 2, 1]
+    assert (batch.labels_BT != x).sum(1).tolist() == [3, 2, 1]
+    assert collate(examples, [2, 0]).ids_BT.tolist() == [[2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1]]
+
+
+def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path: Path) -> None:
+    rows = pairs(([1, 2], [3, 4, 5]), ([1, 2, 3, 4], [5]), ([1], []), ([], [7]), ([9] * 6, [1]))
+    examples = examples_of(tmp_path, "set", rows, max_length=4)
+    assert examples.dropped == 4
+    assert examples.valid_tokens.tolist() == [2]
+    assert collate(examples, [0]).ids_BT.tolist() == [[1, 2, 3, 4]]
+    with pytest.raises(InputError, match="raise max_length"):
+        load_examples([str(tmp_path / "set")], None, 2)
+
+
+def test_text_is_packed_with_its_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = ["The quick brown fox", "jumps over", "the lazy dog"]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    examples = load_examples([str(path)], tokenizer, 8)
+    stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    rows = list(examples.rows)
+    # A last block of one token would have nothing to predict; this stream leaves none.
+    assert len(stream) % 8 != 1
+    assert [token for row in rows for token in row["response_ids"]] == stream
+    assert all(row["prompt_ids"] == [] for row in rows)
+    assert {len(row["response_ids"]) for row in rows[:-1]} == {8}
+    batch = collate(examples, [0])
+    assert batch.labels_BT[0, :7].tolist() == stream[1:8]
+    assert batch.labels_BT[0, 7] == IGNORE
+
+
+def test_a_chat_is_trained_on_its_last_answer(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chat = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}))
+    examples = load_examples([str(path)], tokenizer, 64)
+    row = examples.rows[0]
+    assert tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) == "Who?\n\nThe fox\n\nAnd?\n\n"
+    assert tokenizer.decode(row["response_ids"]) == "the dog</s>"
+    labels = collate(examples, [0]).labels_BT[0].tolist()
+    first = len(row["prompt_ids"]) - 1
+    assert labels[:first] == [IGNORE] * first
+    assert labels[first:-1] == row["response_ids"]
+
+
+def test_samples_of_a_prompt_stay_on_one_side(tmp_path: Path) -> None:
+    rows = pairs(*(([2, prompt], [3, sample]) for prompt in range(40) for sample in range(3)))
+    examples = examples_of(tmp_path, "set", rows)
+    training, heldout = divide(examples, 0.25)
+    sides = [{tuple(row["prompt_ids"]) for row in side.rows} for side in (training, heldout)]
+    assert sides[0].isdisjoint(sides[1])
+    assert len(sides[0] | sides[1]) == 40
+    assert len(training.rows) + len(heldout.rows) == 120
+    assert 3 <= len(sides[1]) <= 20
+    assert training.digest != heldout.digest != examples.digest
+    assert len(training.valid_tokens) == len(training.rows)
+    # The side of a prompt does not depend on where its rows stand.
+    again = divide(examples_of(tmp_path, "again", rows[::-1]), 0.25)[1]
+    assert {tuple(row["prompt_ids"]) for row in again.rows} == sides[1]
+
+
+def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(0, longest, (count, 2)) + [0, 1]
+    lengths[lengths.sum(1) < 2] = [1, 2]
+    return pairs(*((draw.integers(2, 61, a).tolist(), draw.integers(2, 61, b).tolist()) for a, b in lengths))
+
+
+def test_every_document_is_in_one_row_and_rows_are_full() -> None:
+    lengths = np.random.default_rng(0).integers(1, 40, 1000)
+    rows = pack(lengths, 64, seed=1)
+    assert sorted(document for row in rows for document in row) == list(range(1000))
+    used = np.array([lengths[row].sum() for row in rows])
+    assert used.max() <= 64
+    assert used.mean() > 0.95 * 64
+    assert rows == pack(lengths, 64, seed=1)
+    assert rows != pack(lengths, 64, seed=2)
+
+
+def test_packed_batches_hold_what_the_rows_hold(tmp_path: Path) -> None:
+    plain = examples_of(tmp_path, "set", random_rows(0, 40))
+    together = packed(plain, seed=3)
+    assert together.groups is not None
+    assert len(together) == len(together.groups) < len(plain) == 40
+    assert together.valid_tokens.sum() == plain.valid_tokens.sum()
+    assert together.digest != plain.digest
+    assert packed(plain, seed=3).groups == together.groups
+    for unit, group in enumerate(together.groups):
+        batch = collate(together, [unit])
+        assert batch.positions_BT is not None and batch.documents_BT is not None
+        assert batch.ids_BT.shape[1] <= 24
+        assert int((batch.labels_BT != IGNORE).sum()) == together.valid_tokens[unit]
+        for document, row in enumerate(group):
+            alone = collate(plain, [row])
+            mine = batch.documents_BT[0] == document
+            assert batch.ids_BT[0, mine].tolist() == alone.ids_BT[0].tolist()
+            assert batch.labels_BT[0, mine].tolist() == alone.labels_BT[0].tolist()
+            assert batch.positions_BT[0, mine].tolist() == list(range(alone.ids_BT.shape[1]))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path: Path, kind: str) -> None:
+    plain = examples_of(tmp_path, "set", random_rows(1, 12))
+    together = packed(plain, seed=0)
+    assert len(together) < 9
+    draft, target = tiny_family(kind, 1), tiny_family(kind, 2)
+    trainee = LMTrainee(draft, parse_objective("fkl"), target, packing=True)
+    assert trainee.packing == ("mask" if kind == "opt" else "positions")
+
+    def totals(examples: Examples) -> tuple[Tensor, Tensor, list[Tensor]]:
+        draft.zero_grad(set_to_none=True)
+        sums = trainee(collate(examples, range(len(examples))))
+        sums.loss.backward()
+        assert int(sums.tokens) == plain.valid_tokens.sum()
+        return sums.loss.detach(), sums.alpha, [p.grad for p in draft.parameters() if p.grad is not None]
+
+    one, other = totals(plain), totals(together)
+    torch.testing.assert_close(other[0], one[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(other[1], one[1], rtol=1e-5, atol=0)
+    for ours, theirs in zip(other[2], one[2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5 * float(theirs.abs().max() + 1))
+
+
+def test_adaspec_selects_per_document_also_when_packed(tmp_path: Path) -> None:
+    plain = examples_of(tmp_path, "set", random_rows(2, 12))
+    together = packed(plain, seed=0)
+    models = [tiny_family("llama", seed) for seed in (1, 2, 3)]
+    trainee = LMTrainee(models[0], parse_objective("adaspec:keep=0.3"), models[1], models[2], packing=True)
+    one, other = (trainee(collate(each, range(len(each)))) for each in (plain, together))
+    torch.testing.assert_close(other.loss, one.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(other.alpha, one.alpha, rtol=1e-5, atol=0)
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"):
+        packing_method(model, "target")
+
+
+def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path: Path) -> None:
+    main, general = random_rows(3, 10), random_rows(4, 7)
+    examples = with_replay(examples_of(tmp_path, "main", main), examples_of(tmp_path, "general", general))
+    assert len(examples) == 17
+    assert examples.replay_from == 10
+    stream = units(examples, 0, 200, seed=5, fraction=0.3)
+    is_replay = stream >= 10
+    for start in range(0, 200, 10):
+        assert is_replay[start : start + 10].sum() == 3
+    # Each source goes through whole epochs of its own.
+    assert sorted(stream[~is_replay][:10]) == list(range(10))
+    assert sorted(stream[is_replay][:7]) == list(range(10, 17))
+    for start, stop in ((0, 1), (3, 4), (7, 31), (40, 48), (199, 200)):
+        assert units(examples, start, stop, 5, 0.3).tolist() == stream[start:stop].tolist()
+    assert (units(examples, 0, 50, 5, 0.0) < 10).all()
+    assert (units(examples, 0, 50, 5, 1.0) >= 10).all()
+    found = collate(examples, [12]).ids_BT[0].tolist()
+    assert found == general[2]["prompt_ids"] + general[2]["response_ids"]
+    assert examples.valid_tokens.sum() == sum(
+        len(row["response_ids"]) - (not row["prompt_ids"]) for row in main + general
+    )
+
+
+def stored_rows() -> list[Row]:
+    rows = pairs(([5, 6], [7, 8, 9]), ([], [3, 4]), ([2] * 4, [10, 11, 12]))
+    for row in rows:
+        tokens = np.array(row["response_ids"])
+        # An even token is all that is listed: the other place has no mass.
+        ids, second = np.stack([tokens, tokens + 1], -1), np.where(tokens % 2 == 1, -2.0, -math.inf)
+        row["teacher"] = teacher_rows.pack(ids, np.stack([np.full(len(tokens), -0.5), second], -1), tokens / 100, 290)
+    return rows
+
+
+def test_the_teachers_columns_follow_the_labels(tmp_path: Path) -> None:
+    examples = examples_of(tmp_path, "set", stored_rows(), max_length=6)
+    assert examples.stored
+    for each, chosen in ((examples, [2, 0, 1]), (packed(examples, 0), None)):
+        batch = collate(each, chosen or range(len(each)))
+        assert batch.stored is not None
+        tokens = batch.labels_BT[batch.labels_BT != IGNORE]
+        # Of the second row's two tokens the first is not predicted, the third row is cut to two.
+        assert sorted(tokens.tolist()) == [4, 7, 8, 9, 10, 11]
+        assert batch.stored.top_ids_NK[:, 0].tolist() == tokens.tolist()
+        torch.testing.assert_close(batch.stored.tail_N, tokens / 100, atol=0, rtol=1e-3)
+        odd = tokens % 2 == 1
+        assert (batch.stored.top_logprobs_NK[odd, 1] == -2.0).all()
+        assert (batch.stored.top_logprobs_NK[~odd, 1].exp() == 0).all()
+    moved = batch.to(torch.device("cpu"))
+    assert moved.stored is not None and moved.positions_BT is not None
+
+
+def packed_rows(ids: Any, logprobs: Any, tail: Any) -> bytes:
+    return teacher_rows.pack(np.array(ids), np.array(logprobs, float), np.array(tail, float), 290)
+
+
+def test_sets_of_different_k_are_read_together(tmp_path: Path) -> None:
+    other = stored_rows()
+    for row in other:
+        length = len(row["response_ids"])
+        row["teacher"] = packed_rows([[1, 2, 3]] * length, [[-0.5, -math.inf, -2.0]] * length, [0.25] * length)
+    examples = load_examples([write(tmp_path / "a", stored_rows()), write(tmp_path / "b", other)], None, 16)
+    stored = collate(examples, range(6)).stored
+    assert stored is not None and stored.top_ids_NK.shape[1] == 3
+    assert (stored.top_logprobs_NK[:7, 2] == -math.inf).all()
+    assert stored.top_ids_NK[7:].tolist() == [[1, 2, 3]] * 7
