@@ -18,10 +18,9 @@ IGNORE = -100
 class Batch:
     """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or IGNORE.
 
-    There is no attention mask: under causal attention no valid token attends to padding on its right, and without a
-    mask attention takes its fast kernel. Packed rows have `positions_BT`, which restart with each document, and
-    `documents_BT`, its number in the row (-1 for padding). `stored` is set when data has the teacher's columns: those
-    at the valid tokens in the order of the labels.
+    There is no attention mask: under causal attention no valid token attends to padding on its right. Packed rows have
+    `positions_BT`, which restart with each document, and `documents_BT`, its number in the row (-1 for padding).
+    `stored`: the teacher's columns of the data at the valid tokens, in the order of the labels.
     """
 
     ids_BT: Tensor
@@ -39,11 +38,10 @@ class Batch:
 class LossSums(NamedTuple):
     """Sums over the valid tokens of one forward; only the loop divides them, once for all processes.
 
-    A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. All but `loss` carry no gradient.
-    loss: scalar, the sum of the weighted losses. tokens: scalar int64, the number of valid tokens. alpha: scalar, the
-    sum over tokens of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D, depth_tokens_D: the same sum for
-    every depth, and its number of tokens; a count of 0 means that it was not measured (no target). missing: scalar, the
-    sum over tokens of the target's probability of tokens that the draft cannot give, or that stored teacher rows do not
+    A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. loss: scalar, the sum of the weighted
+    losses; all else has no gradient. tokens: number of valid tokens. alpha: sum of sum_x min(p, q) at temperature 1 and
+    depth 1. depth_alpha_D, depth_tokens_D: the same sum and its number of tokens by depth; 0 tokens if not measured.
+    missing: sum of the target's probability of tokens that the draft cannot give, or that stored teacher rows do not
     list; None if the teacher's whole distribution is known.
     """
 

@@ -1,14 +1,12 @@
 """Output projection and loss together, a chunk of tokens at a time: the logits of a whole batch are never held.
 
-The gradient of a chunk is taken as soon as its loss is known, in the forward, and its logits are dropped; what stays is
-the gradient with respect to the hidden states and the projection. So nothing is computed twice, and of the matrices
-`[tokens, vocabulary]` only one chunk's are ever in memory (as in Liger Kernel's fused linear cross-entropy, Hsu et al.
-2024; here for any loss, with a teacher).
+The forward takes the gradient of each chunk at once and drops its logits, as Liger Kernel's fused linear cross-entropy
+does (Hsu et al. 2024); here for any loss, with a teacher.
 
 Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +18,7 @@ from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective
-from train.teacher import (
-    LiveTeacher,
-    StoredTeacher,
-    Teacher,
-    WidenedTeacher,
-    compute_dtype,
-    is_partial,
-    logits_per_token,
-)
+from train.teacher import LiveTeacher, StoredTeacher, Teacher, WidenedTeacher, compute_dtype, is_partial, width
 
 # Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
 # that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
@@ -39,17 +29,14 @@ _CPU_CHUNK_ROWS = 256
 
 def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
     """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two vocabularies."""
-    if chunk is not None:
-        return chunk
-    widest = max(weight_VH.shape[0], logits_per_token(teacher))
-    if weight_VH.device.type != "cpu":
-        return max(16, _CHUNK_LOGITS // widest)
-    return min(_CPU_CHUNK_ROWS, max(16, _CPU_CHUNK_LOGITS // widest))
+    on_cpu, widest = weight_VH.device.type == "cpu", max(len(weight_VH), width(teacher))
+    suits = max(16, (_CPU_CHUNK_LOGITS if on_cpu else _CHUNK_LOGITS) // widest)
+    return chunk or (min(_CPU_CHUNK_ROWS, suits) if on_cpu else suits)
 
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """What is to be computed for all tokens, and in what chunks."""
+    """What is to be computed for all tokens, `chunk` of them at a time."""
 
     projection: OutputProjection | None
     teacher: Teacher | None
@@ -57,17 +44,18 @@ class _Task:
     weights_N: Tensor | None
     objective: Objective
     chunk: int
-    wants_gradient: bool
-    wants_alpha: bool
+    wants_gradient: bool = False
+    wants_alpha: bool = True
 
-    def chunks(self) -> list[slice]:
-        count = len(self.tokens_N)
-        return [slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk)]
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, len(self.tokens_N), self.chunk):
+            yield slice(start, min(start + self.chunk, len(self.tokens_N)))
 
-    def both_logits(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Logits of draft and target as their models give them."""
+    def losses(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Losses `[C]`, and the logits of draft and target as their models give them."""
         draft_CV = logits_CV if self.projection is None else self.projection.finish(logits_CV)
-        return draft_CV, None if self.teacher is None else self.teacher.logits(rows, draft_CV.detach())
+        target_CV = None if self.teacher is None else self.teacher.logits(rows, draft_CV.detach())
+        return self.objective.loss(draft_CV, target_CV, self.tokens_N[rows]), draft_CV, target_CV
 
     @torch.no_grad()
     def measure(self, draft_CV: Tensor, target_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -92,20 +80,18 @@ ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
-    """A `ChunkFn` for any objective: loss and gradient by automatic differentiation."""
+    """A `ChunkFn` for any objective."""
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         gradient_CV = None
         with torch.set_grad_enabled(wants_gradient):
-            logits_CV.requires_grad_(wants_gradient)
-            draft_CV, target_CV = task.both_logits(logits_CV, rows)
-            loss_C = task.objective.loss(draft_CV, target_CV, task.tokens_N[rows])
+            loss_C, draft_CV, target_CV = task.losses(logits_CV.requires_grad_(wants_gradient), rows)
             total = loss_C.sum() if task.weights_N is None else (loss_C * task.weights_N[rows]).sum()
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
         if task.wants_alpha and target_CV is not None:
-            alpha, missing = (each_C.sum() for each_C in task.measure(draft_CV.detach(), target_CV, rows))
+            alpha, missing = (values_C.sum() for values_C in task.measure(draft_CV.detach(), target_CV, rows))
         return total.detach(), alpha, missing, gradient_CV
 
     return chunk
@@ -205,20 +191,11 @@ def projected(
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
     chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
-    weight and bias are the arguments. alpha=False leaves out alpha, and `missing`, which is measured beside it where
-    the teacher `is_partial`. Runs in autocast's dtype where that is on; losses and the gradient of the weight are
-    accumulated in fp32. `backward` may be called once.
+    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. Runs in autocast's dtype; losses and
+    the gradient of the weight are accumulated in fp32. `backward` may be called once.
     """
-    task = _Task(
-        projection=projection,
-        teacher=teacher,
-        tokens_N=tokens_N,
-        weights_N=weights_N,
-        objective=objective,
-        chunk=chunk_size(weight_VH, teacher, chunk),
-        wants_gradient=torch.is_grad_enabled(),
-        wants_alpha=alpha,
-    )
+    size = chunk_size(weight_VH, teacher, chunk)
+    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, torch.is_grad_enabled(), alpha)
     loss, overlaps, missing = _Projected.apply(hidden_NH, weight_VH, bias_V, task)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if alpha and teacher is not None else torch.zeros_like(count)
@@ -242,13 +219,11 @@ def token_measures(
     weight_VH, bias_V = projection.weight_VH, projection.bias_V
     dtype = compute_dtype(weight_VH)
     weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-    task = _Task(projection, teacher, tokens_N, None, objective, chunk_size(weight_VH, teacher, chunk), False, True)
+    task = _Task(projection, teacher, tokens_N, None, objective, chunk_size(weight_VH, teacher, chunk))
     none = torch.zeros(0, device=hidden_NH.device)
     measures = [(none, none, none)]
     for rows in task.chunks():
-        logits_CV = F.linear(hidden_NH[rows].to(dtype), weight, bias)
-        draft_CV, target_CV = task.both_logits(logits_CV, rows)
-        loss_C = objective.loss(draft_CV, target_CV, tokens_N[rows])
+        loss_C, draft_CV, target_CV = task.losses(F.linear(hidden_NH[rows].to(dtype), weight, bias), rows)
         zero_C = torch.zeros_like(loss_C)
         measures.append((loss_C, *((zero_C, zero_C) if target_CV is None else task.measure(draft_CV, target_CV, rows))))
     loss_N, alpha_N, missing_N = map(torch.cat, zip(*measures, strict=True))

@@ -1,4 +1,4 @@
-"""The options of `draftsmith train`. Every key may be given in the YAML file or on the command line."""
+"""The options of `draftsmith train`, in YAML or on the command line."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ from draftsmith_core.options import (
     TargetOptions,
     options,
 )
-from train.objective import Objective, parse_objective
+from train.objective import parse_objective
 
 
 @options
@@ -162,11 +162,9 @@ class TrainConfig(RunOptions, TargetOptions):
     compile: NotIdentity[Rare[bool]] = False
     """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
     eval_every: AtLeast1 = 100
-    """Steps between held-out evaluations; the start and the end have one too."""
+    """Steps between held-out evaluations, which select the best weights by alpha, or without a teacher by the loss."""
     patience: AtLeast0 = 0
     """Stop after this many evaluations in a row without a new best; 0 never stops early."""
-    best_by: Rare[Literal["auto", "alpha", "loss"]] = "auto"
-    """Held-out figure that selects the best weights. auto: alpha if it is measured, else the loss."""
     save_every: NotIdentity[AtLeast1] = 100
     """Steps between checkpoints that a killed run continues from."""
     keep: NotIdentity[Rare[AtLeast1]] = 2
@@ -185,61 +183,52 @@ class TrainConfig(RunOptions, TargetOptions):
 
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.temperature)
-        for key, (wrong, reason) in self._rules(objective).items():
+        head, policy = self.kind != "lm", self.on_policy.fraction > 0
+        starts = not head and bool(self.draft)
+        for key in ("draft_config", "gradient_checkpointing", "compile"):
+            if head and getattr(self, key):
+                raise InputError(f"{key}: is for kind lm, not {self.kind}")
+        rules: list[tuple[str, object, str]] = [
+            (
+                "draft",
+                not head and not self.draft and not self.draft_config,
+                "give `draft` (weights to start from) or `draft_config` (a config.json)",
+            ),
+            (
+                "target",
+                (head or policy or self.heterogeneous_vocab or self.head.features) and not self.target,
+                "is missing; heads, on_policy, heterogeneous_vocab and head.features need it",
+            ),
+            ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
+            ("reference", objective.needs_reference and not self.reference, "@adaspec needs a distilled draft"),
+            ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
+            (
+                "mixing_temperature",
+                self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing),
+                "needs several `data`, and packing false",
+            ),
+            ("anchor_kl", self.anchor_kl and not starts, "is for a language model that starts from a `draft`"),
+            (
+                "lora",
+                self.lora != Lora() and not (starts and self.lora.rank),
+                "is for a language model that starts from a `draft`, and needs lora.rank",
+            ),
+            (
+                "on_policy",
+                self.on_policy != OnPolicy() and (head or self.packing or self.heterogeneous_vocab or not policy),
+                "is for language models without packing, and needs on_policy.fraction",
+            ),
+            (
+                "heterogeneous_vocab",
+                self.heterogeneous_vocab
+                and (not starts or self.objective != "ce" or self.tokenizer or self.head.features),
+                "is for a language model that starts from a `draft`, with objective ce and the draft's own tokenizer",
+            ),
+        ]
+        for key, wrong, reason in rules:
             if wrong:
                 raise InputError(f"{key}: {reason}")
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
         for key, value in vars(self.head).items():
             if value is not None and key not in known:
                 raise InputError(f"head.{key}: not an option of kind {self.kind}; it has {', '.join(sorted(known))}")
-
-    def _rules(self, objective: Objective) -> dict[str, tuple[object, str]]:
-        """The rules across options: the key at fault, whether the rule is broken, and what is wrong."""
-        head, policy = self.kind != "lm", self.on_policy.fraction > 0
-        only_lm = f"is for kind lm, not {self.kind}"
-        return {
-            "draft": (
-                not head and not self.draft and not self.draft_config,
-                "give `draft` (weights to start from) or `draft_config` (a config.json)",
-            ),
-            "target": (
-                (head or policy or self.heterogeneous_vocab or self.head.features) and not self.target,
-                "is missing; heads, on_policy, heterogeneous_vocab and head.features need it",
-            ),
-            "draft_config": (head and self.draft_config, only_lm),
-            "gradient_checkpointing": (head and self.gradient_checkpointing, only_lm),
-            "compile": (head and self.compile, only_lm),
-            "objective": (
-                head and (objective.keep or objective.depth),
-                f"@adaspec and @e2e are for kind lm, not {self.kind}",
-            ),
-            "reference": (
-                objective.needs_reference and not self.reference,
-                "@adaspec needs a distilled draft to compare with",
-            ),
-            "replay_fraction": (
-                bool(self.replay) != (self.replay_fraction > 0),
-                "goes with `replay`; set both or neither",
-            ),
-            "mixing_temperature": (
-                self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing),
-                "needs several `data`, and packing false",
-            ),
-            "anchor_kl": (
-                self.anchor_kl and (head or not self.draft),
-                "is for a language model that starts from a `draft`",
-            ),
-            "lora": (
-                self.lora != Lora() and (head or not self.draft or not self.lora.rank),
-                "is for a language model that starts from a `draft`, and needs lora.rank",
-            ),
-            "on_policy": (
-                self.on_policy != OnPolicy() and (head or self.packing or self.heterogeneous_vocab or not policy),
-                "is for language models without packing, and needs on_policy.fraction",
-            ),
-            "heterogeneous_vocab": (
-                self.heterogeneous_vocab
-                and (head or not self.draft or self.objective != "ce" or self.tokenizer or self.head.features),
-                "is for a language model that starts from a `draft`, with objective ce and the draft's own tokenizer",
-            ),
-        }

@@ -1,5 +1,8 @@
 """Training data: rows of prompt and response tokens, their order, and the batches made of them.
 
+The order is an endless stream of shuffled epochs that depends on the place in it alone. So a resumed run needs to know
+its step and nothing else, and a step has the same units however it is divided (law 6).
+
 Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens per position.
 """
 
@@ -16,22 +19,25 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from transformers import AutoConfig
 
-from drafts.vocabulary import VocabularyMap
+from drafts.load import first_difference
+from drafts.vocabulary import VocabularyMap, map_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text, load_tokenizer
 from train.batch import IGNORE, Batch
-from train.packing import document_layout, pack
-from train.retokenize import retokenized
+from train.config import TrainConfig
+from train.packing import pack
 from train.teacher import StoredTeacher
 
 # Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
 
+Indices = npt.NDArray[np.int64]
 _FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
 # The hash of the prompt that a row of a distilled set answers, 16 hex digits, one for all turns of a conversation;
 # empty for other rows.
@@ -46,14 +52,16 @@ class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
 
     A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if they are packed.
-    valid_tokens: predicted tokens of each unit. dropped: number of rows that had none. digest: identifies the data.
-    max_token: the largest token. targets: fingerprints of the targets that wrote the data. stored: whether every row
-    has the teacher's column. Units from `replay_from` on are general data to mix in. domains: the source of each row;
-    None if rows are packed. left_out: number of rows that a draft of another tokenizer cannot write.
+    lengths: tokens of each row. valid_tokens: predicted tokens of each unit. dropped: number of rows that had none.
+    digest: identifies the data. max_token: the largest token. targets: fingerprints of the targets that wrote the data.
+    stored: whether every row has the teacher's column. Units from `replay_from` on are general data to mix in. domains:
+    the source of each row; None if rows are packed. left_out: number of rows that a draft of another tokenizer cannot
+    write.
     """
 
     rows: datasets.Dataset
     max_length: int
+    lengths: npt.NDArray[np.int64]
     valid_tokens: npt.NDArray[np.int64]
     dropped: int
     digest: str
@@ -100,42 +108,35 @@ def load_examples(
     identity: list[Any] = [digests, max_length]
     read = len(rows)
     if mapping is not None:
-        rows, written = retokenized(rows, mapping, _PROMPT)
+        rows, written = _retokenized(rows, mapping)
         if not len(written):
             raise InputError(f"data: none of its {read} rows can be written in the draft's tokens; use another draft")
         domains = domains[written]
         identity.append(mapping.in_draft)
-    lengths = {name: _lengths(rows, name) for name in ("prompt_ids", "response_ids")}
+    prompts, responses = (rows.data.column(name) for name in ("prompt_ids", "response_ids"))
+    prompt_lengths, response_lengths = (
+        pc.list_value_length(column).to_numpy().astype(np.int64) for column in (prompts, responses)
+    )
+    lengths = np.minimum(prompt_lengths + response_lengths, max_length)
     # The first token of a sequence is not predicted: there is nothing before it.
-    first = np.maximum(lengths["prompt_ids"], 1)
-    valid = np.minimum(lengths["prompt_ids"] + lengths["response_ids"], max_length) - first
+    valid = lengths - np.maximum(prompt_lengths, 1)
     keep = np.flatnonzero(valid > 0)
     if not len(keep):
         raise InputError(f"data: no response token fits in max_length {max_length}; raise max_length")
-    largest = [pc.max(chunk.flatten()).as_py() for name in lengths for chunk in _chunks(rows, name)]
-    max_token = max(token for token in largest if token is not None)
+    largest = [pc.max(pc.list_flatten(column)).as_py() for column in (prompts, responses)]
     return Examples(
         rows=rows.select(keep),
         max_length=max_length,
+        lengths=lengths[keep],
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
         digest=hash_json(identity),
-        max_token=max_token,
+        max_token=max(token for token in largest if token is not None),
         targets=frozenset(map(str, targets)),
         stored=stored,
         domains=domains[keep],
         left_out=read - len(rows),
     )
-
-
-def _lengths(rows: datasets.Dataset, name: str) -> npt.NDArray[np.int64]:
-    counted = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in _chunks(rows, name)]
-    return np.concatenate(counted or [np.zeros(0)]).astype(np.int64)
-
-
-def _chunks(rows: datasets.Dataset, name: str) -> Iterator[Any]:
-    for table in rows.with_format("arrow").select_columns([name]).iter(batch_size=10_000):
-        yield from table[name].chunks
 
 
 def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None]:
@@ -181,11 +182,7 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
-    """Split into training and held-out data: this fraction of the prompts, those with the smallest hashes.
-
-    Rows that share a prompt stay on one side: samples of one prompt on both would make the held-out loss a measure of
-    memory.
-    """
+    """Split into training and held-out data: this fraction of the prompts, with all of their rows."""
     rows = examples.rows.select_columns(_COLUMNS)
     hashes = np.array([_hash(row, row["response_ids"]) for row in rows], dtype=np.uint64)
     prompts = np.unique(hashes)
@@ -212,6 +209,7 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
     return replace(
         examples,
         rows=examples.rows.select(index),
+        lengths=examples.lengths[index],
         valid_tokens=examples.valid_tokens[index],
         domains=None if examples.domains is None else examples.domains[index],
         digest=hash_json([examples.digest, side, len(index)]),
@@ -220,10 +218,7 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
 
 def packed(examples: Examples, seed: int) -> Examples:
     """Pack several rows into each unit of at most `max_length` tokens."""
-    lengths = np.minimum(
-        _lengths(examples.rows, "prompt_ids") + _lengths(examples.rows, "response_ids"), examples.max_length
-    )
-    groups = pack(lengths, examples.max_length, seed)
+    groups = pack(examples.lengths, examples.max_length, seed)
     return replace(
         examples,
         groups=tuple(map(tuple, groups)),
@@ -234,7 +229,7 @@ def packed(examples: Examples, seed: int) -> Examples:
 
 
 def with_replay(examples: Examples, replay: Examples) -> Examples:
-    """Append the units of `replay`, for `train.mixture.units` to mix in. Both are packed, or neither."""
+    """Append the units of `replay`, for `units` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
     parts = [side.rows if stored else side.rows.select_columns(_COLUMNS) for side in (examples, replay)]
     domains = groups = None
@@ -246,6 +241,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     return replace(
         examples,
         rows=datasets.concatenate_datasets(parts),
+        lengths=np.concatenate([examples.lengths, replay.lengths]),
         valid_tokens=np.concatenate([examples.valid_tokens, replay.valid_tokens]),
         dropped=examples.dropped + replay.dropped,
         left_out=examples.left_out + replay.left_out,
@@ -264,53 +260,152 @@ def collate(
 ) -> Batch:
     """Make one right-padded batch of the units at `indices`.
 
-    answers: by place in `indices`, a (prompt, answer) to use instead of that unit. Such a batch has no stored teacher
-    rows, because those belong to the replaced answers.
+    answers: by place in `indices`, a (prompt, answer) to use instead of that unit; stored teacher rows then go.
     """
     chosen = [int(i) for i in indices]
     groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
     documents = [[examples.rows[row] for row in group] for group in groups]
     for index, (prompt, answer) in (answers or {}).items():
         documents[index] = [{"prompt_ids": prompt, "response_ids": answer}]
-    lengths = [[_length(row, examples.max_length) for row in group] for group in documents]
+    limit = examples.max_length
+    lengths = [[min(len(row["prompt_ids"] + row["response_ids"]), limit) for row in group] for group in documents]
     width = max(map(sum, lengths))
     ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
     labels_BT = torch.full_like(ids_BT, IGNORE)
+    # Padding attends to itself, and no document attends to it.
+    positions_BT, documents_BT = torch.zeros_like(ids_BT), torch.full_like(ids_BT, -1)
     for b, group in enumerate(documents):
         start = 0
-        for row, length in zip(group, lengths[b], strict=True):
-            tokens = torch.tensor((row["prompt_ids"] + row["response_ids"])[:length])
-            first = max(len(row["prompt_ids"]), 1)
-            ids_BT[b, start : start + length] = tokens
-            labels_BT[b, start + first - 1 : start + length - 1] = tokens[first:]
+        for number, (row, length) in enumerate(zip(group, lengths[b], strict=True)):
+            tokens, first = torch.tensor((row["prompt_ids"] + row["response_ids"])[:length]), len(row["prompt_ids"])
+            place = slice(start, start + length)
+            ids_BT[b, place], positions_BT[b, place], documents_BT[b, place] = tokens, torch.arange(length), number
+            # The first token of a sequence is not predicted: there is nothing before it.
+            labels_BT[b, start + max(first, 1) - 1 : start + length - 1] = tokens[max(first, 1) :]
             start += length
     stored = None
     if examples.stored and not answers:
-        stored = _stored([row for group in documents for row in group], examples.max_length)
+        stored = _stored([row for group in documents for row in group], limit)
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
-    positions_BT, documents_BT = document_layout(lengths, width)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
-
-
-def _length(row: dict[str, Any], limit: int) -> int:
-    return min(len(row["prompt_ids"]) + len(row["response_ids"]), limit)
 
 
 def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
     ids, logprobs, tails = [], [], []
     for row in rows:
         # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
-        valid = slice(0 if row["prompt_ids"] else 1, _length(row, limit) - len(row["prompt_ids"]))
+        valid = slice(0 if row["prompt_ids"] else 1, limit - len(row["prompt_ids"]))
         ids_RK, logprobs_RK, tail_R = unpack(row[COLUMN])
         ids.append(ids_RK[valid])
         logprobs.append(logprobs_RK[valid])
         tails.append(tail_R[valid])
     # At least one: a row may list no token, only the tail mass.
     width = max([1, *(ids_RK.shape[1] for ids_RK in ids)])
+    padded = [
+        np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts])
+        for parts, fill in ((ids, 0), (logprobs, -math.inf))
+    ]
+    return StoredTeacher(*map(torch.from_numpy, (*padded, np.concatenate(tails))))
 
-    def joined(parts: list[npt.NDArray[Any]], fill: float) -> torch.Tensor:
-        padded = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts]
-        return torch.from_numpy(np.concatenate(padded))
 
-    return StoredTeacher(joined(ids, 0), joined(logprobs, -math.inf), torch.from_numpy(np.concatenate(tails)))
+def other_tokenizer(config: TrainConfig, data: Tokenizer | None) -> tuple[VocabularyMap | None, Tokenizer | None]:
+    """Map the tokens of the data to the draft's; (None, `data`) if the tokenizers agree or the option is off."""
+    if not config.heterogeneous_vocab:
+        return None, data
+    assert config.draft is not None and config.target is not None and data is not None
+    code = config.trust_remote_code
+    tokenizer = load_tokenizer(config.draft, code)
+    models = ((config.target, config.revision or "main"), (config.draft, "main"))
+    shapes = [AutoConfig.from_pretrained(name, trust_remote_code=code, revision=commit) for name, commit in models]
+    sizes = [int(shape.get_text_config(decoder=True).vocab_size) for shape in shapes]
+    if first_difference(data, tokenizer, min(sizes)) is None:
+        return None, data
+    return map_vocabulary(data, tokenizer, *sizes, source=config.draft), tokenizer
+
+
+def _retokenized(rows: datasets.Dataset, mapping: VocabularyMap) -> tuple[datasets.Dataset, npt.NDArray[np.int64]]:
+    """Rewrite rows in the draft's tokens, and return the numbers of the rows that it can write.
+
+    A response must be written without loss. A prompt may lose tokens without text (chat markers that the draft lacks),
+    as in decoding. Prompts keep the hash of the target's tokens.
+    """
+    silent = mapping.lost - mapping.target_texts.keys()
+    columns: dict[str, list[object]] = {"prompt_ids": [], "response_ids": [], _PROMPT: []}
+    written: list[int] = []
+    rows = rows.select_columns(list(columns))
+    for number, row in enumerate(rows):
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        if (mapping.lost - silent).isdisjoint(prompt) and mapping.lost.isdisjoint(response):
+            written.append(number)
+            columns["prompt_ids"].append(mapping.translate(prompt))
+            columns["response_ids"].append(mapping.translate(response))
+            columns[_PROMPT].append(row[_PROMPT] or f"{prompt_hash(prompt or response[:32]):016x}")
+    return datasets.Dataset.from_dict(columns, features=rows.features), np.array(written, dtype=np.int64)
+
+
+def order(count: int, start: int, stop: int, seed: int) -> Indices:
+    """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs."""
+    pieces = []
+    for epoch in range(start // count, math.ceil(stop / count)):
+        shuffled = np.random.default_rng([seed, epoch]).permutation(count)
+        pieces.append(shuffled[max(start - epoch * count, 0) : min(stop - epoch * count, count)])
+    return np.concatenate(pieces)
+
+
+def shares(counts: Sequence[int], temperature: float) -> list[float]:
+    """Share of each domain: proportional to size^(1 / temperature) (arXiv 1907.05019, section 4.1)."""
+    # Divide by the largest first: a small temperature would overflow.
+    sizes = [(count / max(counts)) ** (1 / temperature) for count in counts]
+    return [size / sum(sizes) for size in sizes]
+
+
+def drawn(shares: Sequence[float], start: int, stop: int) -> list[tuple[Indices, int, int]]:
+    """For each domain: its places among `start`..`stop`, counted from `start`, and the number of its places before them
+    and up to their end.
+
+    The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly spread; the others divide
+    the remaining places in the same way.
+    """
+    places, left, result = np.arange(stop - start), sum(shares), []
+    for share in shares:
+        # Places of this domain before each remaining place. The summand makes floor(10 * 0.1) 1 in spite of rounding.
+        before = np.floor(np.arange(start, stop + 1) * min(1.0, share / (left or 1.0)) + 1e-9).astype(np.int64)
+        taken = np.diff(before) > 0
+        result.append((places[taken], int(before[0]), int(before[-1])))
+        places, left = places[~taken], left - share
+        start, stop = start - int(before[0]), stop - int(before[-1])
+    return result
+
+
+def units(
+    examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0, temperature: float = 1.0
+) -> Indices:
+    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
+
+    Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of the data (`shares`).
+    """
+    if examples.replay_from is None:
+        return _of_domains(examples, len(examples), start, stop, seed, temperature)
+    main, general = examples.replay_from, len(examples) - examples.replay_from
+    replay, data = drawn([fraction, 1 - fraction], start, stop)
+    result = np.empty(stop - start, dtype=np.int64)
+    if len(data[0]):
+        result[data[0]] = _of_domains(examples, main, data[1], data[2], seed, temperature)
+    if len(replay[0]):
+        # Another seed: with the same permutation for both, the same rows would meet in every epoch.
+        result[replay[0]] = main + order(general, replay[1], replay[2], seed + 2**32)
+    return result
+
+
+def _of_domains(examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float) -> Indices:
+    """`order` of the first `count` units; with a temperature, every domain in epochs of its own."""
+    if temperature == 1 or examples.domains is None:
+        return order(count, start, stop, seed)
+    rows = [np.flatnonzero(examples.domains[:count] == domain) for domain in np.unique(examples.domains[:count])]
+    result = np.empty(stop - start, dtype=np.int64)
+    for number, (places, first, last) in enumerate(drawn(shares([*map(len, rows)], temperature), start, stop)):
+        if last > first:
+            # Seeds of their own, as for replay.
+            result[places] = rows[number][order(len(rows[number]), first, last, seed + (number + 2) * 2**32)]
+    return result

@@ -18,7 +18,7 @@ from drafts.draft_vocabulary import (
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
-from drafts.heads import HEADS, Head, load_head, write_head
+from drafts.heads import HEADS, load_head, write_head
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
 from drafts.make.fresh import filled, read_per_token, too_costly
@@ -53,17 +53,13 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         head = load_head(config.draft, target)
         check_finite(config.draft, head)
     else:
-        head = _fresh_head(config, target, training)
+        options = _head_options(config, "num_heads", "num_layers")
+        if config.kind in ("eagle", "eagle3"):
+            options["seed"] = config.seed
+        if config.kind == "eagle3":
+            options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
+        head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
-
-
-def _fresh_head(config: TrainConfig, target: PreTrainedModel, training: Examples) -> Head:
-    options = _head_options(config, "num_heads", "num_layers")
-    if config.kind in ("eagle", "eagle3"):
-        options["seed"] = config.seed
-    if config.kind == "eagle3":
-        options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
-    return HEADS[config.kind].fresh(target, **options)
 
 
 def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
@@ -72,42 +68,33 @@ def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
 
 
 def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrainedModel:
-    shape = None if config.draft_config is None else read_shape(config.draft_config)
     if config.draft is None:
-        assert shape is not None
-        model = AutoModelForCausalLM.from_config(_filled_shape(config, shape, target), dtype=torch.float32)
+        assert config.draft_config is not None
+        shape = read_shape(config.draft_config, None if target is None else target.config)
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
         if target is not None and (warning := too_costly(read_per_token(model), read_per_token(target))):
             log.warning("%s: %s", config.draft_config, warning)
         return model
     model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
+    given = None if config.draft_config is None else read_shape(config.draft_config)
     for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
-        has, wanted = getattr(model.config, key, None), getattr(shape, key, None)
-        if shape is not None and has != wanted:
+        has, wanted = getattr(model.config, key, None), getattr(given, key, None)
+        if given is not None and has != wanted:
             raise InputError(f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}")
     return model
 
 
-def _filled_shape(config: TrainConfig, shape: PretrainedConfig, target: PreTrainedModel | None) -> PretrainedConfig:
-    """The shape in `draft_config`; what the file leaves open is the target's, with a warning."""
-    assert config.draft_config is not None
-    values = read_json(Path(config.draft_config), "a Hugging Face config.json")
-    if target is None and config.target is None:
-        if "vocab_size" not in values:
-            raise InputError(f"{config.draft_config}: key 'vocab_size' is missing; add it, or name a --target")
-        return shape
-    options: Any = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
-    theirs = AutoConfig.from_pretrained(str(config.target), **options) if target is None else target.config
-    values, taken = filled(values, theirs)
-    if taken:
-        shown = ", ".join(f"{key} {value}" for key, value in taken.items())
-        log.warning("%s: takes from the target: %s", config.draft_config, shown)
-    return AutoConfig.for_model(values.pop("model_type"), **values) if taken else shape
-
-
-def read_shape(path: str) -> PretrainedConfig:
-    """Read a model shape from a Hugging Face config.json; InputError names the file."""
+def read_shape(path: str, target: PretrainedConfig | None = None) -> PretrainedConfig:
+    """Read a model shape from a Hugging Face config.json; what it leaves open is the target's, with a warning."""
     values = dict(read_json(Path(path), "a Hugging Face config.json"))
+    if target is not None:
+        values, taken = filled(values, target)
+        if taken:
+            shown = ", ".join(f"{key} {value}" for key, value in taken.items())
+            log.warning("%s: takes from the target: %s", path, shown)
+    elif "vocab_size" not in values:
+        raise InputError(f"{path}: key 'vocab_size' is missing; add it, or name a --target")
     try:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:
@@ -141,16 +128,14 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
 
 def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
     """Print how much of the responses a draft of a part of the vocabulary can draft."""
+    ids_D: Tensor | None
     if isinstance(draft, PreTrainedModel):
         ids_D, whole = draft_vocabulary(draft), vocabulary_size(draft)
     else:
-        ids_D = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None
-        whole = draft.vocab_size
+        ids_D, whole = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None, draft.vocab_size
     if ids_D is not None:
-        say(
-            f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses "
-            f"{coverage(ids_D, _responses(training))}; heldout_missing_mass is the target's probability of the others"
-        )
+        known = coverage(ids_D, _responses(training))
+        say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
 
 
 def _responses(training: Examples) -> Iterator[list[int]]:
@@ -159,8 +144,8 @@ def _responses(training: Examples) -> Iterator[list[int]]:
 
 
 def attach_lora(draft: Draft, options: Lora) -> Any:
-    """Put LoRA adapters (Hu et al. 2021, arXiv 2106.09685) into the linear layers of a language model, in place, and
-    freeze all else; return peft's handle. The adapters change nothing until they are trained.
+    """Put LoRA adapters (arXiv 2106.09685) into the linear layers of a language model, in place, and freeze all else;
+    return peft's handle.
     """
     require_package("peft", "lora.rank")
     import peft
@@ -172,14 +157,9 @@ def attach_lora(draft: Draft, options: Lora) -> Any:
         if name not in known or name == "lm_head":
             raise InputError(f"lora.targets: {name!r} is no inner layer of the draft; it has {', '.join(known)}")
     alpha: Any = 2 * options.rank if options.alpha is None else options.alpha
-    adapters = peft.LoraConfig(
-        r=options.rank,
-        lora_alpha=alpha,
-        lora_dropout=options.dropout,
-        target_modules=options.targets or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    return peft.get_peft_model(draft, adapters)
+    names = options.targets or "all-linear"
+    shape: dict[str, Any] = {"r": options.rank, "lora_alpha": alpha, "lora_dropout": options.dropout}
+    return peft.get_peft_model(draft, peft.LoraConfig(**shape, target_modules=names, task_type="CAUSAL_LM"))
 
 
 def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:

@@ -6,14 +6,14 @@ Legend: D depths of a draft (1 for a language model), V vocabulary.
 import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,16 +21,15 @@ from decode.defaults import CHAIN
 from decode.stats import independent_tau
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic, writing
-from draftsmith_core.models import memory_bytes, peak_memory
+from draftsmith_core.models import peak_memory
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
 from draftsmith_core.tokenization import Tokenizer
 from train import checkpoint, parallel
 from train.batch import Batch, LossSums
-from train.checkpoint import BatchLayout, Position
+from train.checkpoint import Position
 from train.config import Optim, TrainConfig
-from train.data import Examples, collate
-from train.mixture import units
+from train.data import Examples, collate, units
 from train.objective import Objective
 from train.onpolicy import Answerer
 from train.parallel import World, WrappedTrainee
@@ -62,9 +61,10 @@ class TrainingJob:
         return Path(self.config.out) / "run"
 
     @property
-    def layout(self) -> BatchLayout:
+    def layout(self) -> str:
         """How this run divides the rows of a step."""
-        return BatchLayout(self.config.batch_size, self.config.accumulation, self.world.size, self.world.sharing)
+        config, world = self.config, self.world
+        return f"{config.batch_size} x {config.accumulation} x {world.size} processes ({world.sharing})"
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -89,30 +89,24 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
 
 
-def global_batch(job: TrainingJob, step: int) -> list[tuple[list[int], list[int]]]:
-    """This process's units of optimizer step `step` and their places in the shuffled stream: two lists per forward.
+def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
+    """Make this process's batches of a step; the lengths of the answers that the draft generated for them.
 
-    The units of a step are consecutive in the stream and dealt to (forward, process) in turn. So a step has the same
-    units however they are divided between batch size, accumulation and processes (law 6).
+    The units of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
+    has the same units however they are divided (law 6).
     """
     config, world = job.config, job.world
-    size = config.batch_size * config.accumulation * world.size
-    places = np.arange(step * size, (step + 1) * size)
-    first, last = step * size, (step + 1) * size
-    rows = units(job.training, first, last, config.seed, config.replay_fraction, config.mixing_temperature)
     shape = (config.accumulation, world.size, config.batch_size)
+    places = np.arange(step * math.prod(shape), (step + 1) * math.prod(shape))
+    options = config.seed, config.replay_fraction, config.mixing_temperature
+    rows = units(job.training, places[0], places[-1] + 1, *options)
     process = world.accelerator.process_index
-    rows_of, places_of = (indices.reshape(shape)[:, process].tolist() for indices in (rows, places))
-    return list(zip(rows_of, places_of, strict=True))
-
-
-def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
-    """Make this process's batches of a step; the lengths of the answers that the draft generated for them."""
     batches, lengths = [], []
-    for rows, places in global_batch(job, step):
-        answers = {} if job.answerer is None else job.answerer.draw(job.training, rows, places)
+    mine = (indices.reshape(shape)[:, process].tolist() for indices in (rows, places))
+    for rows_B, places_B in zip(*mine, strict=True):
+        answers = {} if job.answerer is None else job.answerer.draw(job.training, rows_B, places_B)
         lengths += [len(answer) for _, answer in answers.values()]
-        batches.append(collate(job.training, rows, answers).to(job.world.device))
+        batches.append(collate(job.training, rows_B, answers).to(world.device))
     return batches, lengths
 
 
@@ -184,10 +178,17 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
 def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     """Held-out loss per valid token over all processes; with a teacher, alpha and tau too."""
     job.trainee.eval()
+    # Longest first: rows of similar length share a batch, and if memory runs out, it does so in the first.
+    longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
+    size, world = job.config.batch_size, job.world.size
+    batches = [longest[i : i + size] for i in range(0, len(longest), size)]
     total: Tensor | None = None
-    for rows, counts in _heldout_batches(job):
+    # Sharded weights require the same number of forwards in every process: one with fewer batches repeats the last
+    # one, which does not count.
+    for index in range(job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world):
+        rows = batches[min(index, len(batches) - 1)]
         vector = _vector(wrapped.module(collate(job.heldout, rows).to(job.world.device)))
-        vector = vector if counts else torch.zeros_like(vector)
+        vector = vector if index < len(batches) else torch.zeros_like(vector)
         total = vector if total is None else total + vector
     job.trainee.train()
     assert total is not None
@@ -197,141 +198,106 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
 
 
-def _heldout_batches(job: TrainingJob) -> Iterator[tuple[list[int], bool]]:
-    """This process's batches of held-out units, and whether a batch counts.
+def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]]:
+    """Train to the end, from the newest checkpoint if there is one. Return where it ended and the best weights.
 
-    Sharded weights require the same number of forwards in every process. A process with fewer batches repeats its last
-    one, which does not count.
-    """
-    # Longest first: rows of similar length share a batch, and if memory runs out, it does so in the first.
-    longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
-    size, world = job.config.batch_size, job.world.size
-    batches = [longest[i : i + size] for i in range(0, len(longest), size)]
-    for index in range(job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world):
-        yield (batches[index], True) if index < len(batches) else (batches[-1], False)
-
-
-def fit(job: TrainingJob, stop: StopSignal) -> Position:
-    """Train to the end, from the newest checkpoint if there is one; `checkpoint.load_best` then has the best weights.
+    The weights are in the main process only, by name.
 
     SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
     finite or memory runs out.
     """
     config, position = job.config, Position()
     try:
-        wrapped, position = _start(job)
-        metrics = Metrics(job.run_dir / "metrics.jsonl", job.world.accelerator, position.step)
+        wrapped, position, best = _start(job)
+        _start_metrics(job, position.step)
         job.trainee.train()
         stop.held = True
         if position.step == 0:
-            position = _evaluate_and_keep(job, wrapped, position, metrics)
+            position, best = _evaluate_and_keep(job, wrapped, position, best)
         with progress(f"train {job.objective.spec}", job.steps, position.step) as advance:
             while position.step < job.steps and not position.stopped:
                 started = time.perf_counter()
                 figures = training_step(job, wrapped, position.step, stop)
                 position = replace(position, step=position.step + 1)
-                seconds = time.perf_counter() - started
-                memory_gib = peak_memory(job.world.device)[0] / 2**30
-                clock = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory_gib}
-                metrics.write(position.step, figures, clock)
+                speed = figures["tokens"] / (time.perf_counter() - started)
+                clock = {"tokens_per_s": speed, "memory_gib": peak_memory(job.world.device)[0] / 2**30}
+                _log(job, position.step, figures, clock)
                 if position.step % config.eval_every == 0 or position.step == job.steps:
-                    position = _evaluate_and_keep(job, wrapped, position, metrics)
-                    _share_stop(job, stop)
+                    position, best = _evaluate_and_keep(job, wrapped, position, best)
+                    # An evaluation may be long: a signal that came in it is shared before the next step.
+                    asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
+                    stop.agreed |= float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
                 if position.step % config.save_every == 0 or position.stopped or stop.agreed:
-                    checkpoint.save(job.run_dir, wrapped, position, job.layout, config)
+                    checkpoint.save(job.run_dir, wrapped, position, best, job.layout, config)
                 if stop.agreed:
                     raise stop.leaving()
-                best = f"best held-out {judged_by(config, position.best_figures)} {position.best:.3f}"
-                advance(1, f"loss {figures['loss']:.3f} {best} at step {position.best_step}")
+                by = "alpha" if "heldout_alpha" in position.best_figures else "loss"
+                figure = f"best held-out {by} {abs(position.best or 0.0):.3f}"
+                advance(1, f"loss {figures['loss']:.3f} {figure} at step {position.best_step}")
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
             raise
         raise RunError(_out_of_memory(job, position.step)) from None
+    finally:
+        target: Any = getattr(job.trainee, "target", None)
+        if target is not None and target.cache is not None:
+            target.cache.flush()
     stop.held = False
-    return position
-
-
-# What torch says in a plain RuntimeError: its CPU allocator, a CUDA call outside its allocator, cuBLAS, NCCL.
-_MEMORY_MESSAGES = ("can't allocate memory", "out of memory", "alloc_failed", "failed to allocate")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    plain = isinstance(error, RuntimeError) and not isinstance(error, RunError)
-    return plain and any(text in str(error).lower() for text in _MEMORY_MESSAGES)
+    return position, best
 
 
 def _out_of_memory(job: TrainingJob, step: int) -> str:
-    models = {"draft": job.trainee, **job.frozen}
-    sizes = [f"{role} {memory_bytes(model) / 2**30:.2f}" for role, model in models.items()]
     peak, kind = peak_memory(job.world.device)
-    sizes.append(f"peak of the {'device' if kind == 'cuda' else 'process'} {peak / 2**30:.2f}")
     return (
         f"out of memory on {job.world.device.type} after step {step}, with batch_size {job.config.batch_size} and "
-        f"max_length {job.config.max_length} (GiB: {', '.join(sizes)}); lower batch_size and raise accumulation as "
-        f"much, or lower max_length; the run continues from its newest checkpoint"
+        f"max_length {job.config.max_length} (peak of the {'device' if kind == 'cuda' else 'process'}: "
+        f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower max_length; the run "
+        f"continues from its newest checkpoint"
     )
 
 
-def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position]:
-    """Wrap the trainee and load the newest checkpoint, if there is one."""
+def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor]]:
+    """Wrap the trainee and load the newest checkpoint, if there is one; also return the best weights so far."""
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
     newest = checkpoint.newest(job.run_dir)
     if newest is not None:
-        checkpoint.restore_weights(newest, draft)
+        parallel.load_weights(draft, load_file(newest / "model.safetensors"))
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
     if newest is None:
-        return wrapped, Position()
-    return wrapped, checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
+        return wrapped, Position(), {}
+    best = load_file(newest / "best.safetensors") if job.world.accelerator.is_main_process else {}
+    return wrapped, checkpoint.restore_rest(newest, wrapped, job.layout, config.seed), best
 
 
-def _share_stop(job: TrainingJob, stop: StopSignal) -> None:
-    """Set `stop.agreed` everywhere if any process was asked to stop during an evaluation, which may be long."""
-    asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
-    stop.agreed = stop.agreed or float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
-
-
-def _evaluate_and_keep(job: TrainingJob, wrapped: WrappedTrainee, position: Position, metrics: "Metrics") -> Position:
-    """Evaluate; save the weights if they are the best so far; `stopped` after `patience` evaluations without a best."""
+def _evaluate_and_keep(
+    job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]
+) -> tuple[Position, dict[str, Tensor]]:
+    """Evaluate; return the position and the best weights; `stopped` after `patience` evaluations without a best."""
     figures = evaluate(job, wrapped)
-    metrics.write(position.step, figures)
-    by_alpha = judged_by(job.config, figures) == "alpha"
-    value = figures["heldout_alpha"] if by_alpha else figures["heldout_loss"]
-    if position.best is None or (value > position.best if by_alpha else value < position.best):
-        checkpoint.save_best(job.run_dir, wrapped, position.step)
-        return replace(position, best=value, best_step=position.step, best_figures=figures, evaluations_since_best=0)
+    _log(job, position.step, figures)
+    value = figures.get("heldout_alpha", -figures["heldout_loss"])
+    if position.best is None or value > position.best:
+        position = replace(position, best=value, best_step=position.step, best_figures=figures)
+        return replace(position, evaluations_since_best=0), parallel.gather_weights(wrapped)
     since = position.evaluations_since_best + 1
-    return replace(position, evaluations_since_best=since, stopped=0 < job.config.patience <= since)
+    return replace(position, evaluations_since_best=since, stopped=0 < job.config.patience <= since), best
 
 
-def judged_by(config: TrainConfig, figures: dict[str, float]) -> str:
-    """Which of these held-out figures decides what is best: `alpha` or `loss`."""
-    if config.best_by == "auto":
-        return "alpha" if "heldout_alpha" in figures else "loss"
-    return config.best_by
+def _start_metrics(job: TrainingJob, step: int) -> None:
+    """Cut metrics.jsonl after `step`: the steps after it run again."""
+    path = job.run_dir / "metrics.jsonl"
+    if job.world.accelerator.is_main_process:
+        lines = path.read_text().splitlines() if step > 0 and path.exists() else []
+        # A kill may have cut the last line short; its step is after the checkpoint.
+        done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        write_text_atomic(path, "".join(line + "\n" for line in done))
 
 
-class Metrics:
-    """metrics.jsonl: one object per line; no clock times, so a resumed run has the bytes of an uninterrupted one."""
-
-    def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
-        self.path = path
-        self.accelerator = accelerator
-        if accelerator.is_main_process:
-            done = []
-            if step > 0:
-                lines = path.read_text().splitlines() if path.exists() else []
-                # A kill may have cut the last line short; its step is after the checkpoint and runs again.
-                done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            # Write atomically: these steps do not run again, so a kill must not lose their lines.
-            write_text_atomic(path, "".join(line + "\n" for line in done))
-
-    def write(self, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
-        """Append figures; the tracker also gets those that depend on the machine (`clock`)."""
-        if self.accelerator.is_main_process:
-            with writing(self.path), self.path.open("a") as file:
-                file.write(json.dumps({"step": step, **figures}) + "\n")
-        self.accelerator.log(figures | (clock or {}), step=step)
+def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
+    """Append figures to metrics.jsonl; only the tracker gets those that depend on the machine (`clock`)."""
+    path = job.run_dir / "metrics.jsonl"
+    if job.world.accelerator.is_main_process:
+        with writing(path), path.open("a") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+    job.world.accelerator.log(figures | (clock or {}), step=step)

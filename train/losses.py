@@ -5,9 +5,8 @@ fp32 value per token (float64 for float64); the caller sums them and divides by 
 
 Legend: N tokens, V vocabulary, S sequences, L tokens of the longest; p the target's distribution, q the draft's.
 
-A logit of minus infinity means that the model cannot give a token (a reduced draft vocabulary, a stored top-k row
-without a tail). No loss turns that into NaN; where a divergence would be infinite, its docstring says what is taken
-instead.
+A logit of minus infinity means that the model cannot give a token. No loss turns that into NaN; where a divergence
+would be infinite, its docstring says what is taken instead.
 """
 
 import math
@@ -78,8 +77,7 @@ def reverse_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> 
 def jensen_shannon(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, beta: float = 0.5) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024, section 2).
 
-    beta in (0, 1). Divided by beta it goes to KL(p || q) as beta goes to 0; divided by 1 - beta, to KL(q || p) as beta
-    goes to 1; at one half it is symmetric. At most log 2, also where p and q share no token.
+    beta in (0, 1): near 0 it is beta KL(p || q), near 1 it is (1 - beta) KL(q || p). At most log 2.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     m_NV = beta * log_p_NV.exp() + (1 - beta) * log_q_NV.exp()
@@ -97,10 +95,8 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
     """TVD++: the value of `tvd`, with the normalised policy gradient of Goel et al. (2024, section 3).
 
     The gradient of TV is that of a policy q with reward r(x) = 1 where q(x) <= p(x), else 0. TVD++ replaces the reward
-    by the advantage (r - mean) / std. Mean and std of r are taken under q at this position, exactly over the vocabulary
-    (the paper samples), so a token's loss does not depend on the rest of the batch. The result is the gradient of TV
-    divided by sqrt(m (1 - m)), m = q(r = 1), a divisor of at least 0.01: positions where nearly all or hardly any of
-    the draft's mass is rewarded weigh more.
+    by (r - mean) / std, taken under q exactly over the vocabulary (the paper samples). The result is the gradient of TV
+    divided by sqrt(m (1 - m)), m = q(r = 1), a divisor of at least 0.01.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
@@ -117,8 +113,7 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
 def negative_log_alpha(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
     """-log sum_x min(p(x), q(x)) (LK losses, arXiv 2602.23881, section 4).
 
-    Its gradient is that of TV divided by alpha, so a draft that hardly overlaps still learns; for a target with all its
-    mass on one token it is the cross-entropy. Computed in log space, where a small overlap does not underflow.
+    Its gradient is that of TV divided by alpha, so a draft that hardly overlaps still learns.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return -torch.minimum(log_p_NV, log_q_NV).clamp_min(10 * _FLOOR).logsumexp(-1)
@@ -146,8 +141,7 @@ def overlap(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
 def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `overlap`, `[N]` each, of finite logits; `draft_NV` becomes the gradient q - p.
 
-    Several times fewer passes over memory than autograd makes. All arguments have one dtype, fp32 or wider, and are
-    overwritten; `scratch` are two more tensors `[N, V]`.
+    All arguments have one dtype, fp32 or wider, and are overwritten; `scratch` are two more tensors `[N, V]`.
     """
     log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
@@ -197,9 +191,8 @@ def adaspec_weights(gain_N: Tensor, sequence_N: Tensor, keep: float) -> Tensor:
     """Weights `[N]`, fp32, of the tokens that AdaSPEC selects (Hu et al., NeurIPS 2025, section 3).
 
     gain_N: the draft's loss less the reference draft's, per token; sequence_N: the sequence of each token, ascending.
-    Select the ceil(keep * n) tokens of largest gain of each sequence of n tokens (the paper takes them from the whole
-    batch), with weight n / selected. So the selection, and the sum of weights (all valid tokens), do not depend on how
-    the sequences of a step are divided into batches and processes (law 6). Ties go to the earlier token.
+    Select the ceil(keep * n) tokens of largest gain of each sequence of n tokens, with weight n / selected. The paper
+    selects from the whole batch, which would depend on how a step is divided (law 6). Ties go to the earlier token.
     """
     weights_N = torch.zeros_like(gain_N, dtype=torch.float32)
     _, lengths_S = torch.unique_consecutive(sequence_N, return_counts=True)
@@ -217,9 +210,8 @@ def draft_losses(alpha_N: Tensor, sequence_N: Tensor, depth: int) -> tuple[Tenso
 
     A draft of `depth` tokens has on average sum_j prod_(i<=j) alpha_i of them accepted. The loss of a position is 1
     minus that sum over `depth`, for the draft that begins there; near the end of a sequence, of the shorter draft that
-    still fits. Returns (loss `[N]`, weight `[N]`): the loss at each token, and minus the slope of the losses' sum in
-    the acceptance of each token, so that the sum of weight x (1 - alpha) has the gradient of the sum of losses.
-    sequence_N: the sequence of each token, ascending.
+    still fits. Return the losses `[N]` and weights `[N]`: the sum of weight x (1 - alpha) has the gradient of the
+    losses' sum. sequence_N: the sequence of each token, ascending.
     """
     with torch.enable_grad():
         alpha_N = alpha_N.detach().clone().requires_grad_()

@@ -50,23 +50,11 @@ class Term:
     options: tuple[tuple[str, float], ...] = ()
     function: "LossFn | None" = None
 
-    @property
-    def needs_target(self) -> bool:
-        """Whether the loss reads the target's logits; of a caller's own: its attribute `needs_target`, True without."""
-        if self.function is not None:
-            return bool(getattr(self.function, "needs_target", True))
-        return self.name != "ce"
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether the loss may read the tokens of the data, beside or instead of the target's logits."""
-        return self.function is not None or self.name == "ce"
-
     def loss(self, draft_NV: "Tensor", target_NV: "Tensor | None", tokens_N: "Tensor") -> "Tensor":
         """Loss `[N]` per token, not weighted. Raise InputError if a caller's own function does not return that."""
-        if self.function is None:
-            from train.losses import LOSSES
+        from train.losses import LOSSES
 
+        if self.function is None:
             return LOSSES[self.name](draft_NV, target_NV, tokens_N, **dict(self.options))
         value = self.function(draft_NV, target_NV, tokens_N)
         if value.shape != tokens_N.shape:
@@ -91,8 +79,8 @@ class Objective:
 
     @property
     def needs_target(self) -> bool:
-        """Whether it reads the target's logits."""
-        return any(term.needs_target for term in self.terms)
+        """Whether it reads the target's logits; a caller's own loss does unless its `needs_target` is False."""
+        return any(term.name != "ce" and bool(getattr(term.function, "needs_target", True)) for term in self.terms)
 
     @property
     def needs_reference(self) -> bool:
@@ -101,8 +89,8 @@ class Objective:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether any term may read the tokens of the data."""
-        return any(term.reads_tokens for term in self.terms)
+        """Whether any term may read the tokens of the data, beside or instead of the target's logits."""
+        return any(term.function is not None or term.name == "ce" for term in self.terms)
 
     @property
     def in_place(self) -> "InPlaceFn | None":
@@ -134,19 +122,18 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     """Parse an objective. Raise InputError, one line, that shows the part at fault and what would be right."""
     text = "".join(spec.split())
     losses, at, mask = text.partition("@")
-    alone = losses.partition(":")[0]
-    if alone in _MASKS and not at:
+    if not at and losses.partition(":")[0] in _MASKS:
         # Hu et al. (2025) select tokens for the forward KL.
-        losses, at, mask = "fkl" if alone == "adaspec" else "tvd", "@", losses
+        losses, mask = "fkl" if losses.startswith("adaspec") else "tvd", losses
     terms = tuple(_term(part, spec) for part in losses.split("+"))
-    if not at:
+    if not (at or mask):
         return Objective(text, terms, temperature)
-    name, colon, option = mask.partition(":")
+    name, _, option = mask.partition(":")
     key, _, value = option.partition("=")
-    if name not in _MASKS or (colon and key != _MASKS[name][0]):
+    if name not in _MASKS or key not in ("", _MASKS[name][0]):
         raise InputError(f"objective: {spec!r}: behind '@' stands adaspec:keep=0.4 or e2e:depth=4, not '{mask}'")
     _, default, least, most = _MASKS[name]
-    number = _number(value, key, spec) if colon else default
+    number = _number(value, key, spec) if key else default
     if not least <= number <= most or (name == "e2e" and number != int(number)):
         kind = "a whole number from 1 to 64" if name == "e2e" else "above 0 and at most 1"
         raise InputError(f"objective: {spec!r}: {key} must be {kind}, not {number:g}")
@@ -160,10 +147,9 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
 def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
     """Make an objective of your own loss: any callable `(draft_NV, target_NV, tokens_N) -> loss_N`.
 
-    It gets the logits of draft and target `[N, V]` divided by `temperature`, and the tokens of the data `[N]`; it
-    returns a differentiable value per token and must not depend on which tokens share a call. The target's logits are
-    None if there is no target; a loss that needs none has the attribute `needs_target = False`. A logit is minus
-    infinity if the target cannot give a token, or if a stored row has no tail.
+    The arguments are logits `[N, V]`, divided by `temperature`, and the tokens of the data `[N]`. The value of a token
+    must be differentiable and not depend on which tokens share a call. A loss that needs no target has the attribute
+    `needs_target = False`. A logit may be minus infinity.
     """
     module = getattr(loss, "__module__", None) or "__main__"
     name = f"custom:{module}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
@@ -186,25 +172,12 @@ def _number(text: str, what: str, spec: str) -> float:
         raise InputError(f"objective: {spec!r}: {what} '{text}' is not a number") from None
 
 
-def _suggestion(name: str) -> str:
-    """How a name that is no loss was probably meant; empty if that is unknown."""
-    loss, equals, value = name.partition("=")
-    if equals and LOSS_OPTIONS.get(loss):
-        return f" (write {loss}:{next(iter(LOSS_OPTIONS[loss]))}={value})"
-    number = name.rstrip("abcdefghijklmnopqrstuvwxyz_")
-    if number and name.removeprefix(number) in LOSS_OPTIONS:
-        return f" (write {number}*{name.removeprefix(number)})"
-    return ""
-
-
 def _term(part: str, spec: str) -> Term:
     weight_text, starred, rest = part.rpartition("*")
     weight = _number(weight_text, "the weight", spec) if starred else 1.0
     name, colon, option = rest.partition(":")
     if name not in LOSS_OPTIONS:
-        raise InputError(
-            f"objective: {spec!r}: no loss is named '{name}'{_suggestion(name)}; there are {', '.join(LOSS_OPTIONS)}"
-        )
+        raise InputError(f"objective: {spec!r}: no loss is named '{name}'; there are {', '.join(LOSS_OPTIONS)}")
     if not colon:
         return Term(weight, name)
     key, _, value_text = option.partition("=")

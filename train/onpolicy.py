@@ -2,8 +2,7 @@
 
 GKD (Agarwal et al. 2024, arXiv 2306.13649, algorithm 1) chooses whole batches at random; here single sequences are
 chosen, so that every step has both kinds. Which sequences, and what is generated, depend on the seed, the place in the
-shuffled stream of training data and the weights; not on the rest of the batch, the number of processes, or where a run
-was resumed.
+stream of training data and the weights alone.
 """
 
 import math
@@ -80,19 +79,13 @@ class Answerer:
         The prompt is the row's own; of text, which has none, its first quarter.
         """
         chosen = [index for index, place in enumerate(places) if self.is_drawn(place)]
-        if not chosen:
-            return {}
-        prompts = [_prompt(examples, rows[index]) for index in chosen]
-        answers = self.answer(prompts, [places[index] for index in chosen])
+        prompts = []
+        for index in chosen:
+            row = examples.rows[rows[index]]
+            text = row["response_ids"]
+            prompts.append(row["prompt_ids"] or text[: max(1, min(len(text), examples.max_length) // 4)])
+        answers = self.answer(prompts, [places[index] for index in chosen]) if chosen else []
         return dict(zip(chosen, zip(prompts, answers, strict=True), strict=True))
-
-
-def _prompt(examples: Examples, row: int) -> list[int]:
-    prompt: list[int] = examples.rows[row]["prompt_ids"]
-    if prompt:
-        return prompt
-    text: list[int] = examples.rows[row]["response_ids"]
-    return text[: max(1, min(len(text), examples.max_length) // 4)]
 
 
 def make_answerer(config: TrainConfig, draft: Draft, target: PreTrainedModel | None) -> Answerer | None:

@@ -3,8 +3,7 @@
 Legend: B rows, T tokens, R documents.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
-
-if TYPE_CHECKING:
-    from train.batch import Batch
+from train.batch import Batch
 
 # How many documents are looked at together; more fills rows better and mixes lengths less.
 _WINDOW = 512
@@ -27,8 +24,7 @@ PackingMethod = Literal["positions", "mask"]
 def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[int]]:
     """Rows of at most `width` tokens: lists of document indices that together hold every document once.
 
-    A pure function of its arguments, so that the rows of a step depend on the step alone. Documents are shuffled;
-    within a window the longest go first, each into the fullest row that still has room (best fit decreasing).
+    Documents are shuffled; within a window the longest go first, each into the fullest row that still has room.
     """
     packed: list[list[int]] = []
     shuffled = np.random.default_rng([seed, len(lengths_R)]).permutation(len(lengths_R))
@@ -51,22 +47,6 @@ def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[i
     return packed
 
 
-def document_layout(lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Positions and document numbers `[B, T]` of rows whose documents have these lengths, one after the other.
-
-    Padding has position 0 and document -1: it attends to itself, and no document attends to it.
-    """
-    positions_BT = torch.zeros(len(lengths), width, dtype=torch.long)
-    documents_BT = torch.full((len(lengths), width), -1, dtype=torch.long)
-    for b, row in enumerate(lengths):
-        start = 0
-        for document, length in enumerate(row):
-            positions_BT[b, start : start + length] = torch.arange(length)
-            documents_BT[b, start : start + length] = document
-            start += length
-    return positions_BT, documents_BT
-
-
 def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask `[B, 1, T, T]`: 0 where a token may attend (back, in its own document), else the least value."""
     tokens = documents_BT.shape[1]
@@ -76,42 +56,36 @@ def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return mask_BTT.masked_fill_(~seen_BTT, torch.finfo(dtype).min)[:, None]
 
 
-def _options(method: PackingMethod, positions_BT: Tensor, documents_BT: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    if method == "mask":
-        return {"position_ids": positions_BT, "attention_mask": block_mask(documents_BT, dtype)}
-    return {"position_ids": positions_BT}
-
-
-def forward_options(batch: "Batch", method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
+def forward_options(batch: Batch, method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of a model's forward beside the ids. method: of this model, if batches are packed."""
     if batch.positions_BT is None or batch.documents_BT is None:
         return {}
     assert method is not None, "this trainee was not built for packed batches"
-    return _options(method, batch.positions_BT, batch.documents_BT, dtype)
+    mask = {"attention_mask": block_mask(batch.documents_BT, dtype)} if method == "mask" else {}
+    return {"position_ids": batch.positions_BT, **mask}
 
 
 @torch.no_grad()
 def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
-    """How the model keeps documents apart: by positions that restart alone, or with a mask too.
+    """How the model keeps documents apart: by positions that restart alone, or with a mask too; found by trying.
 
-    Found by trying: what a document sees must not change with the document before it, and its hidden states must be
-    those it has alone. Raises InputError, one line, for a model that cannot keep them apart (recurrent ones).
+    What a document sees must not change with the document before it, and its hidden states must be those it has alone.
+    Raise InputError for a model that cannot keep them apart (recurrent ones).
     """
     config = model.config.get_text_config(decoder=True)
     size = 5
     alone_BT = (torch.arange(size, device=model.device)[None] * 7 + 3) % config.vocab_size
     positions_BT = torch.arange(size, device=model.device).repeat(2)[None]
     documents_BT = torch.arange(2, device=model.device).repeat_interleave(size)[None]
+    packed = Batch(positions_BT, positions_BT, positions_BT, documents_BT)
     was_training = model.training
     model.eval()
     wanted = _states(model, alone_BT, {})
     working: PackingMethod | None = None
+    methods: tuple[PackingMethod, ...] = ("positions", "mask")
     # A mask of ours would replace the model's own, and with it a sliding window.
-    methods: tuple[PackingMethod, ...] = ("positions",)
-    if not getattr(config, "sliding_window", None):
-        methods = ("positions", "mask")
-    for method in methods:
-        options = _options(method, positions_BT, documents_BT, model.dtype)
+    for method in methods[: 1 if getattr(config, "sliding_window", None) else 2]:
+        options = forward_options(packed, method, model.dtype)
         try:
             after = [
                 _states(model, torch.cat([before_BT, alone_BT], 1), options)[:, size:]

@@ -1,9 +1,8 @@
 """The processes of a run, and a draft trained on them: copies of the weights (DDP), or shards (ZeRO, FSDP2).
 
-accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's own `fully_shard`, applied here:
-accelerate applies it on GPUs only and elsewhere silently trains unsynchronised copies; applied here, the same code runs
-on CPUs (gloo), where it is tested, and on GPUs. Weights and optimizer states are gathered whole and by name, so that a
-checkpoint does not depend on how many processes wrote it, nor on how they shared the weights.
+accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's `fully_shard`, applied here because
+accelerate applies it on GPUs only and elsewhere silently trains unsynchronised copies. Weights and optimizer states are
+gathered whole and by name, so that a checkpoint does not depend on the processes that wrote it.
 """
 
 import logging
@@ -19,6 +18,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from draftsmith_core.errors import RunError, one_line, require_package
 from draftsmith_core.models import resolve_device
@@ -32,32 +34,21 @@ from train.config import TrainConfig
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to set instead.
+# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to set instead. The last
+# three are read under FSDP only.
 _LAUNCHER = (
-    (
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        ("1", "auto"),
-        "gradient_accumulation_steps: set `accumulation` instead",
-    ),
-    ("ACCELERATE_DEEPSPEED_ZERO3_INIT", ("false",), "zero3_init_flag: weights are sharded after they are loaded"),
-)
-_FSDP = (
-    ("FSDP_VERSION", ("2",), "fsdp_version: only 2 is supported"),
-    (
-        "FSDP_ACTIVATION_CHECKPOINTING",
-        ("false",),
-        "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
-    ),
-    ("FSDP_OFFLOAD_PARAMS", ("false",), "fsdp_offload_params: is not supported"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1 auto", "gradient_accumulation_steps: set `accumulation` instead"),
+    ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false", "zero3_init_flag: weights are sharded after they are loaded"),
+    ("FSDP_VERSION", "2", "fsdp_version: only 2 is supported"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "false", "fsdp_activation_checkpointing: set `gradient_checkpointing` instead"),
+    ("FSDP_OFFLOAD_PARAMS", "false", "fsdp_offload_params: is not supported"),
 )
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes: accelerate's handle, how they share the weights, and the precision of the forward.
-
-    sharing: single, ddp, zero1, zero2, zero3 or fsdp. reshard: whether FSDP2 frees gathered weights after each layer's
-    forward.
+    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward runs under autocast.
+    reshard: whether FSDP2 frees gathered weights after each layer's forward.
     """
 
     accelerator: Accelerator
@@ -92,13 +83,12 @@ def make_world(config: TrainConfig) -> World:
     sharing: str = launcher_request()
     zero = sharing == "zero"
     if zero:
-        require_package(
-            "deepspeed", "the launcher's DeepSpeed configuration", "launch with configs/accelerate/ddp.yaml"
-        )
-    precision = ("ACCELERATE_MIXED_PRECISION", ("no", "bf16") if bf16 else ("no",), "mixed_precision: set `precision`")
-    for variable, agreeing, advice in (precision, *_LAUNCHER, *(_FSDP if sharing == "fsdp" else ())):
-        value = os.environ.get(variable, agreeing[0]).lower()
-        if value not in agreeing:
+        advice = "launch with configs/accelerate/ddp.yaml"
+        require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
+    precision = ("ACCELERATE_MIXED_PRECISION", "no bf16" if bf16 else "no", "mixed_precision: set `precision`")
+    for variable, agreeing, advice in (precision, *_LAUNCHER):
+        value = os.environ.get(variable, agreeing.split()[0]).lower()
+        if value not in agreeing.split() and (sharing == "fsdp" or not variable.startswith("FSDP")):
             raise RunError(f"the launcher sets {value} for {advice}")
     group = process_group_options(on_cpu)
     if on_cpu:
@@ -153,7 +143,11 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
         trainee.forward = torch.autocast(world.device.type, torch.bfloat16)(trainee.forward)
     accelerator = world.accelerator
     if world.sharing == "fsdp":
-        return _sharded(world, trainee, optim)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for layer in repeated_layers(trainee.draft):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=world.reshard)
+        fully_shard(trainee, mesh=mesh)
+        return WrappedTrainee(world, trainee, trainee, optim(trainee))
     if world.zero:
         options = accelerator.state.deepspeed_plugin.deepspeed_config
         for name in ("fp16", "bf16"):
@@ -163,23 +157,11 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
         options["gradient_clipping"] = config.optim.clip_norm
     with _silent(world.zero):
         module, optimizer = accelerator.prepare(trainee, optim(trainee))
-    expected = {"ddp": "DistributedDataParallel", "single": type(trainee).__name__}.get(
-        world.sharing, "DeepSpeedEngine"
-    )
+    wrappers = {"ddp": "DistributedDataParallel", "single": type(trainee).__name__}
+    expected = wrappers.get(world.sharing, "DeepSpeedEngine")
     if type(module).__name__ != expected:
         raise RunError(f"accelerate gave {type(module).__name__} instead of {expected}; weights would not be shared")
     return WrappedTrainee(world, trainee, module, optimizer.optimizer)
-
-
-def _sharded(world: World, trainee: nn.Module, optim: Any) -> WrappedTrainee:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for layer in repeated_layers(trainee.draft):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=world.reshard)
-    fully_shard(trainee, mesh=mesh)
-    return WrappedTrainee(world, trainee, trainee, optim(trainee))
 
 
 def repeated_layers(draft: Any) -> list[nn.Module]:
@@ -224,7 +206,7 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
         return float(wrapped.module.get_global_grad_norm())
     parameters = [parameter for _, parameter in _trained(wrapped)]
     norms: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-    norm = float(norms.full_tensor() if hasattr(norms, "full_tensor") else norms)
+    norm = float(_whole(norms))
     if math.isfinite(norm):
         wrapped.optimizer.step()
     wrapped.optimizer.zero_grad(set_to_none=True)
@@ -233,10 +215,7 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
 
 @torch.no_grad()
 def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
-    """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process; empty elsewhere.
-
-    Every process calls it. Tied parameters stand there once.
-    """
+    """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process; empty elsewhere."""
     draft = wrapped.trainee.draft
     assert isinstance(draft, nn.Module)
     main = wrapped.world.accelerator.is_main_process
@@ -247,7 +226,7 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
             if hasattr(module, "reshard"):
                 module.reshard()
     for name, parameter in draft.named_parameters():
-        with _whole(wrapped, parameter) as value:
+        with _gathered(wrapped, parameter) as value:
             if main:
                 weights[name] = value.detach().to("cpu", copy=True).contiguous()
     saved = draft.state_dict().keys()
@@ -256,16 +235,19 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _whole(wrapped: WrappedTrainee, parameter: Any) -> Iterator[Tensor]:
+def _gathered(wrapped: WrappedTrainee, parameter: Any) -> Iterator[Tensor]:
     if wrapped.world.sharing == "zero3":
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             yield parameter
-    elif wrapped.world.sharing == "fsdp":
-        yield parameter.full_tensor()
     else:
-        yield parameter
+        yield _whole(parameter)
+
+
+def _whole(value: Any) -> Tensor:
+    """The value itself, or all of an FSDP2 shard's."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -299,8 +281,7 @@ def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
                 value = safe_get_full_optimizer_state(parameter, key)
                 shape = getattr(parameter, "ds_shape", parameter.shape)
             else:
-                value = states[parameter][key]
-                value = value.full_tensor() if wrapped.world.sharing == "fsdp" else value
+                value = _whole(states[parameter][key])
                 shape = value.shape
             if main:
                 values[f"{key}/{name}"] = value.to("cpu", copy=True).reshape(shape).contiguous()
@@ -326,8 +307,6 @@ def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
                 safe_set_full_optimizer_state(parameter, value, key)
             continue
         if wrapped.world.sharing == "fsdp":
-            from torch.distributed.tensor import distribute_tensor
-
             mesh, places = parameter.device_mesh, parameter.placements
             state = {key: distribute_tensor(value, mesh, places) for key, value in state.items()}
         wrapped.optimizer.state[parameter] = {"step": values["step"].clone(), **state}

@@ -2,18 +2,18 @@
 
 A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes, and an EAGLE-3 head
 keeps the commonest tokens only. Losses compare distributions over the draft's tokens, the target's renormalised there;
-acceptance is against the target's whole distribution, whose share outside the draft's vocabulary is always rejected.
+acceptance is against the target's whole distribution.
 
 `logits(rows, draft_CV)` of a teacher returns its logits `[C, V]` for some rows, without gradient; the caller may
-overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that `is_partial` returns log-
-probabilities, whose exponentials add up to less than one if the target gives mass to tokens that the draft lacks.
+overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that
+`is_partial` returns log-probabilities, which add up to less than one if the draft lacks tokens.
 
-Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary of the draft, W vocabulary of the target,
+Legend: N valid tokens, M selected ones, C tokens of a chunk, H hidden size, V vocabulary of the draft, W of the target,
 K stored tokens per position, T tokens.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -48,19 +48,14 @@ class LiveTeacher:
         projected = F.linear(self.hidden_NH[rows].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         return self.projection.finish(projected)
 
-    def select(self, rows_M: Tensor) -> "LiveTeacher":
-        """The teacher of these rows only."""
-        return LiveTeacher(self.hidden_NH[rows_M], self.projection)
-
 
 @dataclass(frozen=True, eq=False)
 class StoredTeacher:
     """Top-k rows of a distilled set: ids, their log-probabilities (-inf where a row has fewer), the mass of the rest.
 
-    How the rest (the tail) is distributed was not stored. It gets the draft's own shape, scaled to the stored tail mass
-    and without gradient. Then every loss is that of the distributions over K + 1 outcomes (the K tokens and "any
-    other"), which is all that the row tells: the gradient is exact for those, nothing pulls on the draft inside the
-    tail, and a KL is a lower bound of the true one. Alpha is measured by `overlap` and is a lower bound too.
+    The rest (the tail) gets the draft's own shape, scaled to the stored tail mass and without gradient. Then every loss
+    is that of the distributions over K + 1 outcomes (the K tokens and "any other"): nothing pulls on the draft inside
+    the tail, and a KL is a lower bound of the true one. Alpha is measured by `overlap` and is a lower bound too.
     """
 
     top_ids_NK: Tensor
@@ -97,12 +92,8 @@ class StoredTeacher:
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
     def to(self, device: torch.device) -> "StoredTeacher":
-        """A copy with all tensors on `device`."""
+        """A copy on `device`."""
         return StoredTeacher(*(part.to(device) for part in vars(self).values()))
-
-    def select(self, rows_M: Tensor) -> "StoredTeacher":
-        """The teacher of these rows only."""
-        return StoredTeacher(self.top_ids_NK[rows_M], self.top_logprobs_NK[rows_M], self.tail_N[rows_M])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +110,6 @@ class ReducedTeacher:
         whole_CW = whole_CW if whole_CW.dtype == torch.float64 else whole_CW.float()
         return whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
 
-    def select(self, rows_M: Tensor) -> "ReducedTeacher":
-        """The teacher of these rows only."""
-        return ReducedTeacher(self.whole.select(rows_M), self.ids)
-
 
 @dataclass(frozen=True, eq=False)
 class WidenedTeacher:
@@ -131,18 +118,14 @@ class WidenedTeacher:
     Decoding cuts those off the draft's distribution, so acceptance is measured without them.
     """
 
-    narrow: "Teacher"
+    whole: "Teacher"
     size: int
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
         """The target's logits `[C, V]`, minus infinity for the tokens that it lacks."""
-        narrow_CW = self.narrow.logits(rows, draft_CV[:, : self.size])
-        return F.pad(narrow_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
-
-    def select(self, rows_M: Tensor) -> "WidenedTeacher":
-        """The teacher of these rows only."""
-        return WidenedTeacher(self.narrow.select(rows_M), self.size)
+        whole_CW = self.whole.logits(rows, draft_CV[:, : self.size])
+        return F.pad(whole_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
 
 
 Teacher = LiveTeacher | StoredTeacher | ReducedTeacher | WidenedTeacher
@@ -155,21 +138,27 @@ def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> Teach
     return ReducedTeacher(teacher, slice(draft_size)) if size > draft_size else WidenedTeacher(teacher, size)
 
 
+def select(teacher: Teacher, rows_M: Tensor) -> Teacher:
+    """The teacher of these rows only."""
+    match teacher:
+        case LiveTeacher():
+            return replace(teacher, hidden_NH=teacher.hidden_NH[rows_M])
+        case StoredTeacher():
+            return StoredTeacher(*(part[rows_M] for part in vars(teacher).values()))
+        case ReducedTeacher() | WidenedTeacher():
+            return replace(teacher, whole=select(teacher.whole, rows_M))
+
+
 def is_partial(teacher: Teacher | None) -> bool:
     """Whether its distributions may lie partly outside the draft's vocabulary."""
     return isinstance(teacher, ReducedTeacher | StoredTeacher)
 
 
-def logits_per_token(teacher: Teacher | None) -> int:
+def width(teacher: Teacher | None) -> int:
     """How many logits per token the teacher makes beyond the draft's vocabulary; 0 for a stored one."""
-    match teacher:
-        case LiveTeacher():
-            return len(teacher.projection.weight_VH)
-        case ReducedTeacher():
-            return logits_per_token(teacher.whole)
-        case WidenedTeacher():
-            return logits_per_token(teacher.narrow)
-    return 0
+    while isinstance(teacher, ReducedTeacher | WidenedTeacher):
+        teacher = teacher.whole
+    return len(teacher.projection.weight_VH) if isinstance(teacher, LiveTeacher) else 0
 
 
 @torch.no_grad()

@@ -5,13 +5,14 @@ import json
 import logging
 import math
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
@@ -30,25 +31,24 @@ from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.config import TrainConfig
-from train.data import Examples, divide, load_examples, packed, trained_prompts, with_replay
+from train.data import Examples, divide, load_examples, other_tokenizer, packed, trained_prompts, with_replay
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
 from train.onpolicy import make_answerer
 from train.parallel import make_world
-from train.retokenize import other_tokenizer
 from train.smoke import make_inputs, smoke_config
 
 log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | None = None) -> dict[str, Any]:
-    """Train to the end, continuing what a killed run left. Returns the summary, a dictionary.
+    """Train to the end, resuming what a killed run left. Return the summary.
 
-    command: the command line to record. loss: your own loss in place of `config.objective`, as
-    `train.objective.custom_objective` describes; it is recorded by its name.
-    Raise InputError for input that cannot be used, and RunError for what fails while running. SIGTERM ends it with
-    Terminated (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
+    command: the command line to record. loss: your own loss in place of `config.objective`
+    (`train.objective.custom_objective`); it is recorded by its name. Raise InputError for input that cannot be used,
+    RunError for what fails while running. SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with
+    KeyboardInterrupt, with a checkpoint of that step.
     """
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
     if config.push_to_hub is not None and not config.smoke:
@@ -63,12 +63,12 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
         for place in (job.run_dir, job.run_dir / "checkpoints"):
             on_main(partial(remove_leftovers, place))
         if (out / "config.json").exists():
-            on_main(lambda: checkpoint.tidy(job.run_dir, job.config))
+            on_main(lambda: checkpoint.drop_old(job.run_dir, job.config))
             record = read_record(out)
         else:
             wandb_runs.start(job.world.accelerator, job.config, job.identity, job.run_dir)
             try:
-                position = fit(job, run.stop)
+                position, best = fit(job, run.stop)
             except (KeyboardInterrupt, Terminated) as stopped:
                 if run.stop.agreed:
                     # The frames of the loop hold the wrappers too.
@@ -77,7 +77,7 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
                     atexit.register(leave_processes)
                 raise
             job = _freed(job)
-            record = _publish(job, position, command)
+            record = _publish(job, position, best, command)
     atexit.register(leave_processes)
     keys = ("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau", "fingerprint")
     summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
@@ -88,7 +88,7 @@ def _freed(job: TrainingJob) -> TrainingJob:
     """The job without its trainee and the wrappers.
 
     They must be freed before the process group: their destructors join its threads while they hold Python's global lock
-    and can deadlock. So a run that fails leaves the group to the interpreter.
+    and can deadlock.
     """
     job = replace(job, trainee=nn.Identity(), answerer=None)
     job.world.accelerator.free_memory()
@@ -134,9 +134,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     draft = draft_setup.build(config, target, training)
     if config.lora.rank:
         draft_setup.attach_lora(draft, config.lora)
-    _check_models(config, draft, frozen, tokenizer)
-    for examples in (training, heldout):
-        _check_data(config, objective, examples, draft, target)
+    _check(config, objective, draft, frozen, tokenizer, (training, heldout))
     rows_per_step = config.batch_size * config.accumulation * world.size
     identity = {
         "config": identity_options(config) | {"objective": objective.spec},
@@ -151,7 +149,20 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         "loss_source": None if loss is None else loss_digest(loss),
     }
     if is_main():
-        _announce(config, draft, training, heldout, mapping, identity)
+        draft_setup.announce_draft_vocabulary(draft, training)
+        if mapping is not None:
+            written, left_out = len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out
+            say(
+                f"train: data: the draft's tokenizer shares {mapping.shared} tokens with the target's; {written} rows "
+                f"are rewritten in its tokens, {left_out} rows are skipped because it cannot write them"
+            )
+        if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
+            log.warning("data: was distilled from other weights than those of target %s", config.target)
+        if dropped := training.dropped + (heldout.dropped if config.heldout else 0):
+            fits = f"within max_length {config.max_length}"
+            log.warning("data: %d rows have no response token %s and are skipped", dropped, fits)
+        if set(config.heldout) & set(config.data):
+            log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     drawn = steps * rows_per_step * (1 - config.replay_fraction)
     # Answers that the draft generates do not come back, nor does data in a single epoch or that nothing reads.
@@ -168,34 +179,9 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     )
 
 
-def _announce(
-    config: TrainConfig,
-    draft: Draft,
-    training: Examples,
-    heldout: Examples,
-    mapping: VocabularyMap | None,
-    identity: dict[str, Any],
-) -> None:
-    """Print what the data lacks and what was left out of it."""
-    draft_setup.announce_draft_vocabulary(draft, training)
-    if mapping is not None:
-        written, left_out = len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out
-        say(
-            f"train: data: the draft's tokenizer shares {mapping.shared} tokens with the target's; {written} rows are "
-            f"rewritten in its tokens, {left_out} rows are skipped because it cannot write them"
-        )
-    target = identity["target_fingerprint"]
-    if target is not None and (training.targets | heldout.targets) - {target}:
-        log.warning("data: was distilled from other weights than those of target %s", config.target)
-    if dropped := training.dropped + (heldout.dropped if config.heldout else 0):
-        log.warning(
-            "data: %d rows have no response token within max_length %d and are skipped", dropped, config.max_length
-        )
-    if set(config.heldout) & set(config.data):
-        log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
-
-
-def _publish(job: TrainingJob, position: checkpoint.Position, command: str) -> dict[str, Any]:
+def _publish(
+    job: TrainingJob, position: checkpoint.Position, weights: dict[str, Tensor], command: str
+) -> dict[str, Any]:
     """Write the checkpoint from the best weights; return its record."""
     config, training, heldout, out = job.config, job.training, job.heldout, Path(job.config.out)
     objective = job.objective.spec
@@ -219,10 +205,9 @@ def _publish(job: TrainingJob, position: checkpoint.Position, command: str) -> d
     }
 
     def write() -> None:
-        # The trained draft may be sharded over processes; its best weights are whole on disk.
         best = draft_setup.build(config, job.frozen.get("target"), training)
         adapted = draft_setup.attach_lora(best, config.lora) if config.lora.rank else None
-        draft_setup.load_state(best, checkpoint.load_best(job.run_dir, position.best_step))
+        draft_setup.load_state(best, weights)
         if adapted is not None:
             best = draft_setup.merge_lora(adapted, out / "adapter")
         record["fingerprint"] = draft_fingerprint(best)
@@ -238,54 +223,56 @@ def _publish(job: TrainingJob, position: checkpoint.Position, command: str) -> d
     return record
 
 
-def _check_models(
-    config: TrainConfig, draft: Draft, frozen: dict[str, PreTrainedModel], tokenizer: Tokenizer | None
+def _check(
+    config: TrainConfig,
+    objective: Objective,
+    draft: Draft,
+    frozen: dict[str, PreTrainedModel],
+    tokenizer: Tokenizer | None,
+    data: Sequence[Examples],
 ) -> None:
-    """Raise InputError unless draft, target and tokenizer belong together and all models reach `max_length`."""
+    """Raise InputError unless draft, target, tokenizer and data belong together and there is a teacher if needed."""
     target = frozen.get("target")
     # Fresh weights come without a tokenizer that could differ from the target's.
     if config.draft is not None and target is not None and tokenizer is not None:
         check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
-    models = dict(frozen)
-    if isinstance(draft, PreTrainedModel):
-        models["draft"] = draft
-        if tokenizer is not None:
-            check_tokenizer(config.draft or config.draft_config or "draft", draft, tokenizer)
+    models = frozen | ({"draft": draft} if isinstance(draft, PreTrainedModel) else {})
+    if isinstance(draft, PreTrainedModel) and tokenizer is not None:
+        check_tokenizer(config.draft or config.draft_config or "draft", draft, tokenizer)
     for role, model in models.items():
         limit = context_length(model)
         if limit is not None and config.max_length > limit:
             raise InputError(f"max_length: {config.max_length} is more than the {limit} positions of the {role}")
-
-
-def _check_data(
-    config: TrainConfig, objective: Objective, examples: Examples, draft: Draft, target: PreTrainedModel | None
-) -> None:
-    """Raise InputError unless both models know every token, and there is a teacher if one is needed."""
     sizes = {"draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size}
     if target is not None:
         sizes["target"] = vocabulary_size(target)
+    token = max(examples.max_token for examples in data)
     for role, size in sizes.items():
-        if examples.max_token >= size:
-            raise InputError(
-                f"data: has token {examples.max_token}, and the {role}'s vocabulary has {size}; use its own data"
-            )
-    if target is None and not examples.stored and (objective.needs_target or config.best_by == "alpha"):
-        what = f"objective {objective.spec}" if objective.needs_target else "best_by alpha"
-        raise InputError(f"target: {what} needs the target as its teacher, or data with teacher columns")
+        if token >= size:
+            raise InputError(f"data: has token {token}, and the {role}'s vocabulary has {size}; use its own data")
+    stored = all(examples.stored for examples in data)
+    if target is None and not stored and objective.needs_target:
+        raise InputError(
+            f"target: objective {objective.spec} needs the target as its teacher, or data with teacher columns"
+        )
 
 
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer | None, mapping: VocabularyMap | None
 ) -> tuple[Examples, Examples]:
     """Training data with its replay, and held-out data."""
-    training = load_examples(config.data, tokenizer, config.max_length, mapping)
+
+    def read(sources: list[str]) -> Examples:
+        return load_examples(sources, tokenizer, config.max_length, mapping)
+
+    training = read(config.data)
     if config.heldout:
-        heldout = load_examples(config.heldout, tokenizer, config.max_length, mapping)
+        heldout = read(config.heldout)
     else:
         training, heldout = divide(training, config.heldout_fraction)
         heldout = replace(heldout, left_out=0)
-    replay = load_examples(config.replay, tokenizer, config.max_length, mapping) if config.replay else None
+    parts = [training, heldout, *([read(config.replay)] if config.replay else [])]
     if config.packing:
-        training, heldout = packed(training, config.seed), packed(heldout, config.seed)
-        replay = None if replay is None else packed(replay, config.seed)
-    return training if replay is None else with_replay(training, replay), heldout
+        parts = [packed(part, config.seed) for part in parts]
+    training, heldout, *replay = parts
+    return with_replay(training, *replay) if replay else training, heldout

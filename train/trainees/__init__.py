@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from train.trainees.eagle import EagleTrainee
-from train.trainees.eagle3 import Eagle3Trainee
+from train.trainees.eagle import Eagle3Trainee, EagleTrainee
 from train.trainees.lm import LMTrainee
 from train.trainees.medusa_hydra import HydraTrainee, MedusaTrainee
 

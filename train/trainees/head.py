@@ -1,10 +1,9 @@
 """What the trainees of all heads share: which drafts count, how a head runs on its own features, the sums over depths.
 
 A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A draft that starts
-from pair t guesses, at depth d, the token at t + 1 + d; the target's distribution for that token is at position t + d.
-In decoding every draft starts from a token of the response or from the last one of the prompt, so only those pairs
-count here: pair t counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of one document. The
-first token of a response without a prompt has no pair and is not trained.
+from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by the target is at position t + d. Pair t
+counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of one document, as in decoding, where
+drafts start from a token of the response or the last of the prompt.
 
 Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths.
 """
@@ -20,7 +19,7 @@ from drafts.heads import Head
 from drafts.heads.borrowed import OutputProjection
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
-from train.features import FeatureCache, freeze
+from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
 from train.teacher import LiveTeacher, Teacher
 
@@ -40,11 +39,11 @@ class Pairs:
     target_at_N: Tensor
 
     def of_pairs(self, values_BT: Tensor) -> Tensor:
-        """`[N, ...]`: the values at the pairs, of values per pair or per position."""
+        """`[N, ...]` at the pairs."""
         return values_BT[self.row_N, self.at_N]
 
     def of_targets(self, values_BT: Tensor) -> Tensor:
-        """`[N, ...]`: the values at the positions of the target's distributions."""
+        """`[N, ...]` at the positions of the target's distributions."""
         return values_BT[self.row_N, self.target_at_N]
 
 
@@ -69,9 +68,8 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
 def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Tensor]:
     """The head's own features `[B, W, H]` at depth 1, 2, ...: what decoding computes when it drafts after every pair.
 
-    At depth 1 all pairs go in with the target's features, under causal attention. At depth d pair t goes in with the
-    token at t + d, the feature that it gave at depth d - 1, and position t + d - 1; it attends to the first pass up to
-    t and to the steps of its own draft (EAGLE-3, arXiv 2503.01840, section 3.2).
+    At depth d pair t goes in with the token at t + d, the feature that it gave at depth d - 1 (the target's at depth
+    1), and position t + d - 1; it attends to the first pass up to t and to its own draft (arXiv 2503.01840, 3.2).
     """
     cache = DynamicCache() if depths > 1 else None
     ids_BW = batch.ids_BT[:, 1:]
@@ -111,11 +109,9 @@ def sum_depths(parts: Sequence[LossSums], weights: Sequence[float]) -> LossSums:
 class HeadTrainee(nn.Module):
     """Base of the head trainees: owns the head as `.draft` and sums the objective over its depths.
 
-    A kind of head defines `drafts`, and overrides `projection_at`, `teaching` or `forward` where it differs. The
-    target stays outside the trained parameters, and so does the output projection where the head uses the target's.
-
-    packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once,
-    by default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
+    A kind of head defines `drafts`, and overrides `projection_at`, `teaching` or `forward` where it differs. packing:
+    whether batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once, by
+    default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
     """
 
     def __init__(
@@ -132,7 +128,7 @@ class HeadTrainee(nn.Module):
         self.draft = draft
         self.objective = objective
         self.chunk, self.step_decay = chunk, step_decay
-        self.target = freeze(target, draft.hidden_layers, packing, cache)
+        self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens `loss` will be a sum over, a scalar, without the forward: the pairs that count at depth 1."""

@@ -16,26 +16,23 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected, token_measures
-from train.features import FeatureCache, FrozenTarget, StateMemory, freeze
+from train.features import FeatureCache, FrozenTarget, StateMemory
 from train.losses import adaspec_weights, draft_losses
 from train.objective import Objective, Term
 from train.packing import forward_options, packing_method
-from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, teacher_for_draft
+from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, select, teacher_for_draft
 
 
 class LMTrainee(nn.Module):
     """Owns the draft as `.draft`; target and reference draft stay outside its parameters.
 
-    target: the live teacher; None if the objective needs none or batches bring stored rows.
-    reference: the distilled draft that AdaSPEC's selection compares with.
-    packing: whether batches will be packed.
-    anchor: the draft before training, and the weight of KL(anchor || draft) per valid token.
-    chunk: tokens whose logits are held at once; by default what suits the device.
-    cache: hidden states of the target on disk. memory: hidden states of all frozen models in memory.
+    target: the live teacher; None if the objective needs none or batches bring stored rows. reference: the distilled
+    draft that AdaSPEC's selection compares with. packing: whether batches will be packed. anchor: the draft before
+    training, and the weight of KL(anchor || draft) per valid token. chunk: tokens whose logits are held at once; by
+    default what suits the device. cache: hidden states of the target on disk. memory: of all frozen models in memory.
 
-    `missing` sums the target's probability of tokens that the draft lacks. With a draft vocabulary, the draft trains on
-    the target's distribution renormalised to it, as EAGLE-3 heads do, and `ce` skips tokens outside it. Raise
-    InputError if a model cannot be trained this way.
+    With a draft vocabulary, the draft trains on the target's distribution renormalised to it, as EAGLE-3 heads do, and
+    `ce` skips tokens outside it. Raise InputError if a model cannot be trained this way.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class LMTrainee(nn.Module):
         self.ids_D = draft_vocabulary(draft)
         self.projection = replace(find_projection(draft, "draft"), rows_D=self.ids_D)
         self.packing = packing_method(draft, "draft") if packing else None
-        last = partial(freeze, layers=(-1,), packing=packing, memory=memory)
+        last = partial(FrozenTarget, layers=(-1,), packing=packing, memory=memory)
         self.target = None if target is None else last(target, cache=cache)
         self.reference = None if reference is None else last(reference, name="reference")
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
@@ -88,11 +85,9 @@ class LMTrainee(nn.Module):
             drafted_N = tokens_N < len(self.ids_D)
             weights_N = drafted_N.float() if self.objective.reads_tokens else None
             tokens_N = tokens_N.clamp_max(len(self.ids_D) - 1)
-        valid = _ValidTokens(rows_N, tokens_N, hidden_NH, teacher, weights_N)
-        if self.reference is not None:
-            sums = self._selected(valid, batch, self.reference)
-        elif self.objective.depth is not None:
-            sums = self._of_drafts(valid, batch, self.objective.depth)
+        valid = _ValidTokens(tokens_N, hidden_NH, teacher, weights_N)
+        if self.reference is not None or self.objective.depth is not None:
+            sums = self._selected(valid, batch, rows_N)
         else:
             sums = self._projected(valid, self.objective)
         if self.anchor is None or self.anchor_objective is None:
@@ -105,51 +100,36 @@ class LMTrainee(nn.Module):
     def _states(self, frozen: FrozenTarget, batch: Batch, rows_N: Tensor) -> Tensor:
         return _at(frozen.read(batch, self.training)[1], rows_N)
 
-    def _measures(self, valid: "_ValidTokens", projection: OutputProjection) -> tuple[Tensor, Tensor, Tensor]:
-        return token_measures(valid.hidden_NH, projection, valid.teacher, valid.tokens_N, self.objective, self.chunk)
-
     def _projected(self, valid: "_ValidTokens", objective: Objective, alpha: bool = True) -> LossSums:
-        return projected(
-            valid.hidden_NH,
-            self.projection.weight_VH,
-            self.projection.bias_V,
-            valid.teacher,
-            valid.tokens_N,
-            valid.weights_N,
-            objective,
-            self.chunk,
-            self.projection,
-            alpha,
-        )
+        projection, chunk = self.projection, self.chunk
+        given = valid.teacher, valid.tokens_N, valid.weights_N, objective, chunk, projection, alpha
+        return projected(valid.hidden_NH, projection.weight_VH, projection.bias_V, *given)
 
-    def _of_drafts(self, valid: "_ValidTokens", batch: Batch, depth: int) -> LossSums:
-        """Return the loss of drafts of `depth` tokens (`@e2e`).
+    def _selected(self, valid: "_ValidTokens", batch: Batch, rows_N: Tensor) -> LossSums:
+        """Sums in which tokens have weights that their losses decide (AdaSPEC, `@e2e`); alpha is over all tokens."""
 
-        Its gradient is that of each token's `tvd`, weighted by the acceptance of the neighbouring tokens.
-        """
-        tvd_N, *measured = self._measures(valid, self.projection)
-        loss_N, weights_N = draft_losses(1 - tvd_N, _sequences(batch)[valid.rows_N], depth)
-        sums = self._weighted(valid, weights_N, *measured)
-        return sums._replace(loss=sums.loss + (loss_N.sum() - (weights_N * tvd_N).sum()))
+        def measures(hidden_NH: Tensor, projection: OutputProjection) -> tuple[Tensor, Tensor, Tensor]:
+            return token_measures(hidden_NH, projection, valid.teacher, valid.tokens_N, self.objective, self.chunk)
 
-    def _selected(self, valid: "_ValidTokens", batch: Batch, reference: FrozenTarget) -> LossSums:
-        """The loss of the tokens that AdaSPEC selects; alpha is over all valid tokens."""
-        losses_N, *measured = self._measures(valid, self.projection)
-        of_reference = replace(valid, hidden_NH=self._states(reference, batch, valid.rows_N))
-        reference_N, *_ = self._measures(of_reference, reference.projection)
-        assert self.objective.keep is not None
-        sequence_N = _sequences(batch)[valid.rows_N]
-        weights_N = adaspec_weights(losses_N - reference_N, sequence_N, self.objective.keep)
-        return self._weighted(valid, weights_N, *measured)
-
-    def _weighted(self, valid: "_ValidTokens", weights_N: Tensor, alpha_N: Tensor, missing_N: Tensor) -> LossSums:
-        """Sums in which only tokens with a weight have a loss; alpha is over all of them."""
-        sums = self._projected(valid.with_weights(weights_N), self.objective, alpha=False)
-        count = torch.tensor(len(valid.tokens_N), device=valid.tokens_N.device)
-        alpha = alpha_N.sum()
+        losses_N, alpha_N, missing_N = measures(valid.hidden_NH, self.projection)
+        sequence_N, constant = _sequences(batch)[rows_N], losses_N.new_zeros(())
+        if self.reference is not None:
+            assert self.objective.keep is not None
+            reference_N, *_ = measures(self._states(self.reference, batch, rows_N), self.reference.projection)
+            weights_N = adaspec_weights(losses_N - reference_N, sequence_N, self.objective.keep)
+        else:
+            # The gradient is that of each token's `tvd`, weighted by the acceptance of the neighbouring tokens.
+            assert self.objective.depth is not None
+            whole_N, weights_N = draft_losses(1 - losses_N, sequence_N, self.objective.depth)
+            constant = whole_N.sum() - (weights_N * losses_N).sum()
+        kept_M = weights_N.nonzero().squeeze(1)
+        teacher = None if valid.teacher is None else select(valid.teacher, kept_M)
+        selected = _ValidTokens(valid.tokens_N[kept_M], valid.hidden_NH[kept_M], teacher, weights_N[kept_M])
+        loss = self._projected(selected, self.objective, alpha=False).loss + constant
+        count, alpha = torch.tensor(len(losses_N), device=losses_N.device), alpha_N.sum()
         measured = count if valid.teacher is not None else torch.zeros_like(count)
         missing = missing_N.sum() if is_partial(valid.teacher) else None
-        return LossSums(sums.loss, count, alpha, alpha[None], measured[None], missing)
+        return LossSums(loss, count, alpha, alpha[None], measured[None], missing)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:
@@ -167,23 +147,12 @@ class LMTrainee(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _ValidTokens:
-    """The valid tokens of a batch: their places in it, the draft's states there, the teacher, and what each token's
-    loss is multiplied with (None for 1).
-    """
+    """Valid tokens of a batch: the draft's states there, the teacher, the weights of their losses (None for 1)."""
 
-    rows_N: Tensor
     tokens_N: Tensor
     hidden_NH: Tensor
     teacher: Teacher | None
     weights_N: Tensor | None
-
-    def with_weights(self, weights_N: Tensor) -> "_ValidTokens":
-        """Those that have a weight, with it."""
-        kept_M = weights_N.nonzero().squeeze(1)
-        teacher = None if self.teacher is None else self.teacher.select(kept_M)
-        return _ValidTokens(
-            self.rows_N[kept_M], self.tokens_N[kept_M], self.hidden_NH[kept_M], teacher, weights_N[kept_M]
-        )
 
 
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:

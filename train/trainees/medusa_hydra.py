@@ -25,25 +25,21 @@ class MedusaTrainee(HeadTrainee):
 
     draft: MedusaHeads
 
-    def _layers(self, d: int) -> tuple[list[nn.Module], nn.Linear]:
-        """The residual blocks of head d, and its output projection."""
+    def _layers(self, d: int) -> nn.Sequential:
         head = self.draft[d]
-        assert isinstance(head, nn.Sequential) and isinstance(head[-1], nn.Linear)
-        return list(head)[:-1], head[-1]
+        assert isinstance(head, nn.Sequential)
+        return head
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every head the features that count, and what its projection reads there, `[N, H]`."""
         for d in range(len(self.draft)):
-            blocks, projection = self._layers(d)
-            pairs = pairs_at(batch, d + 1)
-            hidden_NH = pairs.of_pairs(states[0]).to(projection.weight.dtype)
-            for block in blocks:
-                hidden_NH = block(hidden_NH)
-            yield pairs, hidden_NH
+            pairs, head = pairs_at(batch, d + 1), self._layers(d)
+            yield pairs, head[:-1](pairs.of_pairs(states[0]).to(next(head.parameters()).dtype))
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own weight; scale, soft cap and bias are the target's."""
-        _, linear = self._layers(depth - 1)
+        linear = self._layers(depth - 1)[-1]
+        assert isinstance(linear, nn.Linear)
         return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
 
 
