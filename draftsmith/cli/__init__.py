@@ -1,5 +1,1 @@
-"""The command line: one module per command, which parses, calls what Python can call too, and prints.
-
-What a command calls is imported after its options are read: torch and transformers take seconds to import, and a
-mistyped option need not wait for them.
-"""
+"""The command line. What a command calls is imported after its options are read, so that a typo answers at once."""

@@ -155,8 +155,6 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 
 def _compare(config: Any, command: str) -> Done:
-    if len(config.compare) != 2:
-        raise InputError(f"--compare: names {len(config.compare)} evaluations; name two: --compare out/a out/b")
     from eval.compare import compare
     from eval.results import Results
 
