@@ -27,6 +27,7 @@ from draftsmith_core import options
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
+from draftsmith_core.options import takes
 from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
@@ -47,6 +48,7 @@ _SUMMARY = (
 )
 
 
+@takes(DistillConfig)
 def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
     """Make the distilled set, or resume one that a killed run left; return its summary.
 

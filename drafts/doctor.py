@@ -22,6 +22,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
 from draftsmith_core.io import read_json
 from draftsmith_core.models import text_config
+from draftsmith_core.options import takes
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
@@ -234,6 +235,7 @@ RULES: tuple[Rule, ...] = (
 # fmt: on
 
 
+@takes(DoctorConfig)
 def examine(config: DoctorConfig) -> dict[str, Any]:
     """The verdict of every engine on a target and a draft.
 

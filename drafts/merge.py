@@ -22,6 +22,7 @@ from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
+from draftsmith_core.options import takes
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.runs import RECORD, command_line, provenance, read_record
 from draftsmith_core.tokenization import find_tokenizer
@@ -56,6 +57,7 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
     return merged
 
 
+@takes(MergeConfig)
 def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
     """Write the merged draft to `config.out`; returns the summary, a dictionary.
 

@@ -25,6 +25,7 @@ from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.options import takes
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import command_line, provenance
@@ -40,6 +41,7 @@ _BATCH = 8
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
+@takes(InitConfig)
 def init(config: InitConfig) -> dict[str, Any]:
     """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
 

@@ -14,6 +14,7 @@ from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.models import reset_peak_memory, resolve_device
+from draftsmith_core.options import takes
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
@@ -37,6 +38,7 @@ from eval.tracking import track
 PLANNED_PROMPTS, PLANNED_TOKENS = 8, 48
 
 
+@takes(EvalConfig)
 def evaluate(config: EvalConfig) -> Results:
     """Measure every draft on every suite, write results.json, report.html and plots/, and return the results.
 

@@ -27,6 +27,7 @@ from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.options import takes
 from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
@@ -362,6 +363,7 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
     return rows
 
 
+@takes(PlanConfig)
 def plan(config: PlanConfig) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it with everything it is based on to `config.out`, and return that."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))

@@ -23,6 +23,7 @@ from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
 from draftsmith_core.options import identity as identity_options
+from draftsmith_core.options import takes
 from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.runs import Run, command_line, provenance, read_record
@@ -42,6 +43,7 @@ from train.smoke import make_inputs, smoke_config
 log = logging.getLogger(__name__)
 
 
+@takes(TrainConfig)
 def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | None = None) -> dict[str, Any]:
     """Train to the end, resuming what a killed run left. Return the summary.
 

@@ -30,6 +30,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
+from draftsmith_core.options import takes
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
@@ -46,6 +47,7 @@ _NOT_IDENTITY = ("out", "device", "push_to_hub")
 _SECTIONS = ("distill", "train", "eval")
 
 
+@takes(AlignConfig)
 def align(config: AlignConfig) -> Results:
     """Distil, train, evaluate and report; return the results. What `config` leaves open is chosen, and printed.
 
