@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.report.formats import KIND_TITLES, number, shortened
+from eval.report.formats import KIND_TITLES, shortened
 from eval.report.theme import WIDTH, Look, drawing
 from eval.results import Results
 from eval.schema import Row
@@ -25,7 +25,6 @@ TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
 }
 CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of a power of ten
 LEGEND_LINE = 0.23  # inches
-CORNER = 3  # lines of text in the corner of a panel
 SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 
 
@@ -99,43 +98,38 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
 def calibration_figure(results: Results, look: Look) -> Figure | None:
     """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a calibrated draft."""
 
-    def draw(ax: Axes, draft: str, kind: str) -> None:
-        sure, taken = (results.series(each, draft, kind) for each in ("confidence", "acceptance"))
-        points = [(x["value"], y["value"] or 0.0) for x, y in zip(sure, taken, strict=True) if x["value"] is not None]
+    def draw(ax: Axes, kind: str) -> None:
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
-        _line(ax, look, draft, points)
+        for draft in results.drafts:
+            sure, taken = (results.series(figure, draft, kind) for figure in ("confidence", "acceptance"))
+            pairs = [(x["value"], y["value"] or 0.0) for x, y in zip(sure, taken, strict=True)]
+            _line(ax, look, draft, [(x, y) for x, y in pairs if x is not None])
+        ax.set_ylim(*SHARES)
 
-    return _by_kind(results, look, "confidence", draw, "confidence of the draft")
+    return _by_kind(results, look, draw, "confidence", "confidence of the draft")
 
 
 def candidates_figure(results: Results, look: Look) -> Figure | None:
     """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
 
-    def draw(ax: Axes, draft: str, kind: str) -> None:
-        best, drawn = (results.series(figure, draft, kind) for figure in ("candidates_best", "candidates_drawn"))
-        _line(ax, look, draft, _by_depth(best), ms=4, ls=(0, (3, 2)), **({"label": None} if drawn else {}))
-        if drawn:
-            _line(ax, look, draft, _by_depth(drawn), ms=4)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-
-    return _by_kind(results, look, "candidates_best", draw, "candidates k")
-
-
-def _by_kind(
-    results: Results, look: Look, needs: str, draw_draft: Callable[[Axes, str, str], None], label: str
-) -> Figure | None:
-    """A panel for each kind of sets at the highest temperature; None if there are no rows of the figure `needs`."""
-    if not any(results.rows(needs)):
-        return None
-
     def draw(ax: Axes, kind: str) -> None:
         for draft in results.drafts:
-            draw_draft(ax, draft, kind)
+            best, drawn = (results.series(figure, draft, kind) for figure in ("candidates_best", "candidates_drawn"))
+            _line(ax, look, draft, _by_depth(best), ls=(0, (3, 2)), **({"label": None} if drawn else {}))
+            if drawn:
+                _line(ax, look, draft, _by_depth(drawn))
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
         ax.set_ylim(*SHARES)
 
+    return _by_kind(results, look, draw, "candidates_best", "candidates k")
+
+
+def _by_kind(results: Results, look: Look, draw: Callable[[Axes, str], None], needs: str, label: str) -> Figure | None:
+    """A panel for each kind of sets at the highest temperature; None if there are no rows of the figure `needs`."""
     titles: dict[str, str] = {kind: KIND_TITLES[kind] for kind in results.kinds}
-    return _panels(look, titles, draw, f"{label}, T = {results.top_temperature:g}", 2.4)
+    label = f"{label}, T = {results.top_temperature:g}"
+    return _panels(look, titles, draw, label) if any(results.rows(needs)) else None
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
@@ -155,7 +149,6 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
     highest = [1.0]
 
     def draw(ax: Axes, domain: str) -> None:
-        verifying: list[tuple[str, float]] = []
         for draft in results.drafts:
             tau, depth_sum, steps = (value(each, draft, domain) for each in ("tau", "depth_sum", "target_calls"))
             if not tau or not depth_sum or not steps:
@@ -164,15 +157,13 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
             depth = depth_sum / steps
             _line(ax, look, draft, [(cost, tau / (depth * cost + 1)) for cost in costs], markevery=(10, 24))
             highest.append(tau / (depth * costs[0] + 1))
-            call, verify, speedup = (value(each, draft, domain) for each in ("draft_call", "verify", "speedup"))
-            if call is not None and verify is not None and speedup is not None:
+            call, speedup = (value(each, draft, domain) for each in ("draft_call", "speedup"))
+            if call is not None and speedup is not None:
                 # A draft too cheap to be told from none stands at the left edge.
                 at, style = max(call, costs[0]), {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8}
                 _line(ax, look, draft, [(at, speedup), (at, tau / (depth * at + 1))], marker="", label=None, ls=":")
                 _line(ax, look, draft, [(at, speedup)], **style)
-                verifying.append((draft, verify))
                 highest.append(speedup)
-        _write_verifying(ax, look, verifying)
         for name, (typical, side) in TYPICAL_COSTS.items():
             ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
             ax.annotate(name, (typical, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
@@ -183,16 +174,3 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
 
     label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
     return _panels(look, _sets(results), draw, label, 2.7)
-
-
-def _write_verifying(ax: Axes, look: Look, costs: Sequence[tuple[str, float]]) -> None:
-    """What verifying cost with each draft, in the corner that falling lines leave free: beside the marks, the numbers
-    of alike drafts would cover each other. Of more drafts than fit there, from the least to the most.
-    """
-    lines = [(number(cost, 1), look.colour(draft)) for draft, cost in costs]
-    if len(lines) > CORNER:
-        ends = dict.fromkeys(number(end(cost for _, cost in costs), 1) for end in (min, max))
-        lines = [(" to ".join(ends), look.colours["soft"])]
-    for line, (text, colour) in enumerate(lines):
-        ax.annotate(f"verifying {text}", (0.98, 0.98 - 0.075 * line), xycoords="axes fraction",
-                    ha="right", va="top", fontsize=8, color=colour)  # fmt: skip
