@@ -2,23 +2,24 @@
 
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
 if it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, also under Holm's
-correction over all cells of the setting. The setting that pays in most cells is judged; lossy verifiers are not. It was
-chosen on the prompts it is judged on, so expect a little less of it on others.
+correction over all cells of all settings, because the best of many is judged. Lossy verifiers are not. The setting that
+pays in most cells leads; of drafts that pay in as many and cannot be told apart in speed, the one that loses least out
+of distribution. It was chosen on the prompts it is judged on, so expect a little less of it on others.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, pool_sums, quotient, resamples
-from eval.bootstrap import signs as signs_of
+from eval.bootstrap import PromptSums, Resamples, quotient, resamples, signs
 from eval.results import Results
 from eval.schema import Estimate, Row
 
-Verdict = Literal["ship", "ship_for", "none_beats_none", "not_shown", "too_few", "not_timed"]
+Verdict = Literal["ship", "ship_for", "none_beats_none", "not_shown", "busy", "too_few", "not_timed"]
 
 
 @dataclass(frozen=True, order=True)
@@ -67,44 +68,61 @@ class Decision:
 
 def decide(results: Results) -> Decision:
     """Ship, ship for some sets, or do not ship, from the timings of every lossless setting in every cell."""
-    by_setting: dict[Setting, list[Row]] = {}
+    timed: dict[Setting, list[Row]] = {}
     for row in results.rows("speedup"):
         if row["domain"] in results.domains() and results.lossless(row["verifier"]):
             setting = Setting(row["draft"], row["tree"] or "", row["verifier"] or "")
-            by_setting.setdefault(setting, []).append(row)
-    if not by_setting:
+            timed.setdefault(setting, []).append(row)
+    if not timed:
         return Decision("not_timed", None, [], None)
-    signs = {setting: signs_of(rows, ratios=True) for setting, rows in by_setting.items()}
-    means = {setting: _mean_speed(rows) for setting, rows in by_setting.items()}
-    chosen = max(by_setting, key=lambda setting: (signs[setting].count(1), means[setting]))
+    family = iter(signs([row for rows in timed.values() for row in rows], ratios=True))
+    signs_of = {setting: [next(family) for _ in rows] for setting, rows in timed.items()}
+    merit = {setting: (signs_of[setting].count(1), _mean_speed(rows)) for setting, rows in timed.items()}
+    chosen = _prefer_smaller_loss(results, timed, merit)
     cells = []
-    for index, row in enumerate(by_setting[chosen]):
-        fastest = max(by_setting, key=lambda setting: by_setting[setting][index]["value"] or 0.0)
-        cells.append(
-            Cell(
-                domain=row["domain"],
-                temperature=row["temperature"],
-                speedup=row,
-                sign=signs[chosen][index],
-                fastest=fastest,
-                fastest_speedup=by_setting[fastest][index],
-                busy=results.busy(row["domain"], row["temperature"]),
-            )
-        )
+    for index, row in enumerate(timed[chosen]):
+        fastest = max(timed, key=lambda setting: timed[setting][index]["value"] or 0.0)
+        where = (row["domain"], row["temperature"])
+        cells.append(Cell(*where, row, signs_of[chosen][index], fastest, timed[fastest][index], busy=results.busy(*where)))
     over_base = None
     if chosen.draft != results.base:
-        base = max((each for each in by_setting if each.draft == results.base), key=lambda setting: means[setting])
-        over_base = _quotient(results, by_setting[chosen], by_setting[base])
-    return Decision(_verdict(signs, chosen), chosen, cells, over_base)
+        base = max((setting for setting in timed if setting.draft == results.base), key=merit.__getitem__)
+        over_base = _quotient(results, timed[chosen], timed[base])
+    every = [sign for each in signs_of.values() for sign in each]
+    return Decision(_verdict(results, cells, every), chosen, cells, over_base)
 
 
-def _verdict(signs: dict[Setting, list[int | None]], chosen: Setting) -> Verdict:
-    cells = signs[chosen]
-    if 1 in cells:
-        return "ship" if cells.count(1) == len(cells) else "ship_for"
-    if all(sign is None for sign in cells):
+def _prefer_smaller_loss(
+    results: Results, timed: dict[Setting, list[Row]], merit: dict[Setting, tuple[int, float]]
+) -> Setting:
+    """The fastest setting, or another draft's that is not measurably slower and loses less out of distribution."""
+    fastest = max(timed, key=merit.__getitem__)
+    if not results.domains("ood"):
+        return fastest
+
+    def gain(setting: Setting) -> float:
+        row = results.gain(setting.draft, "ood")
+        return (row["value"] or 0.0) if row else 0.0
+
+    def as_fast(setting: Setting) -> bool:
+        over = _quotient(results, timed[fastest], timed[setting])
+        return merit[setting][0] == merit[fastest][0] and over["low"] is not None and over["low"] <= 1
+
+    best = [max((s for s in timed if s.draft == draft), key=merit.__getitem__) for draft in {s.draft for s in timed}]
+    return max((s for s in best if s == fastest or as_fast(s)), key=lambda s: (gain(s), merit[s]))
+
+
+def _verdict(results: Results, cells: Sequence[Cell], signs_of_all: Sequence[int | None]) -> Verdict:
+    found = [cell.sign for cell in cells]
+    if 1 in found:
+        timed = {(cell.domain, cell.temperature) for cell in cells}
+        everywhere = set(found) == {1} and timed == set(product(results.domains(), results.temperatures))
+        return "ship" if everywhere else "ship_for"
+    if set(found) == {None}:
         return "too_few"
-    return "none_beats_none" if all(sign == -1 for every in signs.values() for sign in every) else "not_shown"
+    if set(signs_of_all) == {-1}:
+        return "none_beats_none"
+    return "busy" if any(cell.busy for cell in cells) else "not_shown"
 
 
 def _mean_speed(rows: Sequence[Row]) -> float:
@@ -114,20 +132,16 @@ def _mean_speed(rows: Sequence[Row]) -> float:
 
 def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Estimate:
     """Tokens per second of one setting over another's, cells pooled; a prompt is drawn alike at all temperatures."""
-    config = results.document["config"]
+    config, counts = results.document["config"], results.counts("speed")
     picks: dict[str, Resamples] = {}
     for row in new:
         picks.setdefault(row["domain"], resamples(row["n"], config["bootstrap"], config["seed"] + len(picks)))
-    drawn = [picks[row["domain"]] for row in new]
     sizes = tuple(size for each in picks.values() for size in each.sizes)
-    weights = Resamples(np.concatenate([each.weights_RP for each in drawn], axis=1), sizes)
-    return quotient(_rates(results, new), _rates(results, base), weights)
+    weights = Resamples(np.concatenate([picks[row["domain"]].weights_RP for row in new], axis=1), sizes)
 
+    def rates(rows: Sequence[Row]) -> PromptSums:
+        cells = [(row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]) for row in rows]
+        columns = ([x for cell in cells for x in counts[cell]["per_prompt"][key]] for key in ("emitted", "decode_s"))
+        return PromptSums.of(*columns)
 
-def _rates(results: Results, rows: Sequence[Row]) -> PromptSums:
-    counts = results.counts("speed")
-    parts = [
-        counts[row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"]]["per_prompt"]
-        for row in rows
-    ]
-    return pool_sums([PromptSums.of(part["emitted"], part["decode_s"]) for part in parts])
+    return quotient(rates(new), rates(base), weights)

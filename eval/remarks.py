@@ -16,7 +16,7 @@ from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from eval.measure import Suite
-from eval.schema import Conditions, ModelRow, Remark
+from eval.schema import BUSY, Conditions, ModelRow, Remark
 
 # Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard similarity).
 SHINGLE, SIMILAR = 5, 0.8
@@ -127,13 +127,9 @@ def loaded(load: Sequence[float], cpus: int) -> bool:
 
 def of_timing(conditions: Sequence[Conditions], cpus: int) -> list[Remark]:
     """Find timings taken on a busy machine: a high load, or rounds that differ."""
-    remarks = []
     load = max((value for row in conditions for value in row["load"]), default=0.0)
-    if loaded([load], cpus):
-        text = f"speed: the machine was busy during timing (load average {load:.1f} on {cpus} processors)"
-        remarks.append(Remark(about="busy_machine", text=text))
     spread = max((row["spread"] or 0.0 for row in conditions), default=0.0)
-    if spread > SPREAD:
-        text = f"speed: noisy machine: timings of the target vary by {spread:.0%} (IQR/median); treat speeds as rough"
-        remarks.append(Remark(about="busy_machine", text=text))
-    return remarks
+    causes = [f"load average {load:.1f} on {cpus} processors"] * loaded([load], cpus)
+    causes += [f"timings of the target vary by {spread:.0%}, IQR/median"] * (spread > SPREAD)
+    text = f"the machine was busy during timing ({'; '.join(causes)}); treat speeds as rough"
+    return [Remark(about=BUSY, text=text)] * bool(causes)

@@ -246,10 +246,10 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups() if measured.speeds else ():
         timed = group.parts(measured.speeds)
         picks = setting.picks(group.suites, [len(part["prompt_ids"]) for part in timed])
-        alone = ratio([part["runs"][0] for part in timed], "emitted", "decode_s")
+        alone, whole_alone = _rates([part["runs"][0] for part in timed])
         for index, first in enumerate(timed[0]["runs"]):
             runs = [part["runs"][index] for part in timed]
-            rate = ratio(runs, "emitted", "decode_s")
+            rate, whole = _rates(runs)
             figures: dict[str, Any] = {
                 "tokens_per_s": rate.pooled,
                 "latency_s_per_token": 1 / rate.pooled if rate.pooled else None,
@@ -259,9 +259,16 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             }
             if first["draft"] is not None:
                 figures["speedup"] = quotient(rate, alone, picks)
+                figures["speedup_with_prompt"] = quotient(whole, whole_alone, picks)
             for figure, value in figures.items():
                 how = (first["tree"], first["verifier"])
                 yield group.row(figure, first["draft"] or TARGET, value, how, n=len(rate.numerator_P))
+
+
+def _rates(runs: Sequence[Any]) -> tuple[PromptSums, PromptSums]:
+    """Tokens per second of decoding, and with the prompt's forward counted in."""
+    rate = ratio(runs, "emitted", "decode_s")
+    return rate, PromptSums(rate.numerator_P, rate.denominator_P + np.array(joined(runs, "prefill_s")))
 
 
 def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:

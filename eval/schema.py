@@ -19,7 +19,11 @@ KINDS: tuple[SuiteKind, ...] = ("id", "ood")
 TARGET = "target"
 """Name of the target in the column `draft`, for figures of the target decoding alone."""
 
-CLOCK = ("tokens_per_s", "latency_s_per_token", "speedup", "tokens", "prefill_s", "decode_s", "draft_call", "verify")
+BUSY = "busy_machine"
+"""What the remark on a busy machine is about."""
+
+_COSTS = ("draft_call", "verify", "speedup_with_prompt")
+CLOCK = ("tokens_per_s", "latency_s_per_token", "speedup", "tokens", "prefill_s", "decode_s", *_COSTS)
 """Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two equal runs."""
 
 

@@ -233,7 +233,7 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
     monkeypatch.setattr("eval.remarks.of_models", lambda models, quantize: [])
     once = replace(world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"])
     busy = replace(once, speed_prompts=1, strict=True)
-    with pytest.raises(RunError, match=r"^--strict: speed: the machine was busy .* \(load average 99"):
+    with pytest.raises(RunError, match=r"^--strict: the machine was busy .* \(load average 99"):
         evaluate(busy)
     found = Results.load(tmp_path).document
     assert "busy_machine" in {remark["about"] for remark in found["remarks"]}

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts.make.widen import widen
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import PROMPT_HASHES, Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
+from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from eval import remarks
 from eval.measure import Suite
 from eval.schema import Conditions, ModelRow, SuiteKind
@@ -55,9 +55,6 @@ def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_chec
     (remark,) = remarks.of_training({"mine": str(tmp_path), "hub": "owner/name"}, sets)
     assert remark["about"] == "trained_on"
     assert remark["text"].startswith("prose (ID): draft mine was trained on 1 of its 2 prompts")
-    (tmp_path / PROMPT_HASHES).write_bytes(b"\x93NUMPY")
-    with pytest.raises(InputError, match=r"prompt_hashes\.npy: is broken"):
-        remarks.of_training({"mine": str(tmp_path)}, sets)
 
 
 def test_drafts_that_are_not_smaller() -> None:
@@ -75,7 +72,7 @@ def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
     assert "load average 3.4 on 2 processors" in one["text"]
     assert remarks.loaded(loaded["load"], 2) and not remarks.loaded(quiet["load"], 2)
     (other,) = remarks.of_timing([uneven], cpus=2)
-    assert "vary by 40% (IQR/median)" in other["text"]
+    assert "vary by 40%, IQR/median" in other["text"]
 
 
 def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> None:

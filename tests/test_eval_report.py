@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from draftsmith_core.errors import InputError
-from eval.bootstrap import holm
-from eval.decision import decide
 from eval.report.figures_why import cost_figure
 from eval.report.findings import lead
 from eval.report.formats import memory, number, percent
@@ -57,108 +55,6 @@ def test_the_best_of_several_drafts_leads() -> None:
     own = {name: kind for name, kind in BOTH.items() if kind == "id"}
     head = lead(view({"base": BASE, "a": {"id": 0.1}, "b": {"id": 0.2}}, own))
     assert head.changes[1].startswith("At T = 1, b, the best of 2 alignments, raised")
-
-
-TREES = ("chain:2", "kary:2,1")
-
-
-def timed(
-    speeds: dict[tuple[str, str, str, float], tuple[float, float | None, float | None]], busy: bool = False
-) -> Results:
-    """Results on prose and code at T = 0 and 1 whose speedups are given by draft, tree, set and temperature."""
-    found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=TREES, verifiers=("exact",))
-
-    def speed(row: Any) -> tuple[float, float | None, float | None]:
-        return speeds.get((row["draft"], row["tree"], row["domain"], row["temperature"]), (0.5, 0.48, 0.52))
-
-    for row in found["rows"]:
-        if row["figure"] == "speedup":
-            row["value"], row["low"], row["high"] = speed(row)
-    for counts in found["counts"]:
-        if counts["of"] == "speed" and counts["tree"]:
-            # The base's times vary from prompt to prompt.
-            noise = [1 + (counts["draft"] == "base") * (-1) ** i / 2 for i in range(24)]
-            counts["per_prompt"]["decode_s"] = [2.0 / speed(counts)[0] * each for each in noise]
-    for condition in found["conditions"]:
-        condition["busy"] = busy
-    return Results(found, Path())
-
-
-def everywhere(draft: str, tree: str, *speed: float | None) -> dict[Any, Any]:
-    return {(draft, tree, domain, temperature): speed for domain in BOTH for temperature in (0.0, 1.0)}
-
-
-FAST, SLOW, UNSURE = (1.4, 1.3, 1.5), (0.8, 0.7, 0.9), (1.1, 0.9, 1.3)
-
-
-def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is() -> None:
-    head = lead(timed(everywhere("mine", "kary:2,1", *FAST)))
-    assert head.headline == "Ship mine: 1.40 times the target alone"
-    assert head.detail.startswith(
-        "Decode with kary:2,1 and exact: it is faster than the target alone on every set at every temperature. "
-        "All sets together, it is 2.80 [2."
-    )
-    assert head.detail.endswith("] times as fast as base with its own fastest method.")
-    labels = ["prose (ID), T = 0", "prose (ID), T = 1", "code (OOD), T = 0", "code (OOD), T = 1"]
-    assert head.cells == [(label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels]
-
-
-def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said() -> None:
-    both = everywhere("mine", "chain:2", *FAST) | everywhere("base", "chain:2", *(1.5, 1.4, 1.6))
-    found = decide(timed(both))
-    assert found.setting is not None and (found.verdict, found.setting.draft) == ("ship", "base")
-    assert found.over_base is None
-    equal = everywhere("mine", "chain:2", *(1.6, 1.5, 1.7)) | everywhere("base", "kary:2,1", *FAST)
-    equal |= {("base", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
-    head = lead(timed(equal))
-    assert "it is not measurably faster than base with its own fastest method (1.07 [0." in head.detail, head.detail
-    assert dict(head.cells)["code (OOD), T = 1"].endswith(
-        "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
-    )
-
-
-def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
-    speeds = everywhere("mine", "chain:2", *FAST)
-    speeds |= {("mine", "chain:2", "code", 0.0): SLOW, ("mine", "chain:2", "code", 1.0): UNSURE}
-    head = lead(timed(speeds, busy=True))
-    assert head.headline == "Ship mine for prose: 1.40 times the target alone"
-    assert "It is slower on code at T = 0: decode without a draft there." in head.detail
-    assert "No clear speedup on code at T = 1: time more prompts" in head.detail
-    assert head.detail.endswith(
-        "The machine was busy during timing: repeat on a quiet machine before you rely on this."
-    )
-
-
-@pytest.mark.parametrize(
-    ("speed", "verdict", "headline"),
-    [
-        (SLOW, "none_beats_none", "Do not ship: every draft is slower than the target alone"),
-        (UNSURE, "not_shown", "Do not ship: no draft is measurably faster than the target alone"),
-        ((1.3, None, None), "too_few", "Not decided: too few prompts were timed"),
-    ],
-)
-def test_what_is_not_shown_is_not_shipped(
-    speed: tuple[float, float | None, float | None], verdict: str, headline: str
-) -> None:
-    results = timed(everywhere("mine", "chain:2", *speed))
-    found = decide(results)
-    assert found.setting is not None
-    assert (found.verdict, found.setting.draft, found.paying) == (verdict, "mine", [])
-    assert lead(results).headline == headline and f"{speed[0]:.2f} times" in lead(results).detail
-
-
-def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided() -> None:
-    head = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, timed=False))
-    assert head.headline == "Not decided: nothing was timed" and head.cells == []
-    assert decide(view({"base": BASE}, BOTH, verifiers=("typical",))).verdict == "not_timed"
-
-
-def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -> None:
-    """Of many cells some lie just above 1 by chance: Holm's correction over the cells of a setting."""
-    just = (1.05, 1.005, 1.097)
-    assert decide(timed({("mine", "chain:2", "prose", 0.0): just})).verdict == "not_shown"
-    assert decide(timed({("mine", "chain:2", "prose", 0.0): FAST})).verdict == "ship_for"
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
 
 
 def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve() -> None:

@@ -3,21 +3,25 @@
 Only an interval that leaves out zero is called a change.
 """
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.decision import Cell, Decision, Setting, decide
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
 from eval.results import Results
+from eval.schema import BUSY, Row
 
 
 @dataclass(frozen=True)
 class Lead:
     """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ.
 
-    `draft` is the decided draft, or the best aligned one.
+    `draft` is the decided draft, or the best aligned one; `setting` the decided setting.
     """
 
     draft: str
+    setting: str
     headline: str
     detail: str
     cells: list[tuple[str, str]]
@@ -34,7 +38,8 @@ def lead(results: Results) -> Lead:
     decision = decide(results)
     return Lead(
         draft=decision.setting.draft if decision.setting else best_aligned(results),
-        headline=_fill(WORDS["headlines"][decision.verdict], decision),
+        setting=_setting(decision.setting) if decision.setting else "",
+        headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
         detail=_detail(decision, results),
         changes=[f"At T = {t:g}, {_change(results, t)}" for t in sorted(results.temperatures)],
         cells=[_cell(cell, decision, results) for cell in decision.cells],
@@ -42,20 +47,26 @@ def lead(results: Results) -> Lead:
     )
 
 
-def _fill(template: str, decision: Decision) -> str:
+def _fill(template: str, decision: Decision, results: Results) -> str:
     setting, cells = decision.setting, decision.paying or decision.cells
     if setting is None:
         return template
-    values = sorted(cell.speedup["value"] or 0.0 for cell in cells)
-    ends = dict.fromkeys(number(value, 2) for value in (values[0], values[-1]))
+    whole = [row for cell in cells if (row := results.beside(cell.speedup, "speedup_with_prompt"))]
     return template.format(
         draft=setting.draft,
         setting=_setting(setting),
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
-        speed=" to ".join(ends),
+        speed=_range([cell.speedup for cell in cells]),
+        whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
         where=_where(decision, 1),
+        elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
         rest=" ".join(text.format(where) for sign, text in WORDS["rest"].items() if (where := _where(decision, sign))),
-    )
+    ).strip()
+
+
+def _range(rows: Sequence[Row]) -> str:
+    values = sorted(row["value"] or 0.0 for row in rows)
+    return " to ".join(dict.fromkeys(number(value, 2) for value in (values[0], values[-1])))
 
 
 def _setting(setting: Setting) -> str:
@@ -73,11 +84,19 @@ def _where(decision: Decision, sign: int | None) -> str:
 
 
 def _detail(decision: Decision, results: Results) -> str:
-    text, over = _fill(WORDS["details"][decision.verdict], decision), decision.over_base
-    if over is not None and decision.verdict in ("ship", "ship_for"):
-        words = WORDS["beats_base" if sign(over, 1.0) == 1 else "as_base"]
-        text += " " + words.format(base=results.base, figure=with_interval(over, 2))
-    return f"{text} {WORDS['busy']}" if any(cell.busy for cell in decision.cells) else text
+    text, over = _fill(WORDS["details"][decision.verdict], decision, results), decision.over_base
+    if decision.verdict in ("ship", "ship_for"):
+        if over is not None:
+            words = WORDS["beats_base" if sign(over, 1.0) == 1 else "as_base"]
+            text += " " + words.format(base=results.base, figure=with_interval(over, 2))
+        text += "" if results.domains("ood") else f" {WORDS['no_ood']}"
+    if any(cell.busy for cell in decision.cells):
+        causes = [each["text"] for each in results.document["remarks"] if each["about"] == BUSY]
+        cause = causes[0] if causes else "the machine was busy during timing"
+        text += " " + WORDS["busy"].format(
+            cause=cause[0].upper() + cause[1:], directory=shlex.quote(str(results.directory))
+        )
+    return text
 
 
 def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from eval.report.tables import tables
 from eval.report.theme import DARK, LIGHT, MARKS, Look, inline_svg, roles_of, write_png
 from eval.report.viewer import viewed_texts
 from eval.results import Results
+from eval.schema import BUSY
 
 # A table longer than this is folded; it is all there, one click away, without a script.
 OPEN_ROWS = 40
@@ -71,6 +72,7 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         pictures,
         results=results.document,
         lead=head,
+        remarks=[remark["text"] for remark in results.document["remarks"] if remark["about"] != BUSY],
         tables=tables(results),
         viewed=viewed_texts(results, head.draft),
         open_rows=OPEN_ROWS,
