@@ -83,12 +83,14 @@ def decide(results: Results) -> Decision:
     for index, row in enumerate(timed[chosen]):
         fastest = max(timed, key=lambda setting: timed[setting][index]["value"] or 0.0)
         where = (row["domain"], row["temperature"])
-        cells.append(Cell(*where, row, signs_of[chosen][index], fastest, timed[fastest][index], busy=results.busy(*where)))
+        cells.append(
+            Cell(*where, row, signs_of[chosen][index], fastest, timed[fastest][index], busy=results.busy(*where))
+        )
     over_base = None
     if chosen.draft != results.base:
         base = max((setting for setting in timed if setting.draft == results.base), key=merit.__getitem__)
         over_base = _quotient(results, timed[chosen], timed[base])
-    every = [sign for each in signs_of.values() for sign in each]
+    every = [sign for cells_of in signs_of.values() for sign in cells_of]
     return Decision(_verdict(results, cells, every), chosen, cells, over_base)
 
 
