@@ -43,9 +43,17 @@ class CompareConfig:
 
 
 @options
+class TimeAgainConfig:
+    """Time an evaluation again, on a machine that is quiet now."""
+
+    time_again: str
+    """Directory of the evaluation. All its measurements but the timings are kept."""
+
+
+@options
 class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Compare drafts of one target, in distribution (ID) and out of it (OOD). `eval --render DIR` draws the report of
-    DIR again; `eval --compare A B` compares two evaluations."""
+    DIR again; `eval --time_again DIR` times it again; `eval --compare A B` compares two evaluations."""
 
     target: str
     """Target model: a local directory or hub name."""

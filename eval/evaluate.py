@@ -1,5 +1,6 @@
 """One evaluation, from its options to results.json, report.html and plots/."""
 
+import json
 import os
 import time
 from dataclasses import asdict, replace
@@ -107,6 +108,15 @@ def evaluate(config: EvalConfig) -> Results:
 def render(directory: str | Path) -> Path:
     """Draw the report again from DIR/results.json."""
     return write_report(Results.load(directory))
+
+
+def without_timings(directory: str | Path) -> EvalConfig:
+    """Remove the timings of an evaluation and return its options: `evaluate` measures only them again."""
+    config = EvalConfig(**{**Results.load(directory).document["config"], "out": str(directory)})
+    for cell in Path(directory).glob("cells/*.json"):
+        if "one_level" in json.loads(cell.read_text(encoding="utf-8")):
+            cell.unlink()
+    return config
 
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:

@@ -83,11 +83,11 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
     assert "It is slower on code at T = 0: decode without a draft there." in head.detail
     assert "No clear speedup on code at T = 1: time more prompts" in head.detail
     again = "The machine was busy during timing. Time again on a quiet machine; everything else is kept: "
-    assert head.detail.endswith(f"{again}draftsmith eval --time_again .")
+    assert head.detail.endswith(f"{again}draftsmith eval --time_again DIR")
     assert render_page(timed(speeds, busy=True)).count("machine was busy") == 1
     # What is not shown on a busy machine is not denied; what is shown to be slower is.
     unsure = lead(timed(everywhere("mine", "chain:2", *UNSURE), busy=True))
-    assert unsure.headline == "Cannot tell: the machine was busy" and unsure.detail.endswith("eval --time_again .")
+    assert unsure.headline == "Cannot tell: the machine was busy" and unsure.detail.endswith("eval --time_again DIR")
     assert decide(timed({}, busy=True)).verdict == "none_beats_none"
 
 

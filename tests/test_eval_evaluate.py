@@ -305,6 +305,22 @@ def test_a_report_is_drawn_again_from_its_results(
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
 
 
+def test_an_evaluation_is_timed_again_and_all_else_is_kept(
+    world: EvalConfig, summary: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(world.out, again := tmp_path / "again")
+    run("eval", ["--time_again", str(again)])
+    found = _results(replace(world, out=str(again)))
+    # The timings of two sets at two temperatures.
+    assert found["clock"]["cells_measured"] == 4 and found["clock"]["cells_reused"] > 4
+    assert _without_clocks(replace(world, out=str(again))) == _without_clocks(world)
+    speeds = [
+        [row["value"] for row in _results(c)["rows"] if row["figure"] == "speedup"]
+        for c in (world, replace(world, out=str(again)))
+    ]
+    assert speeds[0] != speeds[1]
+
+
 def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"results\.json: no such file"):
         render(str(tmp_path))

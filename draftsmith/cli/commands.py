@@ -146,6 +146,12 @@ def _render(config: Any, command: str) -> Done:
     return {"report": report}, [f"report:  {report}"], missed
 
 
+def _time_again(config: Any, command: str) -> Done:
+    from eval.evaluate import without_timings
+
+    return _eval(without_timings(config.time_again), command)
+
+
 def _unmet(check: Callable[[], object]) -> RequirementError | None:
     try:
         check()
@@ -245,6 +251,7 @@ COMMANDS = {
         True,
         {
             "render": Command("draw a report again", "eval.config:RenderConfig", _render),
+            "time_again": Command("time an evaluation again", "eval.config:TimeAgainConfig", _time_again),
             "compare": Command("set two evaluations side by side", "eval.config:CompareConfig", _compare),
         },
     ),

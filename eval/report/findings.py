@@ -91,11 +91,10 @@ def _detail(decision: Decision, results: Results) -> str:
             text += " " + words.format(base=results.base, figure=with_interval(over, 2))
         text += "" if results.domains("ood") else f" {WORDS['no_ood']}"
     if any(cell.busy for cell in decision.cells):
-        causes = [each["text"] for each in results.document["remarks"] if each["about"] == BUSY]
+        causes = [remark["text"] for remark in results.document["remarks"] if remark["about"] == BUSY]
         cause = causes[0] if causes else "the machine was busy during timing"
-        text += " " + WORDS["busy"].format(
-            cause=cause[0].upper() + cause[1:], directory=shlex.quote(str(results.directory))
-        )
+        directory = shlex.quote(results.document["config"].get("out", "DIR"))
+        text += " " + WORDS["busy"].format(cause=cause[0].upper() + cause[1:], directory=directory)
     return text
 
 
