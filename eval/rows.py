@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from decode import Tree
 from decode.stats import independent_tau
 from draftsmith_core.prompts import prompt_hash
