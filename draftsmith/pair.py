@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
@@ -16,7 +18,7 @@ from decode.suffix_index import SuffixIndex
 from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
 from drafts.load import load_pair as load_models
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
@@ -49,7 +51,52 @@ class GenerateOptions(TypedDict, total=False):
     on_tokens: OnTokens | None
 
 
-@dataclass(frozen=True)
+# What transformers' `generate` calls what `Pair.generate` calls otherwise.
+_THEIRS = {
+    "do_sample": "temperature (0 is greedy)",
+    "num_return_sequences": "a list that holds the prompt that often",
+    "stop_strings": "stop",
+    "max_length": "max_new_tokens",
+    "streamer": "on_tokens, or Pair.stream",
+    "eos_token_id": "stop, or ignore_eos",
+    "num_assistant_tokens": "tree='chain:N'",
+}
+
+
+class Piece(str):
+    """Text of one token, or of the tokens that make one character. `from_draft`: whether the last one was drafted."""
+
+    from_draft = False
+
+
+class Detokenizer:
+    """Tokens to text as they come. No piece ends inside a character, as long as more tokens follow."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Tokens before `_read` are text already. Those from `_anchor` on are decoded again with each new token, because
+        # the text of a token can depend on the one before it. So a step costs the same however long the text is.
+        self._anchor = self._read = 0
+
+    def add(self, ids: list[int], from_draft: list[bool]) -> Iterator[Piece]:
+        """Yield the text of the tokens of one step."""
+        for token, drafted in zip(ids, from_draft, strict=True):
+            self._ids.append(token)
+            piece = self.rest()
+            # A character of several tokens is not whole yet; the next token brings it.
+            if not piece.endswith("\ufffd"):
+                piece.from_draft = drafted
+                yield piece
+                self._anchor, self._read = self._read, len(self._ids)
+
+    def rest(self) -> Piece:
+        """The text that was not yielded yet."""
+        known = decode_text(self._tokenizer, self._ids[self._anchor : self._read])
+        return Piece(decode_text(self._tokenizer, self._ids[self._anchor :])[len(known) :])
+
+
+@dataclass(frozen=True, repr=False)
 class Output:
     """One continuation of one prompt.
 
@@ -69,6 +116,11 @@ class Output:
     stats: DecodeStats
     prefill_s: float
     decode_s: float
+
+    def __repr__(self) -> str:
+        tau = "-" if self.stats.tau is None else f"{self.stats.tau:.2f}"
+        text = self.text if len(self.text) <= 60 else self.text[:59] + "…"
+        return f"Output({text!r}, {len(self.output_ids)} tokens, {self.finish_reason}, tau {tau})"
 
     def row(self) -> dict[str, Any]:
         """The row of `draftsmith decode --out`."""
@@ -156,6 +208,9 @@ class Pair:
             take_over(self.target, *self.drafts.values())
         self._last: tuple[object, Decoding] | None = None
 
+    def __repr__(self) -> str:
+        return f"Pair({self.target_name!r}, drafts={ {name: kind_of(draft) for name, draft in self.drafts.items()} })"
+
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
         self, prompts: OnePrompt, **options: Unpack[GenerateOptions]
@@ -181,6 +236,7 @@ class Pair:
         ignore_eos: bool = False,
         batch_size: int = 8,
         on_tokens: OnTokens | None = None,
+        **unknown: Any,
     ) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
 
@@ -193,6 +249,9 @@ class Pair:
         batch_size: prompts decoded together. on_tokens(row of its batch, ids, from_draft): called after each step
         with its new tokens. Raise InputError for an invalid combination.
         """
+        for name in unknown:
+            fix = f"use {_THEIRS[name]}" if name in _THEIRS else nearest(name, GenerateOptions.__annotations__)
+            raise TypeError(f"generate: no option {name!r}; {fix}")
         decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
         sampling = resolve_sampling(
             self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
@@ -216,6 +275,40 @@ class Pair:
         )
         outputs = [output for batch in batches for output in batch]
         return outputs[0] if one else outputs
+
+    def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
+        """Continue one prompt as `generate` does; yield its text piece by piece as it is decoded.
+
+        for piece in pair.stream("Return the"): print(piece, end="")
+        """
+        pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
+        text, abandoned = Detokenizer(self.tokenizer), Event()
+
+        def put(row: int, ids: list[int], from_draft: list[bool]) -> None:
+            if abandoned.is_set():
+                raise GeneratorExit
+            for piece in text.add(ids, from_draft):
+                pieces.put(piece)
+
+        def decode() -> None:
+            try:
+                self.generate(prompt, **options | {"on_tokens": put})
+                pieces.put(text.rest())
+                pieces.put(None)
+            except BaseException as error:
+                pieces.put(error)
+
+        thread = Thread(target=decode, daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                if piece:
+                    yield piece
+        finally:
+            abandoned.set()
+            thread.join()
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""

@@ -102,6 +102,27 @@ def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path, monkeypatc
     assert one.output_ids == listed[0].output_ids
 
 
+def test_pieces_come_as_they_are_decoded_and_are_the_text(pair: Pair) -> None:
+    options: dict[str, Any] = {"temperature": 1, "max_new_tokens": 24, "seed": 3, "ignore_eos": True}
+    out, pieces = pair.generate("The quick", **options), list(pair.stream("The quick", **options))
+    assert "".join(pieces) == out.text and len(pieces) > 5
+    assert {piece.from_draft for piece in pieces} == {True, False}
+    stream = pair.stream("The quick", **options)
+    assert next(stream) == pieces[0]
+    stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(ds.InputError, match="context"):
+        next(pair.stream("dog " * 200))
+    assert repr(out).startswith("Output(") and len(repr(out)) < 120 and len(repr(pair)) < 200
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"), [("do_sample", "temperature"), ("stop_strings", "use stop"), ("temprature", "temperature")]
+)
+def test_names_of_transformers_are_answered_with_ours(pair: Pair, option: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=f"no option '{option}'; .*{ours}"):
+        cast(Any, pair).generate("a", **{option: True})
+
+
 def test_the_targets_own_end_is_the_default(pair: Pair, target_dir: str) -> None:
     ends = set(eos_ids(load_model(target_dir, device="cpu")))
     outputs = pair.generate(["The quick", "dog", "A", "é λ"] * 3, temperature=1, max_new_tokens=24)
