@@ -125,18 +125,16 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
         if self.temperatures and self.temperature is not None:
             raise InputError("temperatures: a mixture replaces --temperature; leave one of them out")
         self.mixture()
-        if self.draft is not None and self.engine not in ("hf", "ray"):
-            raise InputError(f"draft: is for --engine hf or ray, not {self.engine}")
         if self.tree is not None and self.draft is None:
             raise InputError("tree: needs --draft")
         if self.tree is not None:
             parse_tree(self.tree, read_tree_file)
-        servers = dict.fromkeys(("endpoint", "served_model", "max_requests", "max_tokens"), "openai")
-        needs = servers | {"address": "ray", "workers": "ray", "tensor_parallel_size": "vllm"}
-        for key, engine in needs.items():
+        needs = dict.fromkeys(("endpoint", "served_model", "max_requests", "max_tokens"), ["openai"])
+        needs |= {"address": ["ray"], "workers": ["ray"], "tensor_parallel_size": ["vllm"], "draft": ["hf", "ray"]}
+        for key, engines in needs.items():
             default = 1 if key == "tensor_parallel_size" else None
-            if getattr(self, key) not in (default, []) and self.engine != engine:
-                raise InputError(f"{key}: needs --engine {engine}")
+            if getattr(self, key) not in (default, []) and self.engine not in engines:
+                raise InputError(f"{key}: needs --engine {' or '.join(engines)}")
         if self.engine == "openai":
             self._check_servers()
 

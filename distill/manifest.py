@@ -66,7 +66,7 @@ def finish(
         if not sums["parts"]:
             for empty in out.glob("empty-*.json"):
                 empty.unlink()
-            reasons = [*sums["failed_because"], *sums["skipped_because"]]
+            reasons = [*sums["failed_because"], *sums["skipped_because"], "there were none"]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
         if held_out and config is not None:
             _write_held_out(config, held_out)

@@ -165,8 +165,6 @@ def _of_set(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -
 
 
 def _of_file(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -> Source:
-    if next(iterate_records(config.score), None) is None:
-        raise InputError(f"{config.score}: holds no rows")
     ends = eos_ids(model)
 
     def parts() -> Parts:

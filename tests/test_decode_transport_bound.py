@@ -96,10 +96,3 @@ def test_bound_takes_batches_and_distributions_with_tiny_tokens(drawing: Drawing
         for row in range(3):
             assert float(bounds[row]) == pytest.approx(transport(p[row], candidates(q[row], k, drawing)), abs=1e-9)
             assert float(optimal_acceptance(p[row], q[row], k, drawing)) == pytest.approx(float(bounds[row]), abs=1e-12)
-
-
-def test_bound_of_one_candidate_is_the_overlap() -> None:
-    p, q = distributions("random", 1)
-    for drawing in DRAWINGS[:3]:
-        overlap = float(torch.minimum(p, q).sum())
-        assert float(optimal_acceptance(p, q, 1, drawing)) == pytest.approx(overlap, abs=1e-6)

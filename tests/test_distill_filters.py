@@ -14,7 +14,6 @@ import pytest
 from distill.config import DistillConfig
 from distill.engines import Answer
 from distill.filters import Suites, is_held_out, why_dropped
-from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.distilled import Door, errors, manifest, rows_of, write_rows
@@ -181,10 +180,3 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     for wrong in ("fox.jsonl", "=fox.jsonl", "fox="):
         code, _, err = door(*words[:-2], wrong, "--out", "o")
         assert code == 2 and "expected NAME=P" in err
-
-
-def test_a_set_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="gone.jsonl: no such file"):
-        Suites([f"x={tmp_path / 'gone.jsonl'}"])
-    with pytest.raises(InputError, match="--decontaminate x=.*holds no text"):
-        Suites([f"x={write_rows(tmp_path / 's.jsonl', {'prompt': ' '})}"])

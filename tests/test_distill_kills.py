@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,20 +154,6 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     kept = rows_of()
     assert door(*words, "--out", "whole")[0] == 0 and kept == rows_of("whole")
     assert not list(Path("set").glob(".*"))
-
-
-@pytest.mark.slow
-def test_two_runs_do_not_write_one_set(words: list[str], tmp_path: Path, spawn: Spawn, door: Door) -> None:
-    first = spawn(*words, cwd=tmp_path, patch=STOP_AT_ANSWER.format(act="hold()"))
-    while not (tmp_path / "set" / ".part-00000.answers.jsonl").exists() and not first.ended:
-        time.sleep(0.01)
-    code, out, err = door(*words)
-    assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
-    assert "draftsmith distill: --out set: process " in err and "wait for it, or choose another" in err
-    first.send(signal.SIGKILL)
-    assert first.wait()[0] == -9
-    code, _, err = door(*words)
-    assert code == 0, err
 
 
 def test_a_full_disk_names_the_file_and_what_to_do(

@@ -16,7 +16,6 @@ import pytest
 from distill.config import DistillConfig
 from distill.engines import ENGINES, Answer, AnswerRequest, Done
 from distill.engines.hf import HFEngine
-from draftsmith_core.prompt_rows import iterate_records
 from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import Door, errors, files, rows_of, write_rows
 
@@ -180,23 +179,3 @@ def test_memory_does_not_grow_with_the_rows(
     assert len(held) == 64
     # 1,800 rows later; a kept row would be at least 1 kB.
     assert held[63] - held[7] < 200_000
-
-
-def test_no_more_is_read_than_is_asked(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answers are written before the third group of rows has been read."""
-    write_rows("p.jsonl", *({"prompt": f"The {i}"} for i in range(400)))
-    monkeypatch.setitem(ENGINES, "hf", _Echo)
-    read = iterate_records
-    parts: list[tuple[int, int]] = []
-
-    def watched(source: str) -> Iterator[Any]:
-        for record in read(source):
-            parts.append((record.number, len(list(Path("set").glob("part-*")))))
-            yield record
-
-    monkeypatch.setattr("distill.generate.iterate_records", watched)
-    code, out, err = door(*words)
-    assert code == 0, err
-    assert "of 400 prompts 400 done" in out
-    # Two rows make a part. When row n is read, at most the group before it is not written yet.
-    assert all(written >= (number - 1) // 2 - 1 for number, written in parts[1:])
