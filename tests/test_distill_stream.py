@@ -1,7 +1,6 @@
 """Prompts as a stream: read as they come, each row accounted for, and never confused with another file's."""
 
 import gc
-import gzip
 import json
 import tracemalloc
 from collections import Counter
@@ -69,26 +68,6 @@ def test_a_file_without_any_prompt_leaves_nothing_behind(words: list[str], door:
         code, _, err = door(*words)
         assert code == 2 and said in err
         assert not Path("set").exists()
-
-
-def test_compressed_and_columnar_files_give_the_same_rows(words: list[str], door: Door) -> None:
-    plain = b"".join(json.dumps(row).encode() + b"\n" for row in GOOD)
-    Path("p.jsonl").write_bytes(plain)
-    Path("p.jsonl.gz").write_bytes(gzip.compress(plain))
-    Path("p.jsonl.zst").write_bytes(pa.compress(plain, codec="zstd", asbytes=True))
-    pq.write_table(pa.Table.from_pylist(GOOD), "p.parquet")
-    assert door(*words)[0] == 0
-    expected = rows_of("set")
-    assert len(expected) == 18
-    for name in ("p.jsonl.gz", "p.jsonl.zst", "p.parquet"):
-        words[4] = name
-        code, _, err = door(*words, "--out", f"set-{name}")
-        assert code == 0, err
-        assert rows_of(f"set-{name}") == expected
-    Path("p.jsonl.gz").write_bytes(gzip.compress(plain)[:-20])
-    words[4] = "p.jsonl.gz"
-    code, _, err = door(*words, "--out", "cut")
-    assert code == 2 and "p.jsonl.gz: cannot be read" in err and "Traceback" not in err
 
 
 def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) -> None:

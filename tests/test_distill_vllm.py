@@ -18,7 +18,7 @@ import torch
 
 from distill.config import DistillConfig
 from distill.generate import distill
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, draw, generator, probs
 from tests.distilled import manifest, rows_of, write_rows
@@ -180,3 +180,39 @@ def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompt
     with pytest.raises(InputError, match="broken: vLLM cannot run it: No such model"):
         distill(DistillConfig(target=str(broken), **options), "x")
     assert not (tmp_path / "set").exists()
+
+
+def test_an_engine_that_dies_and_answers_that_are_aborted(
+    vllm: None, target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered before the death is kept; asked = done + failed + skipped."""
+    import distill.engines.vllm as module
+
+    monkeypatch.setattr(module, "_TOGETHER", 4)
+    common: dict[str, Any] = {"target": target_dir, "prompts": prompts_file, "engine": "vllm", "max_new_tokens": 8}
+    whole = distill(DistillConfig(out=str(tmp_path / "whole"), **common), "x")
+    answer, asked = LLM._answer, list[int]()
+
+    def faulty(self: LLM, prompt: list[int], params: SamplingParams) -> Any:
+        asked.append(params.seed or 0)
+        if len(asked) == 7:
+            raise RuntimeError("EngineCore died\nunexpectedly")
+        output = answer(self, prompt, params)
+        if len(asked) == 2:
+            output.outputs[0].finish_reason = "abort"
+        return output
+
+    monkeypatch.setattr(LLM, "_answer", faulty)
+    config = DistillConfig(out=str(tmp_path / "set"), **common)
+    with pytest.raises(RunError, match="^vllm: EngineCore died unexpectedly; run the same command again"):
+        distill(config, "x")
+    found = distill(config, "x")
+    assert (found["prompts_done"], found["prompts_failed"], found["prompts_skipped"]) == (8, 0, 1)
+    # The first batch of four but for the aborted answer was kept; the second was lost.
+    assert len(asked) == 7 + 5 and rows_of(tmp_path / "set") == rows_of(tmp_path / "whole")
+    asked.clear()
+    monkeypatch.setattr(module, "_TOGETHER", 4096)
+    again = distill(DistillConfig(out=str(tmp_path / "aborted"), **common, max_prompts=5), "x")
+    assert again["failed_because"] == ["1 failed: vLLM ended it with 'abort' (row 2)"]
+    assert again["prompts_done"] + again["prompts_failed"] + again["prompts_skipped"] == again["prompts_read"] == 5
+    assert whole["prompts_done"] == 8
