@@ -26,13 +26,6 @@ from train.data import load_examples
 Door = Callable[..., tuple[int, str, str]]
 
 
-def test_it_is_refused_unless_asked_for_and_the_refusal_says_what_to_do(target_dir: str, donor_dir: str) -> None:
-    with pytest.raises(
-        InputError, match=r"token 3 is '<0x00>' to it .*--heterogeneous_vocab true .*choosing-a-draft\.md"
-    ):
-        load_pair(target_dir, [donor_dir], device="cpu")
-
-
 def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
     target_dir: str, draft_dir: str, donor_dir: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,20 +143,6 @@ def test_missing_mass_is_what_it_cannot_draft(target_dir: str, donor_dir: str, t
             p_V = probs(pair.target(input_ids=torch.tensor([text])).logits[0, -1:], sampling)[0]
             missing += float(p_V[~shared].sum())
         assert measured["missing"][number] == pytest.approx(missing, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--draft", "{donor}", "{own}", "--heterogeneous_vocab", "true"), "cannot draft together; use one"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_in_one_line(
-    words: tuple[str, ...], message: str, door: Door, target_dir: str, draft_dir: str, donor_dir: str
-) -> None:
-    named = [word.format(own=draft_dir, donor=donor_dir) for word in words]
-    code, out, err = door("decode", "--target", target_dir, "--prompt", "a", "--device", "cpu", *named)
-    assert (code, out) == (2, "") and message in err
 
 
 @pytest.fixture(scope="module")

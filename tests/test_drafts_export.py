@@ -35,6 +35,7 @@ from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import read_json
 from draftsmith_core.tokenization import load_tokenizer
+from tests.tiny_models import stirred
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 290,
@@ -74,11 +75,7 @@ def saved(target_dir: str) -> Saved:
     """Moves a model's parameters, norms too, from where they began, and saves it with the tests' tokenizer."""
 
     def save(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-        torch.manual_seed(4)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(path)
+        stirred(model, 0.1).save_pretrained(path)
         load_tokenizer(target_dir).save_pretrained(path)
         model.eval()
         return model
@@ -87,11 +84,7 @@ def saved(target_dir: str) -> Saved:
 
 
 def head_of(name: str, target: PreTrainedModel, path: Path) -> Head:
-    head = HEADS[name](target)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_head(head, path)
+    save_head(stirred(HEADS[name](target), 0.1), path)
     return load_head(path, target)
 
 
@@ -207,8 +200,10 @@ def test_what_a_layout_cannot_say_is_refused(saved: Saved, tmp_path: Path) -> No
             assert not (directory / "out").exists()
 
 
-@pytest.mark.parametrize("form", ["eagle", "sglang", "speculators", "gguf"])
-@pytest.mark.parametrize("variant", ["norm_before_residual", "norm_output"])
+@pytest.mark.parametrize(
+    ("variant", "form"),
+    [("norm_before_residual", form) for form in ("eagle", "sglang", "speculators", "gguf")] + [("norm_output", "gguf")],
+)
 def test_norms_in_other_places_are_said_or_refused(
     variant: str, form: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -247,26 +242,6 @@ def test_the_authors_code_has_limits_that_others_do_not(
         exported(tmp_path, form)
 
 
-@pytest.mark.parametrize(
-    ("draft", "form", "said"),
-    [
-        ("eagle", "hf", "is a head \\(eagle\\); formats for it are eagle, sglang$"),
-        ("eagle", "gguf", "is a head \\(eagle\\); formats"),
-        ("medusa", "sglang", "is a head \\(medusa\\); formats for it are medusa"),
-        ("hydra", "hf", "no engine reads such heads"),
-        ("target", "eagle", "is a language model; formats for it are hf, gguf"),
-    ],
-)
-def test_a_draft_of_the_wrong_kind_is_refused(
-    draft: str, form: str, said: str, target: PreTrainedModel, tmp_path: Path
-) -> None:
-    if draft != "target":
-        head_of(draft, target, tmp_path / draft)
-    with pytest.raises(InputError, match=said):
-        exported(tmp_path, form, draft=draft)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_name_that_an_engine_would_skip_is_never_written(target: PreTrainedModel, tmp_path: Path) -> None:
     head_of("eagle", target, tmp_path / "head")
     exported(tmp_path, "eagle")
@@ -287,14 +262,10 @@ def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.Cap
     assert summary["format"] == "sglang" and summary["kind"] == "eagle3"
     assert main([*words, "sglang", "--out", str(tmp_path / "other")]) == 2
     assert "--target: is missing" in capsys.readouterr().err
-    assert main([*words, "onnx", *to]) == 2
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    save_head(load_head(tmp_path / "head", target), tmp_path / "trained")
-    (tmp_path / "trained" / "draftsmith.json").write_text('{"kind": "eagle3"}')
-    for out in ("trained", "full", "full/mine.txt"):
-        assert main([*words, "sglang", "--out", str(tmp_path / out)]) == 2
-        assert "files that no export wrote" in capsys.readouterr().err
+    assert main([*words, "sglang", "--out", str(tmp_path / "full")]) == 2
+    assert "files that no export wrote" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
     hf = ["export", "--draft", str(tmp_path / "target"), "--format", "hf", "--out", str(tmp_path / "eagle3-lm")]
     assert main(hf) == 0
@@ -336,9 +307,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     )
 
 
-def test_gguf_scores_are_the_order_of_merges_and_unknown_rules_are_refused(
-    saved: Saved, target_dir: str, tmp_path: Path
-) -> None:
+def test_gguf_scores_are_the_order_of_merges(saved: Saved, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 270, "num_hidden_layers": 1})), tmp_path / "target")
     sentencepiece_like().save_pretrained(tmp_path / "target")
@@ -349,8 +318,3 @@ def test_gguf_scores_are_the_order_of_merges_and_unknown_rules_are_refused(
     assert scores[262:265] == [0.0, -1.0, -2.0] and scores[260] < -2
     assert fields["tokenizer.ggml.tokens"].contents()[265:] == [f"[PAD{i}]" for i in range(265, 270)]
     assert fields["tokenizer.ggml.token_type"].contents()[:4] == [2, 3, 3, 6]
-    strange: Any = load_tokenizer(target_dir)
-    strange.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    strange.save_pretrained(tmp_path / "target")
-    with pytest.raises(InputError, match=r"its pre-tokenizer cuts text by \['Whitespace'\]"):
-        exported(tmp_path, "gguf", draft="target")

@@ -102,22 +102,3 @@ def test_heads_are_merged_with_their_config(target_dir: str, tmp_path: Path) -> 
     assert list(load_pair(target_dir, [str(tmp_path / "soup")], device="cpu").drafts)
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, 0.25 * a[name] + 0.75 * b[name])
-
-
-def test_what_cannot_be_merged_is_refused_in_one_line(
-    draft_dir: str, target_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "out")
-    for words, said in (
-        (["--draft", draft_dir], "give a second draft, or the base"),
-        (["--base", draft_dir, "--draft", draft_dir], "alone it would be copied; give its weight"),
-        (["--draft", f"{draft_dir}=0.5", target_dir], f"{target_dir}: has no weight"),
-        (["--draft", f"{draft_dir}=0.5", f"{target_dir}=0.6"], "the weights add up to 1.1"),
-        (["--draft", draft_dir, draft_dir], "is named twice"),
-        (["--draft", draft_dir, target_dir], "merge drafts of one shape"),
-        (["--draft", draft_dir, str(tmp_path / "absent")], "no such directory"),
-    ):
-        assert main(["merge", *words, "--out", out]) == 2, words
-        error = capsys.readouterr().err.splitlines()
-        assert len(error) == 1 and said in error[0], error
-        assert not Path(out).exists() or not list(Path(out).iterdir())

@@ -29,6 +29,7 @@ from drafts.neighbours import ask, complete, how_to_get, llama_server, program, 
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
 from tests.openvino_ir import openvino_ir
+from tests.tiny_models import stirred
 from train.config import HeadOptions, Optim
 
 ROOT = Path(__file__).parents[1]
@@ -160,10 +161,18 @@ def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs
 def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: Outputs, after_one: Outputs) -> None:
     server = engine("llama-server")
     models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
-    plain = ["-c", "512", "-np", "1", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
-    draft = ["-md", models["base"], "--spec-type", "draft-simple", "--spec-draft-n-max", str(AHEAD)]
-    draft += ["-ctkd", "f32", "-ctvd", "f32"]
-    with llama_server(server, ["-m", models["target"], *plain, *draft]) as port:
+    words = [
+        "-m",
+        models["target"],
+        "-md",
+        models["base"],
+        "--spec-type",
+        "draft-simple",
+        "--spec-draft-n-max",
+        str(AHEAD),
+    ]
+    words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32".split()
+    with llama_server(server, words) as port:
         rows = [complete(port, prompt, TOKENS) for prompt in prompts]
         texts = [*TEXTS, "naïve façade 3.14, 2^10; don't\n\n\n\tx = {'a': [1]}  # ünïcödé"]
         cut = [ask(port, "tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
@@ -184,22 +193,10 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target=target, prompts=str(place / "p.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0, device="cpu"
         )
     )
-    head = ds.TrainConfig(
-        kind="eagle3",
-        target=target,
-        data=[data],
-        heldout=[data],
-        out=str(place / "head"),
-        objective="fkl",
-        head=HeadOptions(draft_vocab_size=2048, test_steps=AHEAD),
-        steps=80,
-        eval_every=80,
-        batch_size=len(TEXTS),
-        max_length=96,
-        optim=Optim(lr=3e-3),
-        device="cpu",
-    )
-    ds.train(head)
+    options: dict[str, Any] = {"steps": 80, "eval_every": 80, "batch_size": len(TEXTS), "max_length": 96}
+    options |= {"head": HeadOptions(draft_vocab_size=2048, test_steps=AHEAD), "optim": Optim(lr=3e-3), "device": "cpu"}
+    options |= {"kind": "eagle3", "target": target, "objective": "fkl", "out": str(place / "head")}
+    ds.train(ds.TrainConfig(data=[data], heldout=[data], **options))
     return place / "head"
 
 
@@ -216,17 +213,8 @@ def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
     longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
     mine = decoded(pair, longer, TOKENS - 1)
     words = ["-m", str(exports("gguf")["target"] / "model.gguf"), "-md", str(tmp_path / "head" / "model.gguf")]
-    words += ["-c", "512", "-np", "1", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32"]
-    words += [
-        "-ctvd",
-        "f32",
-        "--spec-type",
-        "draft-eagle3",
-        "--spec-draft-n-max",
-        str(AHEAD),
-        "--spec-draft-p-min",
-        "0",
-    ]
+    words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32".split()
+    words += f"-ctvd f32 --spec-type draft-eagle3 --spec-draft-n-max {AHEAD} --spec-draft-p-min 0".split()
     with llama_server(server, words) as port:
         rows = [complete(port, prompt, TOKENS) for prompt in prompts]
     assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
@@ -271,12 +259,7 @@ FAMILIES: dict[str, Any] = {
 def test_llama_cpp_continues_as_models_of_every_family_do(family: str, tmp_path: Path) -> None:
     """`export` itself compares 24 greedy tokens, and raises where they differ."""
     engine("llama-server")
-    model = FAMILIES[family]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "model")
+    stirred(FAMILIES[family](), 0.3).save_pretrained(tmp_path / "model")
     load_tokenizer(str(PAIR / "target")).save_pretrained(tmp_path / "model")
     config = ds.ExportConfig(draft=str(tmp_path / "model"), format="gguf", out=str(tmp_path / "out"))
     assert ds.export(config)["proof"]["engine"].startswith("llama.cpp")
@@ -285,11 +268,8 @@ def test_llama_cpp_continues_as_models_of_every_family_do(family: str, tmp_path:
 @pytest.fixture(scope="module")
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Eagle3Head, Path]:
     """A head on the demo's target with parameters away from where they began, and its directory."""
-    head = Eagle3Head.fresh(load_model(str(PAIR / "target"), device="cpu"), draft_vocab=range(0, 4096, 2))
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+    target = load_model(str(PAIR / "target"), device="cpu")
+    head = stirred(Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)), 0.02)
     path = tmp_path_factory.mktemp("eagle3") / "head"
     save_head(head, path)
     return head.eval(), path
